@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from any_message import messages
-from cluster_visitors import FakeWorker, Visited
+from fake_workers import FakeWorker, OpenedManager
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
@@ -52,23 +52,23 @@ def hand_in(manager: ClusterManager, connection: FakeConnection, *messages: Mess
 
 @pytest.fixture(scope="module")
 def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
-    visited = Visited(
+    opened = OpenedManager(
         tmp_path_factory.mktemp("all"), layout, False, start="listen", shards="apart", lease=3600.0
     )
-    registry = [FakeWorker(visited.manager) for _ in range(4)]
+    registry = [FakeWorker(opened.manager) for _ in range(4)]
     for number, member in enumerate(registry):  # two shards and an engine that stay; one that joins
         says = {"shard": number} if number < 2 else {}
         member.say(MessageType.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
-        welcome = member.hear()
+        assignment = member.hear()
         if number < 3:
-            member.become(visited.manager, welcome)
+            member.report_ready(opened.manager, assignment)
     wait_until(
-        lambda: visited.manager.coordinator.ready and not visited.manager._assignment.is_incomplete
+        lambda: opened.manager.coordinator.ready and not opened.manager._assignment.is_incomplete
     )
-    yield visited.manager
+    yield opened.manager
     for member in registry:
         member.endpoint.close()
-    visited.manager.close()
+    opened.manager.close()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

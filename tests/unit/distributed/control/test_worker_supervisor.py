@@ -11,7 +11,7 @@ from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.base import WorkerExit
 
 
-class PretendLauncher:
+class FakeLauncher:
     lacks: str | None = None
     starving: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ class PretendLauncher:
 class Made:
     def __init__(self, wanted: int) -> None:
         self.said: list[str] = []
-        self.launcher = PretendLauncher()
+        self.launcher = FakeLauncher()
         self.supervisor = WorkerSupervisor(self.launcher, lambda kind, text: self.said.append(kind))
         self.supervisor.fill({"engine": wanted})
 

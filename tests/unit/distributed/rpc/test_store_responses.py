@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from any_message import anything
-from cluster_visitors import FakeWorker
+from fake_workers import FakeWorker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_programs import (
@@ -299,12 +299,12 @@ def test_random_responses_raise_only_own_errors(trained, method, lie, data):
         assert nodes.refused
 
 
-def test_shard_with_invalid_response_is_disconnected(visit):
-    visited = visit(start="listen", shards="apart", lease=60.0)
-    joined = [visit.join(visited, shard=shard) for shard in (0, 1)]
-    for member, welcome in joined:
-        member.become(visited.manager, welcome)
-    shards = visited.manager.remote_shards()
+def test_shard_with_invalid_response_is_disconnected(open_manager):
+    opened = open_manager(start="listen", shards="apart", lease=60.0)
+    joined = [open_manager.join(opened, shard=shard) for shard in (0, 1)]
+    for member, assignment in joined:
+        member.report_ready(opened.manager, assignment)
+    shards = opened.manager.remote_shards()
 
     def lie(member: FakeWorker, node: int) -> None:
         gathered, whole = FrameAssembler(lambda number: 0), None
@@ -320,7 +320,7 @@ def test_shard_with_invalid_response_is_disconnected(visit):
     with pytest.raises(ShardLostError, match=r"was lost: node 2 sent a response to 'content_hash"):
         shards[1].content_hash()
     liar.join()
-    wait_until(lambda: [member.number for member in visited.manager.registry.members] == [1])
+    wait_until(lambda: [member.number for member in opened.manager.registry.members] == [1])
     with pytest.raises(PenstockError, match="shard 1 of the store was lost, and the state in"):
-        visited.manager.event_queue.poll()
-    assert "shard lost" in visited.told
+        opened.manager.event_queue.poll()
+    assert "shard lost" in opened.event_kinds

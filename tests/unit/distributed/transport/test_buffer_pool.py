@@ -74,9 +74,9 @@ def test_pool_reuses_memory_up_to_its_limit():
     del held[3], held[:2]
     assert {buffers.take(SIZE).ctypes.data for _ in range(20)} <= {kept[n] for n in (0, 1, 3)}
     del held
-    places = {part.ctypes.data for part in [buffers.take(SIZE) for _ in range(8)]}
-    assert places == set(kept)
-    assert not places & set(rest)
+    addresses = {part.ctypes.data for part in [buffers.take(SIZE) for _ in range(8)]}
+    assert addresses == set(kept)
+    assert not addresses & set(rest)
 
 
 def test_payload_larger_than_free_buffers_gets_new_memory():

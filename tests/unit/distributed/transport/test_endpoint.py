@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 import pytest
-from endpoint_places import greet
+from recording_endpoints import greet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import SECONDS, wait_until
@@ -36,9 +36,9 @@ from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
 
-def test_messages_arrive_in_order_with_payload(places):
+def test_messages_arrive_in_order_with_payload(endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
+    one, two = endpoints(token, 1), endpoints(token, 2)
     connection = greet(one, 1, two)
     payload = np.arange(3_000_000, dtype=np.float32)
     for op in range(5):
@@ -52,11 +52,11 @@ def test_messages_arrive_in_order_with_payload(places):
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
 
 
-def test_connections_to_removed_nodes_close(places):
+def test_connections_to_removed_nodes_close(endpoints):
     """Their hosts may be gone without a word; who knows of the next epoch before us stays."""
     token = new_token()
-    here = places(token, 1)
-    others = {number: places(token, number) for number in (0, 2, 3, 4)}
+    here = endpoints(token, 1)
+    others = {number: endpoints(token, number) for number in (0, 2, 3, 4)}
     epochs = {0: 0, 2: 6, 3: 6, 4: 8}
     links = {}
     for number, other in others.items():
@@ -80,10 +80,10 @@ def test_connections_to_removed_nodes_close(places):
     assert links[0].is_open
 
 
-def test_connection_to_learner_survives_new_epochs(places):
+def test_connection_to_learner_survives_new_epochs(endpoints):
     """A learner is given a copy of a shard before it is in any view."""
     token = new_token()
-    here, learner = places(token, 1), places(token, 2)
+    here, learner = endpoints(token, 1), endpoints(token, 2)
     connection = learner.endpoint.connect(here.endpoint.address)
     connection.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
     connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
@@ -98,9 +98,9 @@ def test_connection_to_learner_survives_new_epochs(places):
     wait_until(lambda: not connection.is_open)
 
 
-def test_connection_stays_open_after_message_of_new_epoch(places):
+def test_connection_stays_open_after_message_of_new_epoch(endpoints):
     token = new_token()
-    here, other = places(token, 1), places(token, 2)
+    here, other = endpoints(token, 1), endpoints(token, 2)
     address = other.endpoint.address
     here.endpoint.call(lambda: here.endpoint.set_addresses({2: address}, 5))
     context = here.endpoint.context(1)
@@ -112,10 +112,10 @@ def test_connection_stays_open_after_message_of_new_epoch(places):
     assert not other.ended
 
 
-def test_idle_connection_uses_keepalive(places):
+def test_idle_connection_uses_keepalive(endpoints):
     """Else the memory and the threads of links from a host that is gone would stay."""
     token = new_token()
-    connection = greet(places(token, 1), 1, places(token, 2))
+    connection = greet(endpoints(token, 1), 1, endpoints(token, 2))
     assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     if hasattr(socket, "TCP_KEEPIDLE"):
         idle, between, count = (
@@ -125,9 +125,9 @@ def test_idle_connection_uses_keepalive(places):
         assert idle + between * count <= 30
 
 
-def test_removed_node_runs_no_more_jobs(places):
+def test_removed_node_runs_no_more_jobs(endpoints):
     """The job that it is at ends before another node is put in; those behind it are dropped."""
-    here = places(new_token(), 1)
+    here = endpoints(new_token(), 1)
     context = here.endpoint.context(1)
     began, may_end, done = threading.Event(), threading.Event(), []
 
@@ -144,9 +144,9 @@ def test_removed_node_runs_no_more_jobs(places):
     assert done == ["long"]
 
 
-def test_oversized_frame_ends_connection(places):
+def test_oversized_frame_ends_connection(endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
+    one, two = endpoints(token, 1), endpoints(token, 2)
     connection = greet(one, 1, two)
     connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
     wait_until(lambda: one.ended and two.ended)
@@ -154,9 +154,9 @@ def test_oversized_frame_ends_connection(places):
 
 
 @pytest.mark.parametrize("size", [100, 5000])
-def test_corrupt_frame_ends_connection_and_is_named(size, places):
+def test_corrupt_frame_ends_connection_and_is_named(size, endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
+    one, two = endpoints(token, 1), endpoints(token, 2)
     connection = greet(one, 1, two)
     connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
@@ -269,9 +269,9 @@ class Bomb:
         return (os._exit, (66,))
 
 
-def test_received_pickle_is_only_bytes(places):
+def test_received_pickle_is_only_bytes(endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
+    one, two = endpoints(token, 1), endpoints(token, 2)
     bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
     connection = greet(one, 1, two)
     connection.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))

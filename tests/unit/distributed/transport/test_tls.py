@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from endpoint_places import Place, greet, raw
+from recording_endpoints import RecordingEndpoint, greet, raw
 from tls_peers import (
     QUESTION_BYTES,
     contexts_with,
@@ -33,7 +33,9 @@ from penstock.errors import ClusterError
 # What the standard library's own client and server say of a run's connections
 
 
-def answer_challenge(place: Place, token: str, *, wants_tls: bool = True) -> socket.socket:
+def answer_challenge(
+    place: RecordingEndpoint, token: str, *, wants_tls: bool = True
+) -> socket.socket:
     """Connect as one who has the token; return the connection when both have proved it."""
     connection = raw(place)
     theirs = receive(connection, QUESTION_BYTES)[16:]
@@ -175,7 +177,7 @@ def test_flood_does_not_drop_authenticated_connection(hosts):
     token = new_token()
     here = hosts(token, 1)
     friend = answer_challenge(here, token)
-    strangers = [raw(here) for _ in range(300)]
+    unauthenticated = [raw(here) for _ in range(300)]
     try:
         wait_until(lambda: here.endpoint.refused["127.0.0.1"] >= 300 - 256)
         with client_context(token).wrap_socket(friend) as secure:
@@ -183,8 +185,8 @@ def test_flood_does_not_drop_authenticated_connection(hosts):
             secure.sendall(b"".join(pack(Message(MessageType.HEARTBEAT, 0, 2, to=1))))
             wait_until(lambda: here.node.messages)
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for connection in unauthenticated:
+            connection.close()
 
 
 def test_handshake_may_arrive_byte_by_byte(hosts):
@@ -312,7 +314,7 @@ def test_process_on_loopback_makes_no_certificate(monkeypatch):
 
     monkeypatch.setattr(certificates, "tls_contexts", never)
     token = new_token()
-    one, two = Place(token, 1), Place(token, 2)
+    one, two = RecordingEndpoint(token, 1), RecordingEndpoint(token, 2)
     try:
         greet(one, 1, two).send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
         wait_until(lambda: two.node.messages)

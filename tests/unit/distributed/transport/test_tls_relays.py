@@ -150,7 +150,7 @@ def test_relay_that_terminates_tls_is_refused_by_both_sides(hosts, caplog):
     assert "it has the token, but its certificate does not belong to this run" in said
     wait_until(lambda: len(impostor.told) == 2)
     assert all("alert unknown ca" in told for told in impostor.told), impostor.told
-    assert not two.strangers
+    assert not two.from_new_peers
     impostor.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cluster_visitors import config
+from fake_workers import config
 
 from penstock.distributed.control_messages import ReplicaSlot
 from penstock.distributed.run_spec import RunSpec

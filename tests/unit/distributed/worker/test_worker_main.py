@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from cluster_visitors import TOKEN
+from fake_workers import TOKEN
 from waiting import wait_until
 
 from penstock.distributed.launchers.local import thread_states
