@@ -190,9 +190,7 @@ def operations_of_a_save(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_failed_write_or_sync_leaves_previous_checkpoint(
-    tmp_path, monkeypatch, error
-):
+def test_failed_write_or_sync_leaves_previous_checkpoint(tmp_path, monkeypatch, error):
     total = operations_of_a_save(tmp_path, monkeypatch)
     store = save_steps(tmp_path / "before", (1, 2), seed=0)
     train(store, 1, 0)

@@ -111,9 +111,7 @@ def penstock(monkeypatch, *arguments: str) -> int:
 
 
 @pytest.mark.long
-def test_losses_and_scaling_do_not_change_bits(
-    text, tmp_path, monkeypatch, capsys
-):
+def test_losses_and_scaling_do_not_change_bits(text, tmp_path, monkeypatch, capsys):
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
     try:
         run.train(2)

@@ -157,9 +157,7 @@ def test_engines_on_three_hosts_are_killed_disconnected_and_added(text, cluster,
 
 
 @pytest.mark.slow
-def test_process_outside_cluster_needs_token(
-    text, cluster, run_on, tmp_path
-):
+def test_process_outside_cluster_needs_token(text, cluster, run_on, tmp_path):
     nodes = cluster(2, hosts=3)
     nodes.await_port(0, CLIENT_PORT)
     address = f"ray://{nodes.hosts[0].address}:{CLIENT_PORT}"

@@ -160,9 +160,7 @@ def shared_bytes(run: Run) -> int:
 
 
 @pytest.mark.long
-def test_run_in_memory_resumes_and_weights_bypass_trainer(
-    text, alone, tmp_path, monkeypatch
-):
+def test_run_in_memory_resumes_and_weights_bypass_trainer(text, alone, tmp_path, monkeypatch):
     for module in ("shared_memory", "connection"):  # the model is small
         monkeypatch.setattr(f"penstock.distributed.transport.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
@@ -236,9 +234,7 @@ def signal_to(run: Run, node: int, what: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_learner_killed_during_copy_is_replaced(
-    text, alone, tmp_path, monkeypatch
-):
+def test_learner_killed_during_copy_is_replaced(text, alone, tmp_path, monkeypatch):
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
 
     def after(step: StepDone) -> None:
@@ -284,9 +280,7 @@ def test_source_lost_during_copy(text, alone, tmp_path, monkeypatch, on_flash):
 
 
 @pytest.mark.slow
-def test_trainer_killed_during_copy_restarts_copy(
-    text, alone, tmp_path
-):
+def test_trainer_killed_during_copy_restarts_copy(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=True)
     first = Run({**config, "run": {"dir": str(tmp_path / "run"), "steps": 3}})
     first.train()
@@ -309,9 +303,7 @@ def test_trainer_killed_during_copy_restarts_copy(
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_kills_of_replicated_shards_do_not_change_bits(
-    text, tmp_path, on_flash, seed
-):
+def test_random_kills_of_replicated_shards_do_not_change_bits(text, tmp_path, on_flash, seed):
     """Either process of either shard, between steps or within one, as often as they come back."""
     steps, chance = 36, random.Random(seed)
     one = settings(text, tmp_path / "one" / "run", cluster={}, store={}, steps=steps)
@@ -342,9 +334,7 @@ def test_random_kills_of_replicated_shards_do_not_change_bits(
 
 
 @pytest.mark.slow
-def test_both_replicas_on_flash_killed_resume_newest_step(
-    text, alone, tmp_path
-):
+def test_both_replicas_on_flash_killed_resume_newest_step(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", on_flash=True, replicas=2)
     run = Run(config)
     killed: list[int] = []
@@ -370,9 +360,7 @@ def test_both_replicas_on_flash_killed_resume_newest_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_step", [False, True])
-def test_stop_during_lost_shard_can_be_resumed(
-    text, alone, tmp_path, in_a_step
-):
+def test_stop_during_lost_shard_can_be_resumed(text, alone, tmp_path, in_a_step):
     config = settings(text, tmp_path / "run", on_flash=True)
     run = Run(config)
 

@@ -184,9 +184,7 @@ def test_faults_do_not_change_result_with_replicas():
 
 @pytest.mark.parametrize("on_flash", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_flipped_bit_in_replica_ends_run_within_one_comparison_cycle(
-    seed, on_flash
-):
+def test_flipped_bit_in_replica_ends_run_within_one_comparison_cycle(seed, on_flash):
     """In weights and in moments, before any step, in the node that streams or in the other one."""
     chance = random.Random(seed)
     cluster = ToyCluster(ENGINES, SHARDS, replicas=REPLICAS, on_flash=on_flash)

@@ -178,9 +178,7 @@ def one_flipped(engines: int, kind: MessageType, is_at: Callable[[int, int], boo
         (MessageType.COMMIT, 0, 2, 2),
     ],
 )
-def test_corrupt_frame_to_coordinator_evicts_node(
-    kind, sender, to, loses
-):
+def test_corrupt_frame_to_coordinator_evicts_node(kind, sender, to, loses):
     """The link ends with it, and with the link the place; another comes."""
     cluster = one_flipped(2, kind, lambda a, b: (a, b) == (sender, to))
     gone = [h.node for h in cluster.happened if h.kind in ("engine lost", "shard lost")]

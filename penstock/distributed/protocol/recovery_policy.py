@@ -157,9 +157,7 @@ class StepStatus:
     detector: FailureDetector
 
 
-def find_suspect(
-    status: StepStatus, membership: Membership, stalls: int
-) -> tuple[int, str] | None:
+def find_suspect(status: StepStatus, membership: Membership, stalls: int) -> tuple[int, str] | None:
     """Return the suspect of a stall and the reason; None if it is too early for a suspect."""
     phase, epochs, transaction = status.phase, status.epochs, status.transaction
     if phase is Phase.COMMITTING:

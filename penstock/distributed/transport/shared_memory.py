@@ -137,9 +137,7 @@ class ShmReceiver:
         self._held: dict[int, weakref.ref[np.ndarray]] = {}
 
     @classmethod
-    def open(
-        cls, offer: Mapping[str, Any], on_return: Callable[[int], None]
-    ) -> ShmReceiver | None:
+    def open(cls, offer: Mapping[str, Any], on_return: Callable[[int], None]) -> ShmReceiver | None:
         """Open the memory that a peer offers; None if it is on another host or not accessible.
 
         Raises:

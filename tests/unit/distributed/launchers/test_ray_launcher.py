@@ -169,9 +169,7 @@ EACH = "each shard needs 1 CPU(s) and each engine needs 16 CPU(s) and 1 GPU(s) (
         ({"CPU": 1.0}, {}, {"num_cpus": 0, "num_gpus": 0}, STARTING),
     ],
 )
-def test_late_actors_are_reported_with_reason(
-    there, free, wants, expected, monkeypatch
-):
+def test_late_actors_are_reported_with_reason(there, free, wants, expected, monkeypatch):
     ray = FullRay()
     ray.resources, ray.free = there, free
     connection = pretended(ray)

@@ -220,9 +220,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize(
     ("method", "lie", "ask", "text"), LIES, ids=[f"{m}-{i}" for i, (m, *_) in enumerate(LIES)]
 )
-def test_invalid_response_evicts_node_and_asks_replica(
-    nodes, method, lie, ask, text
-):
+def test_invalid_response_evicts_node_and_asks_replica(nodes, method, lie, ask, text):
     expected = ask(Nodes(nodes.stores).shard)
     nodes.lies[method] = lie
     assert same(ask(nodes.shard), expected)

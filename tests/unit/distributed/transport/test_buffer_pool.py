@@ -37,9 +37,7 @@ HOLDS = {
 
 @pytest.mark.parametrize("fewer", [0, 1], ids=["counts all", "borrows"])
 @pytest.mark.parametrize("how", HOLDS)
-def test_buffer_is_reused_only_after_last_view_ends(
-    how, fewer, monkeypatch
-):
+def test_buffer_is_reused_only_after_last_view_ends(how, fewer, monkeypatch):
     """However an interpreter counts references: CPython 3.14 borrows where others count one."""
     count = sys.getrefcount
     # What holds it is counted once more by the function that stands before the real one.

@@ -316,9 +316,7 @@ def test_invalid_returned_slots_end_connection(ends, slots):
     assert isinstance(one.ended.get(timeout=SECONDS), PenstockError)
 
 
-def test_peer_that_returns_no_slots_is_dropped_after_timeout(
-    ends, monkeypatch
-):
+def test_peer_that_returns_no_slots_is_dropped_after_timeout(ends, monkeypatch):
     monkeypatch.setattr("penstock.distributed.transport.connection._TIMEOUT_SECONDS", 0.5)
     one, two = ends()
     one.share(two)
