@@ -74,7 +74,7 @@ __all__ = [
     "pack_arrays",
     "sent_on",
     "slot_of",
+    "tree_connections",
     "unpack",
     "unpack_arrays",
-    "tree_connections",
 ]

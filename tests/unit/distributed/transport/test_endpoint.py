@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 import pytest
-from recording_endpoints import greet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recording_endpoints import greet
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import (
