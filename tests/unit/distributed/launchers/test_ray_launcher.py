@@ -57,7 +57,7 @@ def test_worker_reports_unreachable_run(deaf_port):
     run = ("127.0.0.1", deaf_port)
     said = RayWorker("/nowhere").serve(run, "a token", "worker-1", "engine")
     assert "refused" in said
-    assert said.endswith("the run's process must be reachable from there, see cluster.host")
+    assert said.endswith("must be able to reach the run's process, see cluster.host")
 
 
 class IdleRay:

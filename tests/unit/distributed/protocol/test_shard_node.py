@@ -172,7 +172,7 @@ def test_replaced_shard_takes_no_part():
         (gradient(2, 2, 2), "names gradient 2 of 2"),
         (gradient(2, 1, 2), "is for shard 1, but was sent to shard 0"),
         (gradient(2, 0, 0, 1), "is not the sum over all micro-batches"),
-        (gradient(2, 0, 2, payload=np.zeros(5, np.uint8)), "has 5 bytes for 12"),
+        (gradient(2, 0, 2, payload=np.zeros(5, np.uint8)), "has 5 bytes, expected 12"),
         (Message(MessageType.WEIGHT_CREDIT, 1, 100, 1, 4, 0), "counts 4 operations"),
     ],
 )
