@@ -107,7 +107,7 @@ def test_a_decision_keeps_all_its_bits_in_a_message(seed):
 def test_what_is_no_decision_is_refused(change):
     body = {**body_of_decision(Decision(1, 2.0, 0.5, 1e-3)), **change}
     said = {key: value for key, value in body.items() if value is not ...}
-    with pytest.raises(ProtocolError, match=r"came for a decision .* same version of Penstock"):
+    with pytest.raises(ProtocolError, match=r"expected a decision, got .* same version"):
         decision_of(said)
 
 

@@ -186,7 +186,7 @@ def test_full_disk_under_tensorboard_is_storage_error(tmp_path, monkeypatch, at)
         board(step(1) if at == "step" else started())
     monkeypatch.setattr(durable, "write", write)
     assert str(caught.value) == (
-        f"{tmp_path}: cannot write the metrics for TensorBoard:  No space left on device"
+        f"{tmp_path}: cannot write the metrics for TensorBoard: No space left on device"
     )
     board.close()
 
