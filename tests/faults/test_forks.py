@@ -115,7 +115,7 @@ def test_killed_fork_server_keeps_workers_and_is_replaced(launcher, monkeypatch)
     assert set(launcher._processes) == {"worker-2"}
     os.kill(survivor, signal.SIGKILL)
     (ended,) = polled(launcher)
-    assert f"worker-1 with pid {survivor} ended and nobody knows how" in ended.how
+    assert f"worker-1 with pid {survivor} ended with an unknown exit code" in ended.how
     pids = list(launcher.pids.values())
     for _ in range(local._MOST_FORK_SERVERS):
         if launcher.fork_server is not None:
