@@ -178,7 +178,7 @@ def survive(seed: int) -> set[str]:
 
 def test_faults_do_not_change_result_with_replicas():
     happened = [survive(seed) for seed in range(75)]
-    assert sum("replica lost" in each for each in happened) > 75, "the seeds do too little"
+    assert sum("replica lost" in each for each in happened) > 37, "the seeds do too little"
     assert any("shard lost" in each for each in happened)
 
 
