@@ -99,7 +99,7 @@ def measure(size: int, rounds: int, folder: Path | None, shares_memory: bool) ->
         for number in (1, 2):
             process, address = start_node(number, size, folder, shares_memory, run.address)
             nodes.append((process, address))
-            run.call(lambda number=number, address=address: run.reach(number, address))
+            run.call(lambda number=number, address=address: run.add_address(number, address))
         loops: dict[str, Callable[[], int]] = {
             "straight": lambda: copy_shard(calls, 1, nodes[0][1], 2, lambda: None),
             "through": lambda: copy_through(calls, size),
@@ -154,8 +154,8 @@ def endpoint_of(token: str, shares_memory: bool):
     endpoint = Endpoint(
         token,
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: None,
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: None,
         on_failure=lambda error: os._exit(1),
     )
     endpoint.shares_memory = shares_memory
@@ -194,7 +194,7 @@ def be_node(number: int, size: int, folder: str | None, shares_memory: bool, run
         store.finish_restore(STEP)
     endpoint = endpoint_of(os.environ[TOKEN], shares_memory)
     place = SimpleNamespace(store=store, most_bytes=1 << 30)
-    endpoint.reach(0, tuple(run))
+    endpoint.add_address(0, tuple(run))
     endpoint.add(number, WorkerShard(SimpleNamespace(number=number), endpoint, place))
     endpoint.start()
     print(json.dumps(list(endpoint.address)), flush=True)

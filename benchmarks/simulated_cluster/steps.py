@@ -109,20 +109,22 @@ def measure(
     schedule = StepSchedule.of(program, recompute)
     members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
     works: dict[int, Engine | Shard] = {}
-    network = Network(machine.links, cost=lambda number: works[number].seconds, beat=1.0)
+    network = Network(
+        machine.links, cost=lambda number: works[number].seconds, heartbeat_seconds=1.0
+    )
     timeouts = Timeouts(silence=1e3, stall=1e4, job=1e5)
     coordinator = Coordinator(
-        network.runtime(0), [(n,) for n in shards], engines, timeouts, lambda event: None
+        network.context(0), [(n,) for n in shards], engines, timeouts, lambda event: None
     )
     for place, number in enumerate(shards):
         shard = works[number] = Shard(machine, transfers, place)
-        runtime = network.runtime(number)
-        network.add(number, ShardNode(number, place, runtime, transfers, shard))
+        context = network.context(number)
+        network.add(number, ShardNode(number, place, context, transfers, shard))
     for number in members:
         engine = works[number] = Engine(schedule, machine, sequences)
-        network.add(number, EngineNode(number, network.runtime(number), transfers, engine))
+        network.add(number, EngineNode(number, network.context(number), transfers, engine))
         coordinator.joined(number)
-    network.conduct(coordinator)
+    network.set_coordinator(coordinator)
     ended: list[StepResult] = []
     rows = sequences * length * ROW_BYTES
     coordinator.start(Order(1, engines, rows), ended.append)

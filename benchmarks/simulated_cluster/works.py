@@ -67,7 +67,7 @@ class Shard:
     def held_steps(self) -> list[int]:
         return [self._step]
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         self.seconds = 0.0
 
     def settle(self) -> None:

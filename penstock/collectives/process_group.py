@@ -27,7 +27,7 @@ from penstock.errors import GroupError
 TIMEOUT = timedelta(minutes=10)
 """The longest wait of a device for another device; no stage should compute for longer."""
 
-_LOOK_SECONDS = 1e-4
+_POLL_SECONDS = 1e-4
 
 Backend = Literal["gloo", "nccl"]
 
@@ -59,7 +59,7 @@ class DeviceRendezvous:
             group = self._nccl(rank) if self.backend == "nccl" else self._gloo(rank)
         except RuntimeError as error:
             raise GroupError(
-                f"the devices of engine.devices do not find each other: {error}"
+                f"the devices of engine.devices cannot connect to each other: {error}"
             ) from (error)
         self._groups.append(group)
         return GroupMember(self, group, rank)
@@ -74,8 +74,9 @@ class DeviceRendezvous:
     def _nccl(self, rank: int) -> Any:
         if not dist.is_nccl_available():
             raise GroupError(
-                "engine.devices: GPUs find each other through NCCL, which this PyTorch was built "
-                "without; install one for CUDA on Linux, or set engine.device: cuda for one GPU"
+                "engine.devices: expected a PyTorch with NCCL, which connects the GPUs; this "
+                "PyTorch was built without NCCL; install PyTorch for CUDA on Linux, or set "
+                "engine.device: cuda to use one GPU"
             )
         # The whole group is on this host, so NCCL need not listen to other hosts.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -95,9 +96,9 @@ class DeviceRendezvous:
 class GroupMember:
     """One device of a group, for use in its own thread. Made by `DeviceRendezvous.join`."""
 
-    def __init__(self, meeting: DeviceRendezvous, group: Any, rank: int) -> None:
-        self.rank, self.size = rank, meeting.size
-        self._meeting, self._group = meeting, group
+    def __init__(self, rendezvous: DeviceRendezvous, group: Any, rank: int) -> None:
+        self.rank, self.size = rank, rendezvous.size
+        self._rendezvous, self._group = rendezvous, group
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `whole`, uint8 [size * piece], with every device's `own` [piece], by rank.
@@ -125,7 +126,7 @@ class GroupMember:
 
     def leave(self) -> None:
         """Leave the group; the other devices may have left already."""
-        if self._meeting.backend == "nccl" and not self._meeting.is_broken.is_set():
+        if self._rendezvous.backend == "nccl" and not self._rendezvous.is_broken.is_set():
             self._group.shutdown()
         self._group = None
 
@@ -135,18 +136,18 @@ class GroupMember:
         Raises:
             GroupError: the operation was aborted, or has failed.
         """
-        if self._meeting.is_broken.is_set():
+        if self._rendezvous.is_broken.is_set():
             raise GroupError("another device has left the group")
         try:
             work = begin()
             # Gloo has no abort: a plain wait would last until the timeout.
-            while self._meeting.backend == "gloo" and not work.is_completed():
-                if self._meeting.is_broken.is_set():
+            while self._rendezvous.backend == "gloo" and not work.is_completed():
+                if self._rendezvous.is_broken.is_set():
                     raise GroupError("another device has left the group")
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
             work.wait()
         except RuntimeError as error:
-            raise GroupError(f"an operation of the devices together has failed: {error}") from error
+            raise GroupError(f"a collective operation of the devices failed: {error}") from error
 
 
 class GroupFabric:
@@ -169,12 +170,12 @@ class GroupFabric:
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the sum, of which each device has written its part to the same memory."""
         roots = [node for nodes in parts for node in nodes]
-        places = {(node.level, node.index) for node in roots}
+        positions = {(node.level, node.index) for node in roots}
         whole = (root_level(leaves), 0)
-        if len(roots) != self._devices or places != {whole}:
+        if len(roots) != self._devices or positions != {whole}:
             raise ValueError(
                 f"expected {whole} of each of {self._devices} devices, the sum over {leaves} "
-                f"micro-batches, got {sorted(places)} of {len(roots)}"
+                f"micro-batches, got {sorted(positions)} of {len(roots)}"
             )
         self.traffic.reduced_bytes += sum(t.nbytes for t in roots[0].tensors if t is not None)
         return roots[0].tensors

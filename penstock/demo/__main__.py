@@ -1,8 +1,8 @@
-"""Train a small GPT on Python's standard library, read what it writes, and hand it on.
+"""Train a small GPT on Python's standard library, generate text with it, and export it.
 
-The run is `recipes/demo.yaml`; arguments are `key=value` overrides, as for `penstock train`. What
-it uses, a user has too: `Config`, `Trainer`, `penstock.data`. Heavy imports come after the
-configuration has been checked.
+The run is `recipes/demo.yaml`; arguments are `key=value` overrides, as for `penstock train`. The
+demo uses only the public interface: `Config`, `Trainer`, `penstock.data`. Heavy imports come after
+the configuration has been checked.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ Penstock trains a small GPT on the source of Python's standard library. Weights 
 state stay in the store; in each step the weights stream, layer by layer, through the engine. \
 It takes about {minutes} minutes on two idle cores.
 """
-STOPPING = "Ctrl-C saves and stops. To go on from there: {again}\n"
+STOPPING = "Ctrl-C saves and stops. To resume: {again}\n"
 MINUTES = {"fp32": "five", "bf16": "four"}
 HELP = """\
 python -m penstock.demo [KEY=VALUE]...
 
-Trains recipes/demo.yaml, writes a sample, exports the model. Any of its keys may be set, such as
-run.dir=runs/short run.steps=100. It is trained once: run again, it goes on or says that it is done.
+Trains recipes/demo.yaml, generates a sample and exports the model. Any key of the recipe may be
+set, such as run.dir=runs/short run.steps=100. The same command again resumes an unfinished run,
+and only prints the results of a finished one.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demo, or go on with it; return the exit code."""
+    """Run or resume the demo; return the exit code."""
     console = Console(highlight=False, markup=False)
     if {"--help", "-h"} & set(arguments):
         console.print(HELP, soft_wrap=True)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         exported = config.run.dir / "exported"
         done = exported.exists()
         if done:
-            console.print(f"The demo is done: {config.run.dir} has all its steps.\n")
+            console.print(f"The demo is complete: {config.run.dir} has all its steps.\n")
         else:
             minutes = MINUTES[config.precision]
             console.print(WELCOME.format(minutes=minutes))
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
             if trainer.step < config.run.steps:
                 return 130
             write_a_sample(trainer, console)
-            hand_on(trainer, exported, console)
+            export_and_compare(trainer, exported, console)
         from penstock.demo.report import figures
 
         console.print(figures(config, exported))
@@ -78,14 +79,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        console.print(f"\nstopped; go on with: {again}", soft_wrap=True)
+        console.print(f"\nstopped; resume with: {again}", soft_wrap=True)
         return 130
     show_next_commands(config, console, done)
     return 0
 
 
 def demo_config(overrides: Sequence[str]) -> Config:
-    """Return what the run in `run.dir` was started with, or else the recipe for this machine."""
+    """Return the configuration of the run in `run.dir`, or of a new run on this machine."""
     if not RECIPE.exists():
         raise ConfigError(f"{RECIPE} is missing; run the demo from a clone of the repository")
     recipe = load(RECIPE).to_mapping()
@@ -119,8 +120,8 @@ def train(config: Config, console: Console, again: str) -> Trainer:
         trainer = Trainer(config, on_event=naming_command(view, again), quiet=True)
         if getattr(trainer.model.hf_config, "model_type", None) != "gpt2":
             raise ConfigError(
-                f"model: the demo trains a GPT-2 of any size, got {trainer.model.name}; "
-                "train others with: penstock train"
+                f"model: expected a GPT-2 of any size, got {trainer.model.name}; train other "
+                "models with: penstock train"
             )
         with stop.handling(trainer.request_stop):
             if trainer.step == 0:
@@ -137,12 +138,12 @@ def evaluate_untrained(trainer: Trainer, view: View) -> None:
     found = trainer.evaluate()
     folder = trainer.config.run.dir
     folder.mkdir(parents=True, exist_ok=True)
-    tell = broadcast([MetricsFile(folder / "metrics.jsonl"), view])
-    tell(Evaluated.of(found, 0, 0.0, best=False))
+    report = broadcast([MetricsFile(folder / "metrics.jsonl"), view])
+    report(Evaluated.of(found, 0, 0.0, best=False))
 
 
 def write_a_sample(trainer: Trainer, console: Console) -> None:
-    """Print what the model writes."""
+    """Print text that the model generates."""
     console.print()
     console.rule(f"given '{' '.join(PROMPT.split())}', the model writes")
     console.print(PROMPT, end="")
@@ -152,33 +153,33 @@ def write_a_sample(trainer: Trainer, console: Console) -> None:
     console.rule()
 
 
-def hand_on(trainer: Trainer, exported: Path, console: Console) -> None:
+def export_and_compare(trainer: Trainer, exported: Path, console: Console) -> None:
     """Export the model, and compare its held-out loss in `transformers` with Penstock's.
 
-    The folder gets its name after that, so that one that is there has been compared.
+    The folder gets its final name only after the comparison.
     """
-    aside = exported.with_name("exported.aside")
-    if aside.exists():
-        shutil.rmtree(aside)
-    trainer.export(aside)
-    ours, theirs = trainer.evaluate()["loss"], loss_in_transformers(trainer, aside)
+    unchecked = exported.with_name("exported.unchecked")
+    if unchecked.exists():
+        shutil.rmtree(unchecked)
+    trainer.export(unchecked)
+    ours, theirs = trainer.evaluate()["loss"], loss_in_transformers(trainer, unchecked)
     precision = trainer.config.precision
     if not abs(ours - theirs) <= LARGEST_DIFFERENCE[precision]:
         raise ProgramError(
-            f"{aside}: the held-out loss is {ours:.5f} in Penstock and {theirs:.5f} in "
-            "transformers, which should agree; please report this"
+            f"{unchecked}: the held-out loss is {ours:.5f} in Penstock and {theirs:.5f} in "
+            "transformers, expected equal losses; please report this"
         )
-    aside.replace(exported)
+    unchecked.replace(exported)
     console.print(
         f"\n{exported} loads with transformers' AutoModelForCausalLM. The same held-out tokens, "
-        f"in {precision}:\nloss {theirs:.5f} nats per token there, {ours:.5f} in Penstock, "
-        f"{abs(ours - theirs):.1e} apart.\n",
+        f"in {precision}:\nloss {theirs:.5f} nats per token in transformers, {ours:.5f} in "
+        f"Penstock, difference {abs(ours - theirs):.1e}.\n",
         soft_wrap=True,
     )
 
 
 def loss_in_transformers(trainer: Trainer, folder: Path) -> float:
-    """Return the mean loss that the exported model has on the tokens of an evaluation."""
+    """Return the mean loss of the exported model on the tokens of an evaluation."""
     import torch
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
@@ -204,22 +205,22 @@ def loss_in_transformers(trainer: Trainer, folder: Path) -> float:
 
 
 def show_next_commands(config: Config, console: Console, done: bool) -> None:
-    """Print what to try next, as commands that can be pasted."""
+    """Print the next commands to try."""
     penstock = os.path.relpath(Path(sys.executable).with_name("penstock"))
     run = shlex.quote(str(config.run.dir))
     steps = config.run.steps
     commands = {
-        "let it write": f"{penstock} generate {run} --prompt 'class '",
-        "see what the run holds, every checksum verified": f"{penstock} inspect {run}",
-        "train on, twice as long, at the rate it ended with": (
+        "generate text": f"{penstock} generate {run} --prompt 'class '",
+        "inspect the run, and verify every checksum": f"{penstock} inspect {run}",
+        "train twice as many steps, at the last learning rate": (
             f"{penstock} train {run}/config.yaml run.steps={2 * steps} "
             f"optimizer.schedule.decay_steps={config.decay_steps}"
         ),
-        "look at a larger model": f"{penstock} program gpt3-175b",
-        "start a run of your own": f"{penstock} init train.yaml --model gpt2 --input 'FILES'",
+        "show the stages of a larger model": f"{penstock} program gpt3-175b",
+        "configure a run of your own": f"{penstock} init train.yaml --model gpt2 --input 'FILES'",
     }
     if done:
-        commands["do the demo again from the start"] = f"mv {run} {run}.old; make demo"
+        commands["repeat the demo from the start"] = f"mv {run} {run}.old; make demo"
     console.print("\nnext:")
     for what, command in commands.items():
         console.print(f"  {command}    # {what}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the demo's table says, from the run's metrics and the exported model alone."""
+"""The demo's table of results, from the run's metrics and the exported model alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.training import bits_per_byte
 
 
 def figures(config: Config, exported: Path) -> Table:
-    """Return the table: speed, loss, bytes streamed beside the rule, memory, time."""
+    """Return the table: speed, loss, bytes streamed and predicted, memory, time."""
     rows = read_metrics(config.run.dir / "metrics.jsonl")
     steps = [row for row in rows if row["event"] == "step"]
     evaluations = [row for row in rows if row["event"] == "evaluation"]
@@ -42,10 +42,10 @@ def figures(config: Config, exported: Path) -> Table:
     table.add_row(
         "traffic per step",
         show_bytes(last["streamed_bytes"] + last["gradient_bytes"]),
-        f"{show_bytes(last['streamed_bytes'])} of weights go to the engine, each for the forward "
-        f"and again for the backward pass ({show_bytes(most_out)} at most), and "
-        f"{show_bytes(last['gradient_bytes'])} of gradients come back once, however many "
-        "micro-batches a step has",
+        f"{show_bytes(last['streamed_bytes'])} of weights are sent to the engine, for the forward "
+        f"and again for the backward pass (at most {show_bytes(most_out)}), and "
+        f"{show_bytes(last['gradient_bytes'])} of gradients are returned once, whatever the number "
+        "of micro-batches",
     )
     table.add_row(
         "store",
@@ -55,7 +55,7 @@ def figures(config: Config, exported: Path) -> Table:
     table.add_row(
         "engine at its peak",
         show_bytes(max(row["engine_bytes"] for row in steps)),
-        "activations of a step, and the stages on their way",
+        "activations of a step, and the stages in transit",
     )
     table.add_row(
         "time",
@@ -66,10 +66,10 @@ def figures(config: Config, exported: Path) -> Table:
 
 
 def training_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return how long a run has trained, with evaluations and checkpoints, from its metrics.
+    """Return the training time of a run, with evaluations and checkpoints, from its metrics.
 
-    Each start of the run reports at its end how long it took. Steps and evaluations of one that was
-    killed, and so reported nothing, count by themselves.
+    Each start of the run reports its time at its end. A killed process reports nothing; its steps
+    and evaluations count one by one.
     """
     reports = [row for row in rows if row["event"] == "report"]
     reported = {step for r in reports for step in range(r["step"] - r["steps"] + 1, r["step"] + 1)}
@@ -84,11 +84,11 @@ def training_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
 def traffic_by_the_rule(exported: Path, bytes_per_number: int) -> tuple[int, int]:
     """Return the bytes of weights and of gradients that a step may move, from the shapes alone.
 
-    Reads the shapes in the exported files and nothing that Penstock has counted. The table of token
-    embeddings is in the first stage and, as the head's matrix, in the last. Weights travel twice,
-    the last stage's once; but what a stage's backward does not read, such as a bias or the
-    table that tokens are looked up in, need not come a second time, hence "at most". Gradients
-    travel once, in float32.
+    Reads only the shapes in the exported files, not Penstock's counters. The table of token
+    embeddings is in the first stage and, as the head's matrix, in the last. Weights are sent twice,
+    those of the last stage once. The result is an upper bound: weights that a stage's backward does
+    not read, such as a bias or the embedding table, are sent once. Gradients are sent once, in
+    float32.
     """
     from safetensors import safe_open
 

@@ -16,25 +16,26 @@ from penstock.data import build_dataset
 from penstock.errors import DataError
 from penstock.progress import show_bytes, show_count
 
-# Tests, other people's packages, and what no person wrote: tables, generated help.
+# Tests, installed packages, and generated files: tables, help texts.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _LEFT_OUT |= {"encodings", "lib2to3", "pydoc_data"}
 
 
 def build_data(config: Config, console: Console) -> None:
-    """Make the data set of a run from the Python files in `data.input`, unless it is there.
+    """Build the data set of a run from the Python files in `data.input`, unless it exists.
 
     Raises `DataError` if there are no such files.
     """
     if config.data_dir.exists():
-        console.print(f"text   {config.data_dir}, made before")
+        console.print(f"text   {config.data_dir}, already built")
         return
     folders = [Path(folder) for folder in config.data.input]
     where = ", ".join(map(str, folders))
     files = [path for folder in folders for path in python_files(folder)]
     if not files:
         raise DataError(
-            f"found no Python source in {where}; name a folder of it with 'data.input=[FOLDER]'"
+            f"expected Python source in {where}, found none; name another folder with "
+            "'data.input=[FOLDER]'"
         )
     size = show_bytes(sum(path.stat().st_size for path in files))
     console.print(f"text   {len(files)} Python files, {size}, from {where}", soft_wrap=True)
@@ -52,8 +53,8 @@ def build_data(config: Config, console: Console) -> None:
         console.print(f"       note: {note}", soft_wrap=True)
     train, held_out = (report.manifest.splits[name].tokens for name in ("train", "validation"))
     console.print(
-        f"       {show_count(train)} tokens to train on and {show_count(held_out)} held out, "
-        f"of a vocabulary of {report.manifest.vocab_size}"
+        f"       {show_count(train)} training tokens and {show_count(held_out)} held-out tokens, "
+        f"vocabulary of {report.manifest.vocab_size}"
     )
 
 

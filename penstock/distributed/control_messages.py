@@ -14,12 +14,13 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from penstock.distributed.protocol import Message, message_validation
 from penstock.distributed.run_spec import are_terms
 from penstock.distributed.transport import Address
+from penstock.errors import ProtocolError
 
 Opens = Literal["when asked", "what was left", "empty"]
 
 Role = Literal["engine", "shard"]
 
-_LONGEST = 200  # characters of a name
+_LONGEST_NAME = 200  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Join:
     """
 
     worker: str
-    listens: Address
+    address: Address
     role: Role | None
     shard: int | None
 
@@ -43,10 +44,11 @@ class Join:
         """
         body = message.body
         worker, role, shard = body.get("worker"), body.get("role"), body.get("shard")
-        if not isinstance(worker, str) or len(worker) > _LONGEST:
-            raise message_validation.refuse(message, f"says {str(worker)[:40]!r} for 'worker'")
+        if not isinstance(worker, str) or len(worker) > _LONGEST_NAME:
+            expected = f"a name of at most {_LONGEST_NAME} characters"
+            raise _invalid(message, "worker", worker, expected)
         if role not in (None, *get_args(Role)):
-            raise message_validation.refuse(message, f"says {str(role)[:40]!r} for 'role'")
+            raise _invalid(message, "role", role, "'engine', 'shard' or nothing")
         if shard is not None:
             shard = message_validation.integer(message, "shard", 0)
         return cls(worker, address_of(message, body.get("listens")), role, shard)
@@ -63,7 +65,7 @@ class Assignment:
     """
 
     node: int
-    place: ReplicaSlot | None
+    slot: ReplicaSlot | None
     opens: Opens
     run: Mapping[str, Any]
     shards_there: tuple[int, ...]
@@ -75,16 +77,16 @@ class Assignment:
         **Raises:** `ProtocolError` if the body is malformed.
         """
         body = message.body
-        there = body.get("shards_there")
-        if not isinstance(there, list) or not all(type(node) is int for node in there):
-            raise message_validation.refuse(message, f"says {str(there)[:40]!r} for 'shards_there'")
+        nodes = body.get("shards_there")
+        if not isinstance(nodes, list) or not all(type(node) is int for node in nodes):
+            raise _invalid(message, "shards_there", nodes, "a list of node numbers")
         if not are_terms(body.get("run")):
-            raise message_validation.refuse(message, "does not say what the run is")
-        node, place = (
+            raise _invalid(message, "run", body.get("run"), "the specification of a run")
+        node, slot = (
             message_validation.integer(message, "node", 1),
-            _place_of(message, body.get("place")),
+            _slot_of(message, body.get("place")),
         )
-        return cls(node, place, _opens_of(message), body["run"], tuple(there))
+        return cls(node, slot, _opens_of(message), body["run"], tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,10 @@ class WorkerMetrics:
             return None
         peak, computed = message_validation.integer(message, "peak_bytes", 0), body["computed"]
         if not isinstance(computed, list) or len(computed) != 2:
-            raise message_validation.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
+            raise _invalid(message, "computed", computed, "two numbers")
         seconds, count = computed
         if not _is_number(seconds) or not _is_number(count) or seconds < 0 or count < 0:
-            raise message_validation.refuse(message, f"says {str(computed)[:40]!r} for 'computed'")
+            raise _invalid(message, "computed", computed, "two numbers of at least 0")
         return cls(peak, float(seconds), int(count))
 
 
@@ -121,38 +123,45 @@ def addresses_of(message: Message) -> dict[int, Address]:
 
     **Raises:** `ProtocolError` if the body is malformed.
     """
-    said = message.body.get("addresses", {})
-    if not isinstance(said, Mapping) or not all(key.isdecimal() for key in said):
-        raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'addresses'")
-    return {int(key): address_of(message, value) for key, value in said.items()}
+    value = message.body.get("addresses", {})
+    if not isinstance(value, Mapping) or not all(key.isdecimal() for key in value):
+        raise _invalid(message, "addresses", value, "addresses by node number")
+    return {int(key): address_of(message, address) for key, address in value.items()}
 
 
-def address_of(message: Message, said: Any) -> Address:
+def address_of(message: Message, value: Any) -> Address:
     """Return the address in a part of a body.
 
     **Raises:** `ProtocolError` if the part is not an address.
     """
-    match said:
-        case [str(host), int(port)] if len(host) <= _LONGEST and 0 < port < 1 << 16:
+    match value:
+        case [str(host), int(port)] if len(host) <= _LONGEST_NAME and 0 < port < 1 << 16:
             return host, port
-    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for an address")
+    raise _invalid(message, "address", value, "a host and a port")
 
 
 def _opens_of(message: Message) -> Opens:
-    said = message.body.get("opens")
+    value = message.body.get("opens")
     for known in get_args(Opens):
-        if said == known:
+        if value == known:
             return cast(Opens, known)
-    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'opens'")
+    raise _invalid(message, "opens", value, f"one of {', '.join(map(repr, get_args(Opens)))}")
 
 
-def _place_of(message: Message, said: Any) -> ReplicaSlot | None:
-    match said:
+def _slot_of(message: Message, value: Any) -> ReplicaSlot | None:
+    match value:
         case None:
             return None
         case [int(shard), int(replica)] if shard >= 0 and replica >= 0:
             return ReplicaSlot(shard, replica)
-    raise message_validation.refuse(message, f"says {str(said)[:40]!r} for 'place'")
+    raise _invalid(message, "place", value, "a shard and a replica, or nothing")
+
+
+def _invalid(message: Message, key: str, value: Any, expected: str) -> ProtocolError:
+    """Return the error for an invalid value in a body."""
+    return message_validation.refuse(
+        message, f"has {str(value)[:40]!r} as {key!r}, expected {expected}"
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -49,10 +49,12 @@ def read_record(path: Path) -> tuple[Address, str]:
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(token, str)):
             raise ValueError
     except OSError as error:
-        raise ConfigError(f"{path}: expected the record of a run: {error.strerror}") from None
+        raise ConfigError(
+            f"{path}: expected the rendezvous file of a run: {error.strerror}"
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{path}: expected the record of a run, with its address and token; it is something "
-            "else. A run that trains writes it anew when it is started again"
+            f"{path}: expected the rendezvous file of a run, with its address and token, got other "
+            "content; start the run again, which writes a new file"
         ) from None
     return (host, port), token

@@ -33,7 +33,7 @@ class RunSpec:
 
     `engine_digest` covers everything that engines must have in common; `shard_digest` covers the
     part that shards must share with engines. `parts` are the holdings of each shard, `first_nodes`
-    the numbers of its first nodes. `is_apart` says whether shards are processes of their own.
+    the numbers of its first nodes. `has_shard_processes`: whether shards are separate processes.
     """
 
     transfers: TransferSchedule
@@ -42,7 +42,7 @@ class RunSpec:
     terms: Mapping[str, Any]
     parts: Sequence[Holding]
     first_nodes: Sequence[Sequence[int]]
-    is_apart: bool
+    has_shard_processes: bool
 
     @classmethod
     def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:
@@ -163,10 +163,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def are_terms(told: object) -> bool:
+def are_terms(value: object) -> bool:
     """Tell whether received plain data has the form of `terms_of`."""
-    return isinstance(told, dict) and all(
-        isinstance(told.get(key, ...), types) for key, types in _TYPES.items()
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key, ...), types) for key, types in _TYPES.items()
     )
 
 

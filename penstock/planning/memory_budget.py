@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.config import Config, size_above
-from penstock.distributed.protocol import GRADIENTS, WINDOW, ways
-from penstock.distributed.transport import LEAST_BYTES, RING_BYTES
+from penstock.distributed.protocol import GRADIENTS, WINDOW, tree_connections
+from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
     KEPT_OVER_USED,
     EnginePlan,
@@ -421,14 +421,14 @@ def _shared_bytes(config: Config, program: Program) -> int:
     largest = max(weight.stream_bytes for weight in program.weights.values())
     if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
         return 0
-    pairs = ways(config.engines, shards)
+    pairs = tree_connections(config.engines, shards)
     if cluster.shards == "here":  # in one process
         pairs = {(max(sender, -1), max(receiver, -1)) for sender, receiver in pairs}
     calls = 2 * shards if cluster.shards == "apart" else 0
     if cluster.has_other_hosts:  # only connections of this process are surely here
         pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
         calls = 0
-    return (len(pairs) + calls) * RING_BYTES
+    return (len(pairs) + calls) * SHM_BYTES
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:

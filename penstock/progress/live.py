@@ -8,7 +8,7 @@ from penstock.progress.log import event_lines
 from penstock.progress.panel import panel
 from penstock.progress.redrawn import RedrawnLines
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD, View
+from penstock.progress.view import ALWAYS_SHOWN, View
 from penstock.telemetry import Evaluated, Event
 
 
@@ -30,7 +30,7 @@ class LiveView(View):
 
     def __call__(self, event: Event) -> None:
         self._progress(event)
-        if isinstance(event, (Evaluated, *ALWAYS_TOLD)):
+        if isinstance(event, (Evaluated, *ALWAYS_SHOWN)):
             self._lines.print(
                 "".join(f"{line}\n" for line in event_lines(event, self._progress.loss_unit))
             )

@@ -15,7 +15,7 @@ from penstock.progress.figures import (
     show_shares,
 )
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD, View, show_on_stderr
+from penstock.progress.view import ALWAYS_SHOWN, View, show_on_stderr
 from penstock.telemetry import (
     ClusterEvent,
     Evaluated,
@@ -52,7 +52,7 @@ class LineView(View):
                 return  # a step outside of `train`
             if event.step % self._every == 0 or event.step in (1, started.steps):
                 self._print(step_line(self._progress))
-        elif not self._quiet or isinstance(event, ALWAYS_TOLD):
+        elif not self._quiet or isinstance(event, ALWAYS_SHOWN):
             for line in event_lines(event, self._progress.loss_unit):
                 self._print(line)
 
@@ -206,15 +206,16 @@ def measured_lines(run: RunMeasured) -> list[str]:
         seconds = RATED_BYTES / per_day * 86400
         if seconds < LIFETIME_WORTH_SAYING:
             line += (
-                f", and a disk rated for {show_bytes(RATED_BYTES)} written (its maker says "
-                f"{RATED_BYTES // 10**12} TB) lasts {show_duration(seconds)}"
+                f", and a disk rated for {show_bytes(RATED_BYTES)} written "
+                f"({RATED_BYTES // 10**12} TB in its data sheet) lasts {show_duration(seconds)}"
             )
         lines.append(line)
     of = f" of {show_bytes(run.memory_bytes)} (memory)" if run.memory_bytes else ""
-    lines.append(f"memory: the process had {show_bytes(run.peak_rss_bytes)}{of} at its peak")
+    lines.append(f"memory: the process used {show_bytes(run.peak_rss_bytes)}{of} at its peak")
     if run.memory_bytes and run.peak_rss_bytes > run.memory_bytes:
         lines.append(
-            "note: that is more than `memory` allows; lower store.dram or engine.memory by the rest"
+            "note: that is more than `memory` allows; lower store.dram or engine.memory by the "
+            "difference"
         )
     return lines
 
@@ -222,9 +223,9 @@ def measured_lines(run: RunMeasured) -> list[str]:
 def traffic(run: RunMeasured) -> str:
     """Return a sentence on the bytes streamed between store and engines per step."""
     return (
-        f"{show_bytes(run.streamed_bytes / run.steps)} of weights went from the store to the "
+        f"{show_bytes(run.streamed_bytes / run.steps)} of weights were sent from the store to the "
         "engine, for the forward and again for the backward pass, and "
-        f"{show_bytes(run.gradient_bytes / run.steps)} of gradients came back once"
+        f"{show_bytes(run.gradient_bytes / run.steps)} of gradients were returned once"
     )
 
 

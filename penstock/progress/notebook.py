@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.progress.log import event_lines, step_line
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_TOLD, View
+from penstock.progress.view import ALWAYS_SHOWN, View
 from penstock.telemetry import Evaluated, Event, RunStarted, StepDone
 
 _SECONDS = 0.25  # between two updates: each is a message to the browser
-_STAYS = (RunStarted, Evaluated, *ALWAYS_TOLD)
+_STAYS = (RunStarted, Evaluated, *ALWAYS_SHOWN)
 
 
 class NotebookView(View):

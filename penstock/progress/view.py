@@ -10,7 +10,7 @@ from typing import Self
 from penstock.telemetry import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
 
 # Events that every view shows, even a quiet one.
-ALWAYS_TOLD = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
+ALWAYS_SHOWN = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
 
 
 def show_on_stderr(text: str) -> None:

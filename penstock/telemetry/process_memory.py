@@ -64,9 +64,9 @@ def require_address_space(least_bytes: int) -> None:
     limit = address_space_limit()
     if limit is not None and limit < least_bytes:
         raise BudgetError(
-            f"this process may have {limit:,} bytes of address space (ulimit -v); the libraries "
-            f"and the smallest run need {least_bytes:,}; raise that limit, or remove it and set "
-            "`memory` to what the process may take"
+            f"the address space of this process is limited to {limit:,} bytes (ulimit -v); the "
+            f"libraries and the smallest run need {least_bytes:,}; raise that limit, or remove it "
+            "and limit the run with `memory`"
         )
 
 

@@ -29,7 +29,7 @@ class RunFiles:
             try:
                 listener(event)
             except StorageError as error:
-                advice = "make room there, and give the same command to go on"
+                advice = "free space there, then give the same command again to resume"
                 if isinstance(event, RunStarted):  # no step is done yet
                     raise StorageError(f"{error}; {advice}") from error
                 self.failure = StorageError(f"{error}; the run was saved and stopped: {advice}")

@@ -41,7 +41,7 @@ class TensorBoard:
             self._record(event)
         except OSError as error:
             raise StorageError(
-                f"{self._folder}: cannot write TensorBoard's figures: {error.strerror}"
+                f"{self._folder}: cannot write the metrics for TensorBoard: {error.strerror}"
             ) from error
 
     def _record(self, event: Event) -> None:

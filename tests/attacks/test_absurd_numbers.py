@@ -54,7 +54,7 @@ def settings(override=""):
 
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("key", COUNTS)
-def test_a_count_beyond_all_sense_is_refused_by_name(key, value):
+def test_absurd_count_is_refused_by_name(key, value):
     with pytest.raises(ConfigError) as caught:
         settings(f"{key}={value}")
     assert f"{key}: expected " in str(caught.value)
@@ -62,14 +62,14 @@ def test_a_count_beyond_all_sense_is_refused_by_name(key, value):
 
 @pytest.mark.parametrize("value", ["1e308", ".inf", ".nan", "1e40"])
 @pytest.mark.parametrize("key", RATES)
-def test_a_rate_beyond_all_sense_is_refused_by_name(key, value):
+def test_absurd_rate_is_refused_by_name(key, value):
     name = "sgd" if key.endswith("momentum") else "adamw"
     with pytest.raises(ConfigError) as caught:
         Config.from_mapping({"model": TINY, "optimizer": {"name": name}}, [f"{key}={value}"])
     assert f"{key}: expected " in str(caught.value)
 
 
-def test_the_text_names_the_number():
+def test_message_names_number():
     with pytest.raises(ConfigError) as caught:
         settings("batch.size=4611686018427387904")
     assert str(caught.value) == (
@@ -79,13 +79,13 @@ def test_the_text_names_the_number():
 
 
 @pytest.mark.parametrize("size", ["9" * 400 + "GiB", "9" * 400 + ".5GiB", "9" * 5000 + "TiB"])
-def test_a_size_of_many_digits_is_refused(size):
+def test_size_of_many_digits_is_refused(size):
     with pytest.raises(ValueError, match="got a number of"):
         ByteSize.parse(size)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_largest_divisor_is_that_of_trying_all(seed):
+def test_largest_divisor_equals_exhaustive_search(seed):
     draw = np.random.default_rng(seed)
     size, micro = int(draw.integers(2, 3000)), int(draw.integers(2, 3000))
     if size % micro == 0:
@@ -116,7 +116,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("what", MODELS)
-def test_a_model_beyond_all_sense_is_refused_before_it_is_built(what, tmp_path):
+def test_absurd_model_is_refused_before_it_is_built(what, tmp_path):
     model, said = MODELS[what]
     with pytest.raises(ConfigError) as caught:
         Trainer({"model": model, "run": {"dir": str(tmp_path / "run")}}, source=rows())
@@ -140,7 +140,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("what", NEEDS)
-def test_what_no_machine_can_hold_is_refused_by_arithmetic(what, tmp_path, monkeypatch):
+def test_model_beyond_any_machine_is_refused_by_arithmetic(what, tmp_path, monkeypatch):
     changes, part, advice = NEEDS[what]
     monkeypatch.setattr(process_memory, "resident_bytes", lambda: 2**29)
     monkeypatch.setattr(process_memory, "available_bytes", lambda: 2**35 - 2**29)
@@ -154,7 +154,7 @@ def test_what_no_machine_can_hold_is_refused_by_arithmetic(what, tmp_path, monke
     assert f"; {advice}" in text
 
 
-def test_arithmetic_refuses_nothing_that_the_budget_allows():
+def test_arithmetic_refuses_nothing_within_budget():
     """Only what is many times too large is refused before the budget, which is exact."""
     config = settings()
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
@@ -169,7 +169,7 @@ def test_arithmetic_refuses_nothing_that_the_budget_allows():
         refuse(store // 8 - 1)
 
 
-def test_a_module_of_too_many_tensors_is_refused(monkeypatch):
+def test_module_with_too_many_tensors_is_refused(monkeypatch):
     source = ModelSource.from_preset("tiny", {k: v for k, v in TINY.items() if k != "preset"})
     monkeypatch.setattr("penstock.planning.plausibility.MOST_TENSORS", 3)
     with pytest.raises(CompileError, match=r"tiny has 16 parameter tensors, at most 3 can be "):
@@ -188,7 +188,7 @@ def command(*arguments, **variables):
     )
 
 
-def test_a_name_that_is_too_long_is_refused():
+def test_too_long_name_is_refused():
     with pytest.raises(ConfigError) as caught:
         settings("run.dir=" + "r" * 300)
     assert str(caught.value).endswith(
@@ -198,7 +198,7 @@ def test_a_name_that_is_too_long_is_refused():
 
 
 @pytest.mark.parametrize("where", ["argument", "file"])
-def test_a_name_that_the_locale_lacks_is_refused(tmp_path, where):
+def test_name_outside_locale_encoding_is_refused(tmp_path, where):
     path = tmp_path / "run.yaml"
     name = "run" if where == "argument" else "données"
     path.write_text(f"model: gpt2\ndata: {{input: [{path}]}}\nrun: {{dir: {name}}}\n")

@@ -114,12 +114,12 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("what", ENTRIES)
-def test_a_tensor_that_is_none(folder, what):
+def test_invalid_tensor_is_refused(folder, what):
     resealed(folder / "state.json", tensor_change(*ENTRIES[what]))
     refuse_all(folder, r"state\.json: tensor 'master/a' (is described by|is in the unknown file)")
 
 
-def test_tensors_that_overlap(folder):
+def test_overlapping_tensors_are_refused(folder):
     def overlap(content):
         first = content["tensors"]["exp_avg/a"]
         content["tensors"]["master/a"][3:] = first[3:]
@@ -145,7 +145,7 @@ def test_an_empty_tensor_in_an_empty_file(folder):
     "name",
     ["../step-00000001/" + FILE, "/etc/passwd", "..", ".", "", "a/b", "a\0b", "a/../" + FILE],
 )
-def test_a_file_that_leads_out_of_the_folder(folder, name):
+def test_file_name_outside_folder_is_refused(folder, name):
     def move(content):
         content["files"][name] = content["files"].pop(FILE)
         for place in content["tensors"].values():
@@ -169,7 +169,7 @@ def test_a_file_that_leads_out_of_the_folder(folder, name):
     ],
     ids=lambda record: str(record)[:40],
 )
-def test_a_file_that_is_none(folder, record):
+def test_invalid_file_record_is_refused(folder, record):
     resealed(folder / "state.json", lambda c: c["files"].update({FILE: record}))
     refuse_all(folder, r"state\.json: file 'stage-00000\.safetensors' is described by")
 
@@ -192,25 +192,25 @@ def test_a_file_that_is_none(folder, record):
     ],
     ids=lambda base: str(base)[:60],
 )
-def test_a_base_that_is_none(folder, base):
+def test_invalid_base_is_refused(folder, base):
     resealed(folder / "state.json", lambda c: c.update(base=base))
     refuse_all(folder, r"state\.json: (its base|weight '[ab]' (of its base )?is )")
 
 
 @pytest.mark.parametrize("step", [-1, 2**63, 10**4000, True, "2", 2.0, None])
-def test_a_step_that_is_none(folder, step):
+def test_invalid_step_is_refused(folder, step):
     resealed(folder / "state.json", lambda c: c.update(step=step))
     refuse_all(folder, r"state\.json: it does not describe a checkpoint")
 
 
 @pytest.mark.parametrize("version", [3, 2**63, 10**4000])
-def test_a_format_that_is_yet_to_be_invented(folder, version):
+def test_unknown_format_version_is_refused(folder, version):
     resealed(folder / "state.json", lambda c: c.update(version=version))
     refuse_all(folder, "by a newer penstock; .*update penstock", ConfigError)
 
 
 @pytest.mark.parametrize("depth", [100, 400, 490, 900, 990, 1_000, 3_000, 100_000])
-def test_json_of_any_depth(folder, depth):
+def test_deeply_nested_json_is_refused(folder, depth):
     """Reading and taking the checksum give up at different depths; neither may show."""
     path = folder / "state.json"
     deep = "[" * depth + "]" * depth
@@ -219,14 +219,14 @@ def test_json_of_any_depth(folder, depth):
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "9" * 5000, "1e999"])
-def test_numbers_that_json_does_not_have(folder, value):
+def test_numbers_outside_json_are_refused(folder, value):
     path = folder / "state.json"
     path.write_text(path.read_text().replace('"step": 2', f'"step": {value}'))
     refuse_all(folder, r"state\.json: ")
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff"])
-def test_a_name_that_is_no_text(folder, name):
+def test_name_that_is_not_text_is_refused(folder, name):
     """It could be neither a file's, nor shown, nor hashed."""
     resealed(folder / "state.json", lambda c: c["tensors"].update({name: c["tensors"]["master/a"]}))
     refuse_all(folder, r"state\.json: it is not JSON: .*surrogates not allowed")
@@ -267,7 +267,7 @@ def test_a_key_twice_is_what_the_checksum_is_of(folder):
     ],
     ids=lambda change: ascii(change)[:50],
 )
-def test_an_index_that_is_none(checkpoints, change):
+def test_invalid_index_is_refused(checkpoints, change):
     resealed(checkpoints / "index.json", lambda c: c.update(change))
     with pytest.raises((CorruptionError, ConfigError), match=r"index\.json: "):
         find_checkpoint(checkpoints, "latest")
@@ -383,7 +383,7 @@ def test_files_of_two_checkpoints_are_not_mixed(checkpoints, folder):
     refuse_all(folder, rf"{FILE}: damaged in bytes 0 to .* expected checksum")
 
 
-def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
+def test_file_in_place_of_checkpoints_folder_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("mine")
     store = fresh_store()
     store.load(random_weights(store.program, 1).items())

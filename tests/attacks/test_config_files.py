@@ -62,7 +62,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_a_text_that_is_no_configuration(tmp_path, what):
+def test_text_that_is_not_configuration_is_refused(tmp_path, what):
     text, said = TEXTS[what]
     path = tmp_path / "run.yaml"
     path.write_text(text)
@@ -112,7 +112,7 @@ def test_something_else_than_a_file(tmp_path, what):
         load(tmp_path / "run.yaml")
 
 
-def test_a_recorded_configuration_that_is_a_fifo(tmp_path):
+def test_recorded_configuration_that_is_fifo_is_refused(tmp_path):
     os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"expected a run, which has a config\.yaml"):
         load_run(tmp_path)
@@ -132,7 +132,7 @@ ROWS = [
 ]
 
 
-def test_figures_that_are_none_are_left_out(tmp_path):
+def test_invalid_metrics_rows_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = {"event": "step", "step": 1, "loss": 1.5}
     path.write_text("\n".join([*ROWS, json.dumps(good), *ROWS]))
@@ -143,7 +143,7 @@ def test_figures_that_are_none_are_left_out(tmp_path):
     assert path.read_text() == text[:before] + json.dumps(good) + "\n"
 
 
-def test_figures_are_not_written_through_a_link(tmp_path):
+def test_metrics_are_not_written_through_symlink(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (tmp_path / "precious").write_text("mine")
     (tmp_path / ".tmp-metrics.jsonl").symlink_to(tmp_path / "precious")
@@ -151,7 +151,7 @@ def test_figures_are_not_written_through_a_link(tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_figures_that_are_a_fifo(tmp_path):
+def test_metrics_file_that_is_fifo_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match="expected a file, got"):
         read_metrics(tmp_path / "metrics.jsonl")

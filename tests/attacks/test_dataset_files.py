@@ -96,7 +96,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_description_that_is_none(folder, tmp_path, what):
+def test_invalid_description_is_refused(folder, tmp_path, what):
     (tmp_path / "precious").write_bytes(b"\1" * shard(description(folder))["data"]["size_bytes"])
     resealed(folder, CHANGES[what])
     with pytest.raises(CorruptionError, match=r"dataset\.json breaks the format \("):
@@ -108,14 +108,14 @@ def description(folder):
 
 
 @pytest.mark.parametrize("version", [3, 2**63, 10**4000, "1", None])
-def test_a_format_that_is_yet_to_be_invented(folder, version):
+def test_unknown_format_version_is_refused(folder, version):
     resealed(folder, set_in(lambda c: c, version=version))
     with pytest.raises(DataError, match=r"has format version .* build the data set again"):
         TokenDataset.open(folder)
 
 
 @pytest.mark.parametrize("depth", [100, 490, 900, 990, 1_000, 3_000, 100_000])
-def test_json_of_any_depth(folder, depth):
+def test_deeply_nested_json_is_refused(folder, depth):
     path = folder / "dataset.json"
     path.write_text(f'{{"deep": {"[" * depth}{"]" * depth}, {path.read_text()[1:]}')
     with pytest.raises(
@@ -143,7 +143,7 @@ def rewrite(folder, name, content):
 
 
 @pytest.mark.parametrize("token", [270, 2**15, 2**16 - 1])
-def test_a_token_beyond_the_vocabulary(folder, token):
+def test_token_beyond_vocabulary_is_refused(folder, token):
     """An engine would meet it in the middle of a step."""
     path = folder / "train-00000.bin"
     tokens = np.fromfile(path, "<u2")
@@ -173,7 +173,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_documents_that_end_where_none_can(folder, what):
+def test_invalid_document_ends_are_refused(folder, what):
     path = folder / "train-00000.idx"
     rewrite(folder, path.name, ENDS[what](np.fromfile(path, "<u8")).astype("<u8").tobytes())
     dataset = TokenDataset.open(folder, verify=True)
@@ -232,7 +232,7 @@ def test_something_else_where_a_tokenizers_file_was_expected(folder, tmp_path, n
         load_tokenizer(str(tokenizer))
 
 
-def test_a_token_whose_id_asks_for_memory(folder, tmp_path):
+def test_token_id_that_needs_memory_is_refused(folder, tmp_path):
     """The library has a slot for every id below the largest, and aborts where there is no room."""
     content = json.loads((folder / "tokenizer.json").read_bytes())
     content["model"]["vocab"]["&"] = 2**31 - 1

@@ -102,7 +102,7 @@ def verified(folder):
         {"extra": [1]},
     ],
 )
-def test_a_record_of_no_step(folder, changes):
+def test_record_without_valid_step_is_refused(folder, changes):
     rewritten(folder / "journal", lambda r: [*r[:-1], with_content(r[-1], **changes)])
     refuse_all(folder, CorruptionError, r"journal: a record does not describe a step")
     with pytest.raises(CorruptionError, match="does not describe a step"):
@@ -124,13 +124,13 @@ def test_a_record_of_no_step(folder, changes):
         {"0": 0},
     ],
 )
-def test_places_that_are_none(folder, places):
+def test_invalid_extent_places_are_refused(folder, places):
     rewritten(folder / "journal", lambda r: [*r[:-1], with_content(r[-1], places=places)])
     refuse_all(folder, CorruptionError, "the journal's record of step 2 does not match the store")
 
 
 @pytest.mark.parametrize("change", [lambda b: b[:-16], lambda b: b + b"x" * 16, lambda b: b""])
-def test_checksums_too_few_or_too_many(folder, change):
+def test_wrong_number_of_checksums_is_refused(folder, change):
     rewritten(
         folder / "journal",
         lambda r: [*r[:-1], dataclasses.replace(r[-1], blob=change(r[-1].blob))],
@@ -138,7 +138,7 @@ def test_checksums_too_few_or_too_many(folder, change):
     refuse_all(folder, CorruptionError, "the journal's record of step 2 does not match the store")
 
 
-def test_a_record_whose_json_is_nested_a_hundred_thousand_deep(folder):
+def test_deeply_nested_record_is_refused(folder):
     deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     path = folder / "journal"
     append_payload(path, len(deep).to_bytes(8, "little") + deep)
@@ -150,7 +150,7 @@ def test_a_record_whose_json_is_nested_a_hundred_thousand_deep(folder):
     [b"", b"\0", b"\xff" * 8, (2**63).to_bytes(8, "little") + b"{}x", b"\2" + b"\0" * 7 + b"[]"],
     ids=["nothing", "one byte", "a size of 2^64 - 1", "a size of 2^63", "a list"],
 )
-def test_a_payload_that_is_no_mapping(folder, payload):
+def test_payload_that_is_not_mapping_is_refused(folder, payload):
     append_payload(folder / "journal", payload)
     refuse_all(folder, CorruptionError, r"record 4 is not (JSON|a mapping)")
 
@@ -168,7 +168,7 @@ def append_payload(path, payload):
 
 
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, MAX_RECORD_BYTES + 1])
-def test_a_record_of_impossible_length(folder, length):
+def test_record_of_impossible_length_is_refused(folder, length):
     path = folder / "journal"
     header = journal_module._HEADER.pack(b"PSTKREC\1", 4, length, bytes(16))
     with path.open("ab") as file:
@@ -282,7 +282,7 @@ UNIT = {"stage": 0, "weights": {"w": [5]}, "trainable": False, "tied": False, "r
     ],
     ids=lambda changes: ascii(changes)[:40],
 )
-def test_a_description_of_no_store(folder, changes):
+def test_invalid_store_description_is_refused(folder, changes):
     rewritten(folder / "journal", lambda r: [with_content(r[0], **changes), *r[1:]])
     with pytest.raises(CorruptionError, match="first record does not describe a store"):
         verified(folder)
@@ -291,7 +291,7 @@ def test_a_description_of_no_store(folder, changes):
 
 
 @pytest.mark.parametrize("shape", [[2**60], [2**31, 2**31], [2**62, 2**62, 4]])
-def test_weights_larger_than_the_extents(folder, shape):
+def test_weights_larger_than_extents_are_refused(folder, shape):
     def larger(records):
         units = [dict(unit) for unit in records[0].content["units"]]
         units[-1]["weights"] = {"block": shape}
@@ -307,7 +307,7 @@ def test_weights_larger_than_the_extents(folder, shape):
     [{"group": 0}, {"group": -1}, {"group": 2**60}, {"dtype": "O"}, {"dtype": [1]}, {"other": 1}],
     ids=str,
 )
-def test_state_that_no_optimizer_keeps(folder, changes):
+def test_unknown_optimizer_state_is_refused(folder, changes):
     def changed(records):
         units = copy.deepcopy(records[0].content["units"])
         units[-1]["roles"][0].update(changes)
@@ -319,19 +319,19 @@ def test_state_that_no_optimizer_keeps(folder, changes):
 
 
 def test_a_sparse_file_that_makes_room_for_a_trillion_blocks(folder):
-    test_weights_larger_than_the_extents(folder, [2**40])
+    test_weights_larger_than_extents_are_refused(folder, [2**40])
     os.truncate(folder / "extents", 2**43 - 1)
     with pytest.raises(CorruptionError, match=r"expected [\d,]+ bytes, got [\d,]+"):
         verified(folder)
 
 
 @pytest.mark.parametrize("version", [1, 4, 2**63, "2", None, 2.5])
-def test_a_format_that_is_yet_to_be_invented(folder, version):
+def test_unknown_format_version_is_refused(folder, version):
     rewritten(folder / "journal", lambda r: [with_content(r[0], version=version), *r[1:]])
     refuse_all(folder, ConfigError, "its format has version .*, this Penstock reads 2 to 3")
 
 
-def test_a_journal_of_something_else(folder):
+def test_foreign_journal_is_refused(folder):
     rewritten(folder / "journal", lambda r: [Record({"format": "ledger"}), *r[1:]])
     refuse_all(folder, ConfigError, "not a Penstock store; choose another store.flash.path")
 
@@ -360,7 +360,7 @@ def test_an_empty_file(folder, name):
     refuse_all(folder, CorruptionError, f"{name}: {found}")
 
 
-def test_extents_that_are_missing(folder):
+def test_missing_extents_are_refused(folder):
     (folder / "extents").unlink()
     refuse_all(folder, CorruptionError, "extents: is missing, but the journal beside it refers")
 
@@ -403,7 +403,7 @@ def test_something_else_where_a_file_was_expected(folder, name, what):
 
 
 @pytest.mark.parametrize("name", ["journal", "extents", "LOCK"])
-def test_a_link_that_leads_elsewhere_is_not_followed(folder, tmp_path, name):
+def test_symlink_to_elsewhere_is_not_followed(folder, tmp_path, name):
     target = tmp_path / "precious"
     shutil.copy(folder / name, target)
     before = target.read_bytes()
@@ -415,14 +415,14 @@ def test_a_link_that_leads_elsewhere_is_not_followed(folder, tmp_path, name):
     assert (folder / name).is_symlink()
 
 
-def test_a_folder_that_is_a_link_is_the_users_choice(folder, original, tmp_path):
+def test_store_folder_may_be_symlink(folder, original, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     store = opened(tmp_path / "link")
     assert store.content_hash() == original[1]
     store.close()
 
 
-def test_a_file_where_the_folder_should_be(tmp_path):
+def test_file_in_place_of_store_folder_is_refused(tmp_path):
     (tmp_path / "flash").write_text("mine")
     with pytest.raises(StorageError, match="flash: expected a folder, got a file"):
         opened(tmp_path / "flash")

@@ -77,7 +77,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_hostile_headers(tmp_path, what):
+def test_hostile_headers_are_refused(tmp_path, what):
     (tmp_path / "model.safetensors").write_bytes(HEADERS[what])
     message = refused(lambda: WeightFiles(tmp_path), CorruptionError)
     assert str(tmp_path / "model.safetensors") in message
@@ -141,7 +141,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("what", INDEXES)
-def test_hostile_indexes(tmp_path, what):
+def test_hostile_indexes_are_refused(tmp_path, what):
     (tmp_path / "model.safetensors.index.json").write_bytes(INDEXES[what])
     refused(lambda: WeightFiles(tmp_path), (CorruptionError, StorageError))
 
@@ -203,7 +203,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("what", CONFIGS)
-def test_hostile_configurations(tmp_path, honest, what):
+def test_hostile_configurations_are_refused(tmp_path, honest, what):
     for path in honest.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     set_config(tmp_path, **CONFIGS[what])
@@ -212,13 +212,13 @@ def test_hostile_configurations(tmp_path, honest, what):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
-def test_a_configuration_that_is_none(tmp_path, content):
+def test_invalid_configuration_is_refused(tmp_path, content):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes(content)
     refused(lambda: ModelSource.from_hf(tmp_path), ConfigError, "as a Hugging Face config")
 
 
-def test_a_configuration_without_an_end(tmp_path):
+def test_endless_configuration_is_refused(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").symlink_to("/dev/zero")
     refused(lambda: ModelSource.from_hf(tmp_path), CorruptionError, "expected a file, got")
@@ -228,7 +228,7 @@ def test_a_configuration_without_an_end(tmp_path):
     refused(lambda: ModelSource.from_hf(tmp_path), CorruptionError, "at most 67,108,864 are")
 
 
-def test_code_that_comes_with_a_folder_is_not_run(tmp_path, honest):
+def test_code_in_folder_is_not_run(tmp_path, honest):
     for path in honest.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     witness = tmp_path / "ran"

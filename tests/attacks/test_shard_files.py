@@ -38,7 +38,7 @@ def refused(folder, error, message):
             look(folder)
 
 
-def test_every_flipped_bit_of_the_description_is_found(folder):
+def test_every_flipped_bit_of_description_is_detected(folder):
     whole = (folder / SHARDS).read_bytes()
     for place in range(len(whole)):
         changed = bytearray(whole)
@@ -77,12 +77,12 @@ def _parsed(data):
         {"weights": {"a": [1] * 65}},
     ],
 )
-def test_numbers_that_cannot_be(folder, changes):
+def test_impossible_numbers_are_refused(folder, changes):
     resealed(folder, **changes)
     refused(folder, CorruptionError, r"shards\.json: expected a description of shards")
 
 
-def test_a_newer_format(folder):
+def test_newer_format_is_refused(folder):
     resealed(folder, version=3)
     refused(folder, ConfigError, r"shards\.json: its format has version 3, this Penstock reads 2")
 
@@ -139,13 +139,13 @@ def test_a_store_of_a_release_that_gave_no_names_is_opened_as_before(folder):
     "weights",
     [{"a": [3, 4096]}, {"a": [3 * 4096, 2]}, {"a": [3 * 4096, 2], "b": [5], "c": [7]}],
 )
-def test_pieces_that_do_not_make_up_the_weights(folder, weights):
+def test_pieces_that_do_not_cover_weights_are_refused(folder, weights):
     resealed(folder, weights=weights)
     with pytest.raises(CorruptionError, match=r"the pieces of the shards do not cover '[abc]'"):
         open_reader(folder)
 
 
-def test_a_shard_that_is_gone(folder):
+def test_missing_shard_is_refused(folder):
     shutil.rmtree(folder / "shard-1")
     with pytest.raises(ConfigError, match="shard-1: no store on flash here yet"):
         open_reader(folder)
@@ -155,14 +155,14 @@ def test_a_shard_that_is_gone(folder):
     store.close()
 
 
-def test_what_is_no_plain_file(folder):
+def test_special_file_is_refused(folder):
     (folder / SHARDS).unlink()
     os.mkfifo(folder / SHARDS)
     with pytest.raises(CorruptionError, match=r"shards\.json: "):
         open_reader(folder)
 
 
-def test_a_link_in_the_place_of_a_shard_is_not_followed(folder, tmp_path):
+def test_symlink_in_place_of_shard_is_not_followed(folder, tmp_path):
     """Where weights that never trained are discarded, nothing outside the folder is."""
     (folder / "shard-0").rename(tmp_path / "elsewhere")
     (folder / "shard-0").symlink_to(tmp_path / "elsewhere")

@@ -162,10 +162,10 @@ def main() -> None:
                 "node": member.number,
                 "worker": member.worker,
                 "pid": pids.get(member.worker),
-                "host": member.listens[0],
-                "shard": None if member.place is None else member.place.shard,
+                "host": member.address[0],
+                "shard": None if member.slot is None else member.slot.shard,
             }
-            for member in manager.registry.here
+            for member in manager.registry.members
         ]
 
     try:

@@ -275,12 +275,12 @@ def flip_everything(flash, checkpoint, kind, count, seed):
     return found, hit
 
 
-def test_any_flipped_bit_is_found_and_named(flash, checkpoint, kind):
+def test_flipped_bit_is_detected_and_named(flash, checkpoint, kind):
     flip_everything(flash, checkpoint, kind, 200, seed=4)
 
 
 @pytest.mark.slow
-def test_ten_thousand_flipped_bits_are_found_and_named(flash, checkpoint, kind):
+def test_ten_thousand_flipped_bits_are_detected_and_named(flash, checkpoint, kind):
     """3,400 of either precision of weights, and with 8-bit moments."""
     found, hit = flip_everything(flash, checkpoint, kind, 3_400, seed=5)
     assert hit == {"header", "payload", "seal"}
@@ -294,7 +294,7 @@ def test_ten_thousand_flipped_bits_are_found_and_named(flash, checkpoint, kind):
 
 @pytest.mark.parametrize("moments", test_flash_crashes.OPTIMIZERS)
 @pytest.mark.parametrize("count", [60, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_any_flipped_bit_of_a_gradient_on_flash_is_found_and_named(moments, count, tmp_path):
+def test_flipped_bit_of_gradient_on_flash_is_detected_and_named(moments, count, tmp_path):
     """From when it leaves memory until its update: its file has no name, and is no other's."""
     store = test_flash_crashes.opened(tmp_path / "flash", moments)
     store.load(random_weights(store.program, 3).items())

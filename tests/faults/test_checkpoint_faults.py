@@ -97,7 +97,7 @@ def kill_at_each(source, folder, orders):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_a_save_killed_at_any_point_leaves_the_previous_checkpoint_or_the_new_one(tmp_path, seed):
+def test_killed_save_leaves_previous_or_new_checkpoint(tmp_path, seed):
     store = save_steps(tmp_path / "before", (1, 2, 3), seed)
     shutil.copytree(tmp_path / "before", tmp_path / "dry")
     train(store, 1, seed)
@@ -127,7 +127,7 @@ def test_a_save_killed_at_any_point_leaves_the_previous_checkpoint_or_the_new_on
         assert folders == ["step-00000001", "step-00000004", "step-00000005"], order
 
 
-def test_a_first_save_killed_at_any_point_leaves_nothing_or_all_of_it(tmp_path):
+def test_killed_first_save_leaves_nothing_or_whole_checkpoint(tmp_path):
     store = trained(1, 0)
     orders = save_watched(store, tmp_path / "dry")
     kill_at_each(tmp_path / "dry" / "step-00000001", tmp_path / "killed", orders)
@@ -143,7 +143,7 @@ def test_a_first_save_killed_at_any_point_leaves_nothing_or_all_of_it(tmp_path):
         assert leftovers(checkpoints) == []
 
 
-def test_the_environment_names_the_point(tmp_path):
+def test_environment_selects_failpoint(tmp_path):
     script = (
         "from penstock.io import failpoints\n"
         "for n in range(3):\n print(n, flush=True)\n failpoints.point('x.y')"
@@ -190,9 +190,7 @@ def operations_of_a_save(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_failure_of_any_write_or_sync_leaves_the_previous_checkpoint(
-    tmp_path, monkeypatch, error
-):
+def test_failed_write_or_sync_leaves_previous_checkpoint(tmp_path, monkeypatch, error):
     total = operations_of_a_save(tmp_path, monkeypatch)
     store = save_steps(tmp_path / "before", (1, 2), seed=0)
     train(store, 1, 0)
@@ -218,7 +216,7 @@ def test_a_failure_of_any_write_or_sync_leaves_the_previous_checkpoint(
     assert succeeded <= 1
 
 
-def test_a_full_disk_is_reported_with_place_need_and_room(tmp_path, monkeypatch):
+def test_full_disk_reports_path_need_and_free_space(tmp_path, monkeypatch):
     store = trained(2, 0)
     sizes = sum(
         path.stat().st_size
@@ -243,7 +241,7 @@ def test_short_writes_lose_nothing(tmp_path, monkeypatch):
     assert assert_at(fresh_store(), tmp_path, 0) == 2
 
 
-def test_nothing_is_renamed_before_it_is_synced_nor_forgotten_after(tmp_path, monkeypatch):
+def test_files_are_synced_before_and_folders_after_rename(tmp_path, monkeypatch):
     """What makes a rename durable: its content before it, its folder after it."""
     log = []
     rename = os.rename
@@ -277,7 +275,7 @@ def test_nothing_is_renamed_before_it_is_synced_nor_forgotten_after(tmp_path, mo
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
-def test_a_read_only_folder_is_reported(tmp_path):
+def test_read_only_folder_is_reported(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StorageError, match="make the folder writable or choose another folder"):
         save_checkpoint(trained(1, 0), tmp_path / "checkpoints", {})

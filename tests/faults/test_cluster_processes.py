@@ -111,9 +111,7 @@ def penstock(monkeypatch, *arguments: str) -> int:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
-    text, tmp_path, monkeypatch, capsys
-):
+def test_losses_and_scaling_do_not_change_bits(text, tmp_path, monkeypatch, capsys):
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
     try:
         run.train(2)
@@ -122,7 +120,7 @@ def test_a_run_goes_on_through_losses_and_changes_to_the_same_bits(
         # Killed in the middle of a step: noticed by its connection and no lease, and the spare
         # engine takes its place. (How soon, is measured by the slow tests below.)
         # What workers are forked from is killed too: the next one is started from nothing.
-        os.kill(run.trainer._runner.manager.launcher.template.pid, signal.SIGKILL)
+        os.kill(run.trainer._runner.manager.launcher.fork_server.pid, signal.SIGKILL)
         begin = time.monotonic()
         os.kill(run.pid_of(1), signal.SIGKILL)
         run.train(2)
@@ -240,7 +238,7 @@ def mixed(chance: random.Random, kills: int, stops: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
+def test_fifty_random_kills_and_twenty_stops_do_not_change_bits(text, tmp_path):
     """Every blow to an engine is noticed, got over and made good in its time."""
     chance = random.Random(0)
     run = watched(settings(text, tmp_path / "many", engines=3, cluster={"start": "local"}))
@@ -264,7 +262,7 @@ def test_fifty_kills_and_twenty_stops_at_random_moments(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_path):
+def test_kills_and_stops_of_engines_and_replicated_shards(text, tmp_path):
     """Any process of the run is struck: the other node of a shard goes on with it at once."""
     chance = random.Random(1)
     cluster = {"start": "local", "shards": "apart"}
@@ -283,7 +281,7 @@ def test_kills_and_stops_of_engines_and_of_shards_that_have_a_replica(text, tmp_
         coordinator = manager.coordinator
         while len(coordinator.ready) < 3 or any(len(some) < 2 for some in coordinator.holders):
             manager.event_queue.poll()
-            if manager._places.learners:
+            if manager._assignment.learners:
                 run.train(1)  # it gets its copy between two steps
             time.sleep(0.01)
 

@@ -127,13 +127,13 @@ def chains_of(made):
 
 
 @pytest.mark.long
-def test_every_call_that_syncs_is_one_that_the_scenarios_make(made):
+def test_scenarios_cover_every_sync(made):
     seen = {site for chain in chains_of(made) for site in chain.split(" < ")}
     assert all_sites() == seen
 
 
 @pytest.mark.long
-def test_no_sync_can_be_left_out(made, tmp_path):
+def test_every_sync_is_necessary(made, tmp_path):
     unnoticed = []
     for chain, names in chains_of(made).items():
         if not any(is_noticed(*made[name], chain, tmp_path / "disk") for name in names):
@@ -143,7 +143,7 @@ def test_no_sync_can_be_left_out(made, tmp_path):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("count", [4, pytest.param(400, marks=pytest.mark.slow)])
-def test_a_crash_costs_nothing_that_was_promised(name, count, made, tmp_path):
+def test_crash_keeps_everything_promised(name, count, made, tmp_path):
     """At any operation, of one process, or of one that goes on where another was killed."""
     scenario, operations = made[name]
     trial, chosen = Trial(scenario, tmp_path / "disk"), random.Random(name)

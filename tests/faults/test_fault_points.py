@@ -48,7 +48,7 @@ def killed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("point", JOURNAL_POINTS)
-def test_a_journal_that_is_begun_anew_is_the_old_one_or_the_new_one(point, killed):
+def test_killed_journal_rewrite_leaves_old_or_new_journal(point, killed):
     path = killed / f"{point}:1" / "journal"
     what, _, place = point.partition("/")
     renamed = "after" in place
@@ -66,7 +66,7 @@ def test_a_journal_that_is_begun_anew_is_the_old_one_or_the_new_one(point, kille
     assert [item.name for item in path.parent.iterdir()] == ["journal"]
 
 
-def test_every_fault_point_in_the_code_is_one_that_a_test_kills_at(tmp_path):
+def test_every_failpoint_has_a_test(tmp_path):
     # Its killer dies at every visit of a point in the fourth save.
     store = test_checkpoint_faults.save_steps(tmp_path, (1, 2, 3), seed=0)
     test_checkpoint_faults.train(store, 1, 0)

@@ -100,7 +100,7 @@ def crash_and_go_on(root, crash_at, seed, moments):
 
 @pytest.mark.parametrize("moments", OPTIMIZERS)
 @pytest.mark.parametrize("batch", quick_first(range(2), [0]))
-def test_two_hundred_crashes_cost_no_bit(batch, moments, operations, tmp_path):
+def test_two_hundred_crashes_do_not_change_bits(batch, moments, operations, tmp_path):
     """Two crashes each, with a part of the gradients on flash."""
     chosen = random.Random(batch)
     for number in range(25):
@@ -112,5 +112,5 @@ def test_two_hundred_crashes_cost_no_bit(batch, moments, operations, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", OPTIMIZERS)
 @pytest.mark.parametrize("batch", range(100))
-def test_ten_thousand_crashes_cost_no_bit(batch, moments, operations, tmp_path):
-    test_two_hundred_crashes_cost_no_bit(1000 + batch, moments, operations, tmp_path)
+def test_ten_thousand_crashes_do_not_change_bits(batch, moments, operations, tmp_path):
+    test_two_hundred_crashes_do_not_change_bits(1000 + batch, moments, operations, tmp_path)

@@ -37,7 +37,7 @@ POINTS = [
 ]
 
 
-def test_these_are_all_the_points(tmp_path):
+def test_list_of_failpoints_is_complete(tmp_path):
     seen = set()
     with failpoints.watching(seen.add):
         store = opened(tmp_path / "flash")
@@ -95,7 +95,7 @@ def go_on(folder, moments="fp32", seed=SEED):
     ("moments", "seed"), [*BRIEFLY, *(pytest.param(*p, marks=pytest.mark.slow) for p in FOR_LONG)]
 )
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_costs_no_bit(point, moments, seed, killed):
+def test_kill_at_any_failpoint_does_not_change_bits(point, moments, seed, killed):
     go_on(killed(moments, seed, point), moments, seed)
 
 
@@ -130,7 +130,7 @@ class RefusingDisk:
         ),
     ],
 )
-def test_a_disk_that_refuses_the_nth_write_costs_no_bit(
+def test_refused_nth_write_does_not_change_bits(
     code, moments, first, every, operations, tmp_path, monkeypatch
 ):
     """The error says what to do, what was durable is, and the run goes on from it."""

@@ -53,14 +53,15 @@ def polled(launcher: LocalLauncher) -> list:
     return wait_until(launcher.poll)
 
 
-def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
+def test_killed_or_ended_worker_is_reported_once(launcher):
     for _ in range(3):
         launcher.start("engine")
     wait_until(lambda: not launcher.poll() and len(launcher.pids) == 3)
     pids = dict(launcher.pids)
-    template = launcher.template.pid
+    fork_server = launcher.fork_server.pid
     for pid in pids.values():  # they are the template's children, each in a session of its own
-        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(template)
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        assert status.split()[1] == str(fork_server)
         wait_until(lambda pid=pid: os.getsid(pid) == pid)  # it has only just been forked
     os.kill(pids["worker-2"], signal.SIGKILL)
     (ended,) = polled(launcher)
@@ -78,10 +79,10 @@ def test_a_worker_that_is_killed_or_ended_is_told_of_once(launcher):
     launcher.end("worker-4")  # before anybody knows its process
     assert [ended.worker for ended in polled(launcher)] == ["worker-4"]
     launcher.close()
-    assert not any(is_running(pid) for pid in (*pids.values(), template))
+    assert not any(is_running(pid) for pid in (*pids.values(), fork_server))
 
 
-def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, monkeypatch):
+def test_exited_worker_is_reported_with_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "needed_modules", list)
     with socket.socket() as deaf:  # nobody listens, and nobody else comes to
         deaf.bind(("127.0.0.1", 0))
@@ -95,10 +96,10 @@ def test_a_worker_that_ends_by_itself_is_told_of_with_its_exit_code(tmp_path, mo
             launcher.close()
 
 
-def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launcher, monkeypatch):
+def test_killed_fork_server_keeps_workers_and_is_replaced(launcher, monkeypatch):
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)
-    first, (survivor,) = launcher.template.pid, launcher.pids.values()
+    first, (survivor,) = launcher.fork_server.pid, launcher.pids.values()
     os.kill(first, signal.SIGSTOP)
     launcher.start("engine")  # which this one will never do
     os.kill(first, signal.SIGKILL)
@@ -107,21 +108,21 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     assert set(launcher._processes) == {"worker-2"}
     assert launcher.pids["worker-1"] == survivor
     assert is_running(survivor)
-    wait_until(lambda: not launcher.poll() and launcher.template.is_ready)
-    assert launcher.template.pid != first
+    wait_until(lambda: not launcher.poll() and launcher.fork_server.is_ready)
+    assert launcher.fork_server.pid != first
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and len(launcher.pids) == 3)
     assert set(launcher._processes) == {"worker-2"}
     os.kill(survivor, signal.SIGKILL)
     (ended,) = polled(launcher)
-    assert f"worker-1 with pid {survivor} ended and nobody knows how" in ended.how
+    assert f"worker-1 with pid {survivor} ended with an unknown exit code" in ended.how
     pids = list(launcher.pids.values())
-    for _ in range(local._MOST_TEMPLATES):
-        if launcher.template is not None:
-            os.kill(launcher.template.pid, signal.SIGKILL)
-            wait_until(lambda pid=launcher.template.pid: not is_running(pid))
+    for _ in range(local._MOST_FORK_SERVERS):
+        if launcher.fork_server is not None:
+            os.kill(launcher.fork_server.pid, signal.SIGKILL)
+            wait_until(lambda pid=launcher.fork_server.pid: not is_running(pid))
             launcher.poll()
-    assert launcher.template is None  # enough of them
+    assert launcher.fork_server is None  # enough of them
     launcher.start("engine")
     assert "worker-4" in launcher._processes
     pids.append(launcher.pids["worker-4"])
@@ -129,17 +130,17 @@ def test_a_template_that_is_killed_takes_no_worker_with_it_and_is_replaced(launc
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_template_that_stands_still_does_not_hold_up_the_end(launcher, monkeypatch):
-    monkeypatch.setattr("penstock.distributed.launchers.fork_client._LEAVE", 0.2)
+def test_stopped_fork_server_does_not_block_close(launcher, monkeypatch):
+    monkeypatch.setattr("penstock.distributed.launchers.fork_client._CLOSE_SECONDS", 0.2)
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)
-    (pid,), template = launcher.pids.values(), launcher.template.pid
-    os.kill(template, signal.SIGSTOP)
+    (pid,), fork_server = launcher.pids.values(), launcher.fork_server.pid
+    os.kill(fork_server, signal.SIGSTOP)
     launcher.close()
-    wait_until(lambda: not is_running(pid) and not is_running(template))
+    wait_until(lambda: not is_running(pid) and not is_running(fork_server))
 
 
-def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeypatch):
+def test_fork_server_with_threads_is_not_used(deaf, tmp_path, monkeypatch):
     """A fork would lack them, and wait for them for ever."""
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     (tmp_path / "starts_a_thread.py").write_text(source)
@@ -150,18 +151,18 @@ def test_a_template_with_threads_of_its_own_forks_nobody(deaf, tmp_path, monkeyp
         launcher.start("engine")
         wait_until(lambda: not launcher.poll() and launcher.pids)
         assert list(launcher._processes) == ["worker-1"]
-        assert launcher.template is None
-        assert launcher._templates[0].why_not == "imports have started 1 threads"
+        assert launcher.fork_server is None
+        assert launcher._fork_servers[0].unusable_because == "its imports started 1 threads"
     finally:
         launcher.close()
 
 
-def test_without_leave_to_fork_every_worker_is_started_from_nothing(deaf, tmp_path):
+def test_workers_start_as_new_processes_without_fork(deaf, tmp_path):
     launcher = LocalLauncher(deaf, "token", tmp_path, forks=False)
     try:
         launcher.start("engine")
         assert list(launcher._processes) == ["worker-1"]
-        assert launcher.template is None
+        assert launcher.fork_server is None
     finally:
         launcher.close()
 
@@ -175,14 +176,14 @@ TRAINER = (
     "forks = ForkClient(sys.argv[1:3], environment, logs / 'template.log', [])\n"
     "forks.start('worker-1', logs / 'worker-1.log')\n"
     "while not forks.pids():\n"
-    "    forks.look()\n"
+    "    forks.poll()\n"
     "    time.sleep(0.01)\n"
     "print(forks.pid, *forks.pids().values(), flush=True)\n"
     "time.sleep(600)\n"
 )
 
 
-def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
+def test_killed_trainer_leaves_no_processes(door, tmp_path):
     command = [sys.executable, "-c", TRAINER, *map(str, door.getsockname()), str(tmp_path)]
     trainer = warm_start.Popen(command, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
@@ -195,7 +196,7 @@ def test_nobody_is_left_when_the_trainers_process_is_killed(door, tmp_path):
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_what_is_imported_ahead_is_libraries_and_no_module_of_the_users():
+def test_fork_server_imports_libraries_only():
     names = local.needed_modules()
     assert "penstock.distributed.worker.main" in names
     assert "torch" in names

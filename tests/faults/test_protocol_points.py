@@ -73,7 +73,7 @@ def survive(point: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", [*IN_FLIGHT, *AT_ONCE])
-def test_one_fault_at_many_points(what):
+def test_one_fault_at_many_points_does_not_change_bits(what):
     count = messages()[what not in IN_FLIGHT]
     offset = sum(map(ord, what)) % (count // SPREAD)
     for point in range(offset, count, count // SPREAD):
@@ -82,6 +82,6 @@ def test_one_fault_at_many_points(what):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*IN_FLIGHT, *AT_ONCE])
-def test_one_fault_at_every_point(what):
+def test_one_fault_at_every_point_does_not_change_bits(what):
     for point in range(messages()[what not in IN_FLIGHT]):
         survive(point, what)

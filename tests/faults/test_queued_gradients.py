@@ -61,7 +61,7 @@ class NoShard:
     def held_steps(self) -> list[int]:
         return [0]
 
-    def go_back(self, step) -> None:
+    def roll_back(self, step) -> None:
         pass
 
     def begin(self, step) -> None:
@@ -113,13 +113,13 @@ class Lines(Network):
 def step(stages: int, gradients: int) -> tuple[float, float]:
     """Make a step; return the most that waited to leave an engine, and how long the step took."""
     plan, network, most = transfers(stages), Lines(), 0.0
-    shard = ShardNode(1, 0, network.runtime(1), plan, NoShard(), gradients=gradients)
+    shard = ShardNode(1, 0, network.context(1), plan, NoShard(), gradients=gradients)
     network.add(1, shard)
     timeouts = Timeouts(silence=100.0, stall=100.0)
-    coordinator = Coordinator(network.runtime(0), [[1]], 4, timeouts, lambda happened: None)
-    network.conduct(coordinator)
+    coordinator = Coordinator(network.context(0), [[1]], 4, timeouts, lambda happened: None)
+    network.set_coordinator(coordinator)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + 4):
-        network.add(number, EngineNode(number, network.runtime(number), plan, NoEngine()))
+        network.add(number, EngineNode(number, network.context(number), plan, NoEngine()))
         coordinator.joined(number)
     ended: list = []
 
@@ -134,7 +134,7 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
     return most, network.now
 
 
-def test_what_waits_to_leave_an_engine_is_bounded_however_many_stages_there_are():
+def test_queued_gradients_of_engine_are_bounded():
     bound = GRADIENTS * GRADIENT_BYTES + 8000  # and the heads of the messages
     for stages in (10, 40):
         waiting, seconds = step(stages, GRADIENTS)

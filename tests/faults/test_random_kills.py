@@ -54,7 +54,7 @@ def kill(kind, moments, folder, references, count, seed):
         ("checkpoints", "8bit", 4),
     ],
 )
-def test_kills_at_random_moments_cost_no_bit(kind, moments, count, references, tmp_path):
+def test_random_kills_do_not_change_bits(kind, moments, count, references, tmp_path):
     kill(kind, moments, tmp_path / "run", references, count, seed=1)
 
 
@@ -68,7 +68,7 @@ def test_kills_at_random_moments_cost_no_bit(kind, moments, count, references, t
         ("checkpoints", "8bit", 150),
     ],
 )
-def test_a_thousand_kills_at_random_moments_cost_no_bit(kind, moments, count, references, tmp_path):
+def test_thousand_random_kills_do_not_change_bits(kind, moments, count, references, tmp_path):
     seen = kill(kind, moments, tmp_path / "run", references, count, seed=2)
     # Some die before they have opened what is there. The first weights go in too fast, in memory,
     # for any to be sure to die then.

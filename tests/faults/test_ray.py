@@ -69,7 +69,7 @@ def run(tmp_path_factory) -> Iterator[Watched]:
 
 
 @pytest.mark.long
-def test_two_engines_on_ray_and_one_killed_have_the_bits_of_one_engine(run):
+def test_ray_engines_with_one_killed_give_bits_of_one_engine(run):
     run.train(2)
     engines = run.engines()
     actors = run.manager.launcher.pids
@@ -128,7 +128,7 @@ def client(address: str, home: Path, token: str | None) -> str:
 
 
 @pytest.mark.long
-def test_ray_lets_in_nobody_without_its_token(run, tmp_path):
+def test_ray_refuses_clients_without_token(run, tmp_path):
     address, token = ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"]
     assert client(address, tmp_path, token) == "in 1\n"
     assert "Unauthenticated" in client(address, tmp_path, None)
@@ -136,7 +136,7 @@ def test_ray_lets_in_nobody_without_its_token(run, tmp_path):
 
 
 @pytest.mark.long
-def test_nothing_is_left_behind(run):
+def test_closed_run_leaves_no_ray_processes(run):
     session = ray._private.worker._global_node.get_session_dir_path()
     run.trainer.close()
     assert not ray.is_initialized()

@@ -70,7 +70,7 @@ def engines_on(run: SteppedRun) -> dict[str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_two_engines_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, tmp_path):
+def test_engines_are_on_two_hosts_and_one_host_dies(text, cluster, run_on, tmp_path):
     nodes = cluster(2)
     run = run_on(nodes, 0, engines=2)
     run.step()
@@ -87,7 +87,7 @@ def test_two_engines_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, t
 
 
 @pytest.mark.slow
-def test_replicas_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, tmp_path):
+def test_replicas_are_on_two_hosts_and_one_host_dies(text, cluster, run_on, tmp_path):
     nodes = cluster(2)
     here, other = nodes.hosts
     store = {"shards": 1, "replicas": 2}
@@ -112,7 +112,7 @@ def test_replicas_are_on_two_hosts_of_which_one_dies(text, cluster, run_on, tmp_
 
 
 @pytest.mark.slow
-def test_engines_on_three_hosts_are_killed_cut_off_and_added(text, cluster, run_on, tmp_path):
+def test_engines_on_three_hosts_are_killed_disconnected_and_added(text, cluster, run_on, tmp_path):
     nodes = cluster(2, hosts=3)
     here, other, third = nodes.hosts
     run = run_on(nodes, 0, engines=2)
@@ -157,9 +157,7 @@ def test_engines_on_three_hosts_are_killed_cut_off_and_added(text, cluster, run_
 
 
 @pytest.mark.slow
-def test_a_process_outside_the_cluster_trains_on_it_if_it_has_the_token(
-    text, cluster, run_on, tmp_path
-):
+def test_process_outside_cluster_needs_token(text, cluster, run_on, tmp_path):
     nodes = cluster(2, hosts=3)
     nodes.await_port(0, CLIENT_PORT)
     address = f"ray://{nodes.hosts[0].address}:{CLIENT_PORT}"
@@ -185,7 +183,7 @@ def test_a_process_outside_the_cluster_trains_on_it_if_it_has_the_token(
 
 
 @pytest.mark.slow
-def test_when_the_head_dies_engines_go_on_until_ray_ends_all(text, cluster, run_on):
+def test_engines_continue_after_head_dies_until_ray_ends(text, cluster, run_on):
     nodes = cluster(2)
     run = run_on(nodes, 1, engines=2)
     run.step()

@@ -118,7 +118,7 @@ class Run:
 
         def has_come() -> bool:
             self.manager.event_queue.poll()
-            return bool(self.manager._places.learners)
+            return bool(self.manager._assignment.learners)
 
         wait_until(has_come)
 
@@ -156,13 +156,11 @@ def said_by(*command: str) -> str:
 
 def shared_bytes(run: Run) -> int:
     """What the trainer's process has sent through memory that another process sees too."""
-    return sum(member.link.shared_bytes for member in run.manager.registry.here)
+    return sum(member.connection.shared_bytes for member in run.manager.registry.members)
 
 
 @pytest.mark.long
-def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_through_the_trainer(
-    text, alone, tmp_path, monkeypatch
-):
+def test_run_in_memory_resumes_and_weights_bypass_trainer(text, alone, tmp_path, monkeypatch):
     for module in ("shared_memory", "connection"):  # the model is small
         monkeypatch.setattr(f"penstock.distributed.transport.{module}.LEAST_BYTES", 1 << 10)
     first = Run(settings(text, tmp_path / "run", steps=3, checkpoint={"every": 2}))
@@ -188,7 +186,7 @@ def test_a_run_in_memory_is_saved_and_goes_on_and_its_weights_do_not_pass_throug
 
 
 @pytest.mark.long
-def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text, alone, tmp_path):
+def test_shard_in_memory_is_rebuilt_from_replica(text, alone, tmp_path):
     """The one that streams is killed in a step; then, when the learner is whole, the other one."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
     killed: list[int] = []
@@ -211,8 +209,8 @@ def test_a_shard_in_memory_comes_back_from_its_replica_and_no_step_is_lost(text,
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if row["event"] == "step"] == list(range(1, STEPS + 1))
     told = [row["text"] for row in rows if row.get("kind") in ("replica lost", "replica copied")]
-    assert "goes on with it" in told[0]
-    assert "the replica of shard 0 is whole" in told[1]
+    assert "the shard continues on node" in told[0]
+    assert "is a replica now" in told[1]
 
 
 def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -> None:
@@ -236,9 +234,7 @@ def signal_to(run: Run, node: int, what: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_a_learner_that_is_killed_while_it_is_given_a_copy_makes_room_for_another(
-    text, alone, tmp_path, monkeypatch
-):
+def test_learner_killed_during_copy_is_replaced(text, alone, tmp_path, monkeypatch):
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2))
 
     def after(step: StepDone) -> None:
@@ -259,7 +255,7 @@ def test_a_learner_that_is_killed_while_it_is_given_a_copy_makes_room_for_anothe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
-def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypatch, on_flash):
+def test_source_lost_during_copy(text, alone, tmp_path, monkeypatch, on_flash):
     """On flash another opens what it had and is copied; in memory the run ends and says so."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=on_flash))
 
@@ -278,15 +274,13 @@ def test_a_node_that_is_lost_while_it_is_copied(text, alone, tmp_path, monkeypat
         assert len(run.begun) >= 2
         assert run.kinds.count("replica copied") >= 1
     else:
-        with pytest.raises(StorageError, match="goes on from the last checkpoint"):
+        with pytest.raises(StorageError, match="resumes from the last checkpoint"):
             run.train()
     assert "shard lost" in run.kinds
 
 
 @pytest.mark.slow
-def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
-    text, alone, tmp_path
-):
+def test_trainer_killed_during_copy_restarts_copy(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=True)
     first = Run({**config, "run": {"dir": str(tmp_path / "run"), "steps": 3}})
     first.train()
@@ -309,9 +303,7 @@ def test_a_run_whose_own_process_is_killed_during_a_copy_begins_the_copy_anew(
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
-    text, tmp_path, on_flash, seed
-):
+def test_random_kills_of_replicated_shards_do_not_change_bits(text, tmp_path, on_flash, seed):
     """Either process of either shard, between steps or within one, as often as they come back."""
     steps, chance = 36, random.Random(seed)
     one = settings(text, tmp_path / "one" / "run", cluster={}, store={}, steps=steps)
@@ -329,7 +321,7 @@ def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
                 (run.kill if chance.random() < 0.5 else run.kill_in_a_step)(
                     shard, chance.randrange(2)
                 )
-        elif step.step % 6 == 4 and run.manager._places.free([]):
+        elif step.step % 6 == 4 and run.manager._assignment.free([]):
             run.await_learner()
 
     run.also = after
@@ -342,9 +334,7 @@ def test_shards_with_replicas_are_killed_at_random_and_no_bit_changes(
 
 
 @pytest.mark.slow
-def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds_the_newest_step(
-    text, alone, tmp_path
-):
+def test_both_replicas_on_flash_killed_resume_newest_step(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", on_flash=True, replicas=2)
     run = Run(config)
     killed: list[int] = []
@@ -370,9 +360,7 @@ def test_on_flash_both_processes_of_a_shard_may_be_killed_and_a_killed_run_finds
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_step", [False, True])
-def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
-    text, alone, tmp_path, in_a_step
-):
+def test_stop_during_lost_shard_can_be_resumed(text, alone, tmp_path, in_a_step):
     config = settings(text, tmp_path / "run", on_flash=True)
     run = Run(config)
 
@@ -384,7 +372,7 @@ def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
             run.trainer.request_stop()
 
     run.also = after
-    told = "shard.* lost; give the same command again, the run goes on from the last step"
+    told = "shard.* lost; give the same command again; the run resumes from the last saved step"
     with pytest.raises(StorageError, match=told):
         run.train()
     again = Run(config)
@@ -393,7 +381,7 @@ def test_a_stop_while_a_shard_is_lost_says_how_to_go_on_and_the_run_does(
 
 
 @pytest.mark.slow
-def test_a_run_on_flash_goes_on_when_a_shard_is_killed(text, alone, tmp_path):
+def test_killed_shard_on_flash_is_reopened(text, alone, tmp_path):
     run = Run(settings(text, tmp_path / "run", on_flash=True, steps=3, engines=2))
     run.train()
     run = Run(settings(text, tmp_path / "run", on_flash=True, engines=2))
@@ -420,7 +408,7 @@ def test_a_run_on_flash_goes_on_when_a_shard_is_killed(text, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_shard_in_memory_that_is_killed_ends_the_run_and_says_how_to_go_on(text, alone, tmp_path):
+def test_killed_shard_in_memory_ends_run(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", checkpoint={"every": 2})
     run = Run(config)
     for _ in range(2):
@@ -438,7 +426,7 @@ def test_a_shard_in_memory_that_is_killed_ends_the_run_and_says_how_to_go_on(tex
     assert ({**run.losses, **losses}, weights) == alone
 
 
-def test_shards_apart_need_processes():
+def test_shard_processes_need_cluster_start():
     with pytest.raises(
         ConfigError, match=r"cluster\.shards: expected here with cluster\.start: no"
     ):

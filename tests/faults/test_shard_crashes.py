@@ -85,7 +85,7 @@ def steps_of(folder):
 
 
 @pytest.mark.parametrize("place", [*(f"{p}:1" for p in POINTS), *BETWEEN, *GOING_BACK])
-def test_a_kill_between_two_shards_costs_no_bit(place, killed, expected):
+def test_kill_between_two_shards_does_not_change_bits(place, killed, expected):
     folder = killed / place
     held = steps_of(folder)
     newest = [steps[-1] if steps else -1 for steps in held]
@@ -114,7 +114,7 @@ def test_a_kill_between_two_shards_costs_no_bit(place, killed, expected):
         assert reader.content_hash(STEPS) == expected
 
 
-def test_some_of_these_kills_leave_shards_apart(tmp_path):
+def test_some_kills_leave_shards_at_different_steps(tmp_path):
     """The first weights, and the last step, are sealed in one shard after the other."""
     apart = []
     store = opened(tmp_path / "flash")
@@ -131,7 +131,7 @@ def test_some_of_these_kills_leave_shards_apart(tmp_path):
     assert apart[:2] == apart[-2:] == [True, False]
 
 
-def test_shards_without_a_step_in_common_are_refused(tmp_path):
+def test_shards_on_flash_without_common_step_are_refused(tmp_path):
     """A shard's folder from an older copy; nothing is changed on the way to the error."""
     folder = tmp_path / "flash"
     store = opened(folder)
@@ -154,7 +154,7 @@ def test_shards_without_a_step_in_common_are_refused(tmp_path):
     assert steps_of(folder) == [[3, 4], [0, 1]]
 
 
-def test_damage_in_one_shard_takes_all_back_to_a_step_that_is_whole_in_all(tmp_path, expected):
+def test_damage_in_one_shard_rolls_all_back_to_common_step(tmp_path, expected):
     folder = tmp_path / "flash"
     store = opened(folder)
     run(store)

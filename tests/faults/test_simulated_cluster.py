@@ -10,7 +10,7 @@ from grids import quick_first
 from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster, reference
 
 from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.distributed.protocol.tree_topology import ways
+from penstock.distributed.protocol.tree_topology import tree_connections
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates
 
@@ -26,7 +26,7 @@ def require_same(cluster: ToyCluster, outcomes) -> None:
 
 @pytest.mark.parametrize("engines", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_any_number_of_engines_and_shards_gives_the_same_bits(engines, shards):
+def test_number_of_engines_and_shards_does_not_change_bits(engines, shards):
     cluster = ToyCluster(engines, shards)
     require_same(cluster, cluster.train())
     sent = sum(cluster.nodes[1 + s].sent_bytes for s in range(shards))
@@ -36,7 +36,7 @@ def test_any_number_of_engines_and_shards_gives_the_same_bits(engines, shards):
 
 
 @pytest.mark.parametrize(("engines", "shards"), [(1, 1), (2, 1), (3, 2), (5, 1)])
-def test_weights_and_gradients_go_the_ways_that_memory_is_counted_for(engines, shards):
+def test_connections_are_those_that_memory_budget_counts(engines, shards):
     cluster, gone = ToyCluster(engines, shards), set()
     send = cluster.network.send
 
@@ -50,7 +50,7 @@ def test_weights_and_gradients_go_the_ways_that_memory_is_counted_for(engines, s
 
     cluster.network.send = note
     cluster.train(2)
-    assert gone == ways(engines, shards)
+    assert gone == tree_connections(engines, shards)
 
 
 def trouble(seed: int) -> tuple[ToyCluster, dict]:
@@ -131,7 +131,7 @@ def survive(seed: int) -> None:
         raise
 
 
-def test_a_store_that_uses_its_memory_again_too_early_would_be_seen():
+def test_early_reuse_of_store_memory_is_detected():
     """So what is read later than a store allows changes the results of these tests."""
     cluster = ToyCluster(3, 2)
     for shard in cluster.shards:
@@ -141,13 +141,13 @@ def test_a_store_that_uses_its_memory_again_too_early_would_be_seen():
 
 
 @pytest.mark.parametrize("hundred", quick_first(range(5), range(2)))
-def test_no_fault_changes_the_result(hundred):
+def test_faults_do_not_change_result(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         survive(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("thousand", range(1, 21))
-def test_no_fault_changes_the_result_for_long(thousand):
+def test_faults_do_not_change_result_long(thousand):
     for seed in range(1000 * thousand, 1000 * thousand + 1000):
         survive(seed)

@@ -178,7 +178,7 @@ def slurm(network, tmp_path_factory) -> Slurm:
     return Slurm(folder, network, cpus=4, environment=paths)
 
 
-def test_jobs_share_nodes_and_are_told_before_their_time_is_over(slurm, tmp_path):
+def test_jobs_share_nodes_and_get_signal_before_time_limit(slurm, tmp_path):
     short = Job(slurm, tmp_path / "short", "run.steps=60")
     long = Job(slurm, tmp_path / "long")
     short.submit("host-1", "host-2")
@@ -192,7 +192,7 @@ def test_jobs_share_nodes_and_are_told_before_their_time_is_over(slurm, tmp_path
         assert has_the_bits_of_one_process(job)
 
 
-def test_the_head_of_ray_ends_and_the_run_saves(slurm, tmp_path):
+def test_run_saves_when_ray_head_ends(slurm, tmp_path):
     nodes = slurm.nodes[1:3]
     job = Job(slurm, tmp_path / "job")
     job.submit("host-2", "host-3")
@@ -205,7 +205,7 @@ def test_the_head_of_ray_ends_and_the_run_saves(slurm, tmp_path):
     assert has_the_bits_of_one_process(job)
 
 
-def test_a_node_is_lost_and_the_job_trains_on_until_it_is_told_to_stop(network, slurm, tmp_path):
+def test_job_continues_after_lost_node_until_signal(network, slurm, tmp_path):
     nodes = slurm.nodes[:3]
     job = Job(slurm, tmp_path / "job")
     job.submit("host-1", "host-2", "host-3")
@@ -236,7 +236,7 @@ def test_a_node_is_lost_and_the_job_trains_on_until_it_is_told_to_stop(network, 
     assert has_the_bits_of_one_process(job)
 
 
-def test_the_host_of_the_script_is_lost_and_the_job_begins_again(network, slurm, tmp_path):
+def test_job_is_requeued_after_loss_of_batch_host(network, slurm, tmp_path):
     job = Job(slurm, tmp_path / "job")
     job.submit("host-1", "host-4")
     job.until_steps(60)

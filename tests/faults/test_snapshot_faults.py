@@ -30,7 +30,7 @@ from penstock.store import BackgroundSave, find_checkpoint
         *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)),
     ],
 )
-def test_a_kill_at_any_point_loses_no_more_than_the_steps_since_the_last(tmp_path, seed):
+def test_kill_at_any_point_keeps_last_snapshot(tmp_path, seed):
     store = save_steps(tmp_path / "before", (1, 2, 3), seed)
     shutil.copytree(tmp_path / "before", tmp_path / "dry")
     train(store, 1, seed)
@@ -68,7 +68,7 @@ def test_a_kill_at_any_point_loses_no_more_than_the_steps_since_the_last(tmp_pat
         pytest.param(errno.EIO, 1, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_failing_disk_is_told_at_the_end_and_harms_neither_run_nor_checkpoints(
+def test_failing_disk_is_reported_and_harms_no_checkpoint(
     tmp_path, monkeypatch, error, first, every
 ):
     """At every operation of a save, the two errors by turns; in the long run either at each."""

@@ -15,7 +15,7 @@ __all__ = ["network_of", "text"]
 
 
 @pytest.mark.slow  # 40 s of processor time: every process of the two hosts imports everything
-def test_a_cut_cable_costs_no_bit(text, network_of, tmp_path):
+def test_cut_cable_does_not_change_bits(text, network_of, tmp_path):
     network = network_of(2)
     here = network.hosts[0]
     config = settings(

@@ -59,7 +59,7 @@ def lost(cluster: ToyCluster) -> list[int | None]:
 
 @pytest.mark.parametrize("operation", [0, 2, 4])
 @pytest.mark.parametrize("engines", [1, 3])
-def test_an_engine_whose_work_fails_loses_its_place_and_no_bit_is_lost(engines, operation):
+def test_failed_engine_is_evicted_without_changing_bits(engines, operation):
     cluster = ToyCluster(engines, 2)
     broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     let_fail(cluster, lambda e, step, op: broken if (e, op) == (FIRST, operation) else None)
@@ -70,7 +70,7 @@ def test_an_engine_whose_work_fails_loses_its_place_and_no_bit_is_lost(engines, 
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-def test_an_error_that_follows_the_step_around_ends_the_run_with_its_text(engines):
+def test_same_error_on_two_engines_ends_run(engines):
     cluster = ToyCluster(engines, 1)
 
     def error_of(engine: int, step: int, operation: int) -> Exception | None:
@@ -85,34 +85,34 @@ def test_an_error_that_follows_the_step_around_ends_the_run_with_its_text(engine
     assert lost(cluster) == [first] != [second]
     assert raised.value.kind == "MemoryError"
     assert str(raised.value) == (
-        f"step 2: engines {first} and {second} have met the same error, so it is not one engine's: "
-        f"MemoryError: tried to take {second} MiB, 0x{second:x} has 1.5 GiB"
+        f"step 2: engines {first} and {second} failed with the same error, so the cause is not "
+        f"one engine: MemoryError: tried to take {second} MiB, 0x{second:x} has 1.5 GiB"
     )
 
 
-def test_engines_that_each_fail_in_another_way_end_the_run_at_the_third():
+def test_three_engines_with_different_errors_end_run():
     cluster = ToyCluster(1, 1)
     ways = {FIRST: "one", SECOND: "two", THIRD: "three", FOURTH: "four"}
     let_fail(cluster, lambda engine, step, op: ValueError(ways[engine]))
     with pytest.raises(
-        UnrecoverableError, match="3 engines have failed, each in its own way; engine 10"
+        UnrecoverableError, match="3 engines failed with different errors; the last, engine 10"
     ):
         cluster.train()
     assert lost(cluster) == [FIRST, SECOND]
 
 
-def test_engines_that_fail_at_different_steps_do_not_add_up():
+def test_failures_at_different_steps_do_not_add_up():
     cluster = ToyCluster(2, 1)
     let_fail(cluster, lambda e, step, op: ValueError() if e == FIRST_ENGINE + step - 1 else None)
     require_same(cluster, cluster.train())
     assert lost(cluster) == [FIRST, SECOND, THIRD]
 
 
-def test_the_only_engine_ends_the_run_where_no_other_can_come():
+def test_error_of_only_engine_ends_run():
     cluster = ToyCluster(1, 1)
     cluster.can_replace_engine = False
     let_fail(cluster, lambda engine, step, op: ValueError("broken"))
-    with pytest.raises(UnrecoverableError, match="the only one there is: ValueError: broken"):
+    with pytest.raises(UnrecoverableError, match="the only engine: ValueError: broken"):
         cluster.train()
     assert not lost(cluster)
 
@@ -137,7 +137,7 @@ DATA = {MessageType.WEIGHTS, MessageType.GRADIENT}
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("what", ["lost", "flipped"])
-def test_an_engine_whose_links_are_bad_loses_its_place(what, engines):
+def test_engine_with_bad_connections_is_evicted(what, engines):
     faults = BadLinks(what, DATA, lambda sender, to: FIRST in (sender, to))
     cluster = ToyCluster(engines, 2, faults)
     require_same(cluster, cluster.train())
@@ -145,13 +145,14 @@ def test_an_engine_whose_links_are_bad_loses_its_place(what, engines):
 
 
 @pytest.mark.parametrize("what", ["lost", "flipped"])
-def test_a_network_that_is_bad_everywhere_ends_the_run_and_says_what_was_seen(what):
+def test_bad_network_ends_run_with_counts(what):
     cluster = ToyCluster(1, 1, BadLinks(what, DATA, lambda sender, to: True))
-    with pytest.raises(ClusterError, match="step 1 has begun anew 33 times: ") as raised:
+    with pytest.raises(ClusterError, match="step 1 was retried 33 times: ") as raised:
         cluster.train(limit=1000.0)
     damaged, still = (33, 0) if what == "flipped" else (0, 33)
-    assert f"{damaged} times for a damaged frame, {still} times because" in str(raised.value)
-    assert "Check that all hosts of the run reach each other on any port" in str(raised.value)
+    text = str(raised.value)
+    assert f"{damaged} times for a damaged frame, {still} times without progress" in text
+    assert "Check that all hosts of the run can connect to each other on any port" in text
 
 
 def one_flipped(engines: int, kind: MessageType, is_at: Callable[[int, int], bool]) -> ToyCluster:
@@ -177,9 +178,7 @@ def one_flipped(engines: int, kind: MessageType, is_at: Callable[[int, int], boo
         (MessageType.COMMIT, 0, 2, 2),
     ],
 )
-def test_one_damaged_frame_on_its_link_to_the_coordinator_costs_a_node_its_place(
-    kind, sender, to, loses
-):
+def test_corrupt_frame_to_coordinator_evicts_node(kind, sender, to, loses):
     """The link ends with it, and with the link the place; another comes."""
     cluster = one_flipped(2, kind, lambda a, b: (a, b) == (sender, to))
     gone = [h.node for h in cluster.happened if h.kind in ("engine lost", "shard lost")]
@@ -188,15 +187,15 @@ def test_one_damaged_frame_on_its_link_to_the_coordinator_costs_a_node_its_place
 
 
 @pytest.mark.parametrize("kind", [MessageType.WEIGHTS, MessageType.GRADIENT])
-def test_one_damaged_frame_between_two_other_nodes_costs_nobody_its_place(kind):
+def test_corrupt_frame_between_nodes_evicts_nobody(kind):
     cluster = one_flipped(2, kind, lambda a, b: 0 not in (a, b))
     assert not [h for h in cluster.happened if h.kind.endswith("lost")]
     assert cluster.coordinator.counts["damaged"] == 1
 
 
-def test_a_commit_that_never_comes_costs_the_shard_its_place():
+def test_shard_without_commit_acknowledgement_is_evicted():
     faults = BadLinks("lost", {MessageType.COMMIT}, lambda sender, to: to == 1)
     cluster = ToyCluster(1, 1, faults)
     require_same(cluster, cluster.train())
     (text,) = [h.text for h in cluster.happened if h.kind == "shard lost"]
-    assert "it has not answered to the commit" in text
+    assert "it has not acknowledged the commit" in text

@@ -194,7 +194,7 @@ class ToyShard:
     def held_steps(self) -> list[int]:
         return sorted(self.durable) if self.on_flash else [self.step]
 
-    def go_back(self, step) -> None:
+    def roll_back(self, step) -> None:
         assert self.on_flash or step == self.step
         if not self.on_flash:
             return
@@ -327,14 +327,14 @@ class ToyCluster:
         for s, number in ((s, number) for s, some in enumerate(numbers) for number in some):
             self._add_shard(number, ToyShard(s, self.plan, on_flash=on_flash))
         self.coordinator = Coordinator(
-            self.network.runtime(0),
+            self.network.context(0),
             numbers,
             wanted or engines,
             Timeouts(silence=1.0, stall=2.0, job=20.0),
             self._tell,
             can_replace_engine=lambda: self.can_replace_engine,
         )
-        self.network.conduct(self.coordinator)
+        self.network.set_coordinator(self.coordinator)
         self.can_replace_engine = True  # whether the coordinator may count on other engines
         self._lost: set[int] = set()  # the last nodes of shards, that have been lost
         self._zombies: dict[int, float] = {}
@@ -350,8 +350,8 @@ class ToyCluster:
         self.network.add(number, node)
 
     def _add_shard(self, number: int, store: ToyShard) -> None:
-        self.stores[number], runtime = store, self.network.runtime(number)
-        self._add(number, ShardNode(number, store.shard, runtime, self.plan, store))
+        self.stores[number], context = store, self.network.context(number)
+        self._add(number, ShardNode(number, store.shard, context, self.plan, store))
 
     @property
     def shards(self) -> list[ToyShard]:
@@ -439,8 +439,8 @@ class ToyCluster:
     def join(self) -> int:
         """Let one more engine come."""
         number, self._next = self._next, self._next + 1
-        runtime = self.network.runtime(number)
-        self._add(number, EngineNode(number, runtime, self.plan, self.engine(number)))
+        context = self.network.context(number)
+        self._add(number, EngineNode(number, context, self.plan, self.engine(number)))
         self.coordinator.joined(number)
         return number
 

@@ -119,10 +119,10 @@ def test_reported_bytes_are_within_the_rule_and_near_it(finished):
     assert width * (outer + 1.9 * blocks + last) <= row["streamed_bytes"] <= most
     table = " ".join(re.findall(r"│ ([^│]*) │$", result.stdout, re.MULTILINE))
     assert (
-        f"{row['streamed_bytes'] / 1024:.0f} KiB of weights go to the engine, each for the forward "
-        f"and again for the backward pass ({most / 1024:.0f} KiB at most), and "
-        f"{row['gradient_bytes'] / 1024:.0f} KiB of gradients come back once, however many "
-        "micro-batches a step has"
+        f"{row['streamed_bytes'] / 1024:.0f} KiB of weights are sent to the engine, for the "
+        f"forward and again for the backward pass (at most {most / 1024:.0f} KiB), and "
+        f"{row['gradient_bytes'] / 1024:.0f} KiB of gradients are returned once, whatever the "
+        "number of micro-batches"
     ) in re.sub(" +", " ", table)
 
 
@@ -133,7 +133,7 @@ def test_the_export_is_a_model_with_its_tokenizer(finished):
     model = AutoModelForCausalLM.from_pretrained(folder / "runs/demo/exported")
     ids = torch.tensor([tokenizer.encode("def f(x):\n    return x\n")])
     assert model(input_ids=ids, labels=ids).loss < 6.5  # ln 512 = 6.24 knows nothing
-    apart = float(re.search(r"([\d.e+-]+) apart", result.stdout)[1])
+    apart = float(re.search(r"difference ([\d.e+-]+)\.", result.stdout)[1])
     assert apart < 1e-2
 
 
@@ -144,7 +144,7 @@ def test_second_run_reports_completion_and_trains_nothing(finished, monkeypatch,
     before = (folder / "runs/demo/metrics.jsonl").read_bytes()
     assert main([*SMALL, "run.steps=8"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("The demo is done: runs/demo has all its steps.\n")
+    assert out.startswith("The demo is complete: runs/demo has all its steps.\n")
     assert "mv runs/demo runs/demo.old" in out
     assert (folder / "runs/demo/metrics.jsonl").read_bytes() == before
 
@@ -165,7 +165,7 @@ def test_ctrl_c_in_a_terminal_saves_and_the_next_run_resumes(tmp_path):
     assert "held-out loss" in seen
     assert "tokens/s" in seen
     assert "stopped after step" in seen
-    assert "To go on from there: " in seen
+    assert "To resume: " in seen
     stopped_at = max(steps_recorded(tmp_path))
     assert stopped_at < 2000
     assert (tmp_path / f"runs/demo/checkpoints/step-{stopped_at:08d}").is_dir()

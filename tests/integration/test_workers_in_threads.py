@@ -88,7 +88,7 @@ class Company:
 
 @pytest.fixture
 def company(text, tmp_path, monkeypatch) -> Iterator[Callable[..., Company]]:
-    monkeypatch.setattr(main, "_PATIENCE", 0.2)
+    monkeypatch.setattr(main, "_RECONNECT_SECONDS", 0.2)
     monkeypatch.setattr(roles, "_compile", compiled_once)
     made: list[Company] = []
 
@@ -148,7 +148,7 @@ def test_failed_engine_changes_no_bit_and_its_worker_reports_the_error(
     assert line.endswith("its work failed: RuntimeError: CUDA error: device-side assert triggered")
     (ended,) = run.ended
     assert isinstance(ended, OwnWorkError)
-    assert "the run goes on without it: RuntimeError: CUDA error" in str(ended)
+    assert "the run continues without it: RuntimeError: CUDA error" in str(ended)
     # Where a step's time went is what engines say that they have computed, and the rest.
     done = run.steps()
     assert 0 < sum(each.compute_seconds for each in done) < sum(each.seconds for each in done)
@@ -161,7 +161,7 @@ def test_failed_engine_changes_no_bit_and_its_worker_reports_the_error(
 def test_error_of_every_engine_ends_the_run_with_its_text(company, monkeypatch):
     fail_at(monkeypatch, 3, first_only=False)
     run = company()
-    with pytest.raises(ClusterError, match=r"step 3: engines 100. and 100. have met the same err"):
+    with pytest.raises(ClusterError, match=r"step 3: engines 100. and 100. failed with the same e"):
         run.trainer.train()
     assert [done.step for done in run.steps()] == [1, 2]
     assert run.trainer.step == 2

@@ -27,44 +27,47 @@ def scale(run: Path, engines: int) -> int:
     path = run / rendezvous_file.NAME
     if not path.exists():
         raise ConfigError(
-            f"{run}: expected a run that trains with cluster.start other than none; it has no "
-            f"{rendezvous_file.NAME}. Another number can be given when it is started: "
-            f"engines={engines}"
+            f"{run}: expected a run that is training now, with cluster.start other than none; the "
+            f"folder has no {rendezvous_file.NAME}. To change the number when the run is started, "
+            f"give engines={engines} to penstock train"
         )
-    answer = _ask(run, {"engines": engines})
-    if "error" in answer:
-        raise ConfigError(f"{run}: {answer['error']}")
-    before = answer.get("before")
+    reply = _request(run, {"engines": engines})
+    if "error" in reply:
+        raise ConfigError(f"{run}: {reply['error']}")
+    before = reply.get("before")
     if type(before) is not int:
         raise ProtocolError(
-            f"{run}: it answers {str(answer)[:80]!r}; does it run the same version of Penstock?"
+            f"{run}: expected the previous number of engines in the reply, got "
+            f"{str(reply)[:80]!r}; does the run use the same version of Penstock?"
         )
     return before
 
 
-def _ask(run: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
+def _request(run: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
     address, token = rendezvous_file.read_record(run / rendezvous_file.NAME)
-    answers: queue.SimpleQueue[Mapping[str, Any] | Exception] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[Mapping[str, Any] | Exception] = queue.SimpleQueue()
     endpoint = Endpoint(
         token,
         own_host(address),
-        on_link_end=lambda link, error: answers.put(error),
-        on_new_peer=lambda link, message: answers.put(message.body),
-        on_failure=answers.put,
+        on_connection_end=lambda connection, error: replies.put(error),
+        on_new_peer=lambda connection, message: replies.put(message.body),
+        on_failure=replies.put,
     )
     endpoint.start()
     try:
-        link = endpoint.connect(address)
-        link.send(Message(MessageType.ADMIN_REQUEST, 0, 0, body=order))
-        answer = answers.get(timeout=_SECONDS)
+        connection = endpoint.connect(address)
+        connection.send(Message(MessageType.ADMIN_REQUEST, 0, 0, body=request))
+        reply = replies.get(timeout=_SECONDS)
     except ClusterError as error:
         raise ClusterError(
-            f"{run}: it does not train now, or not where this machine can reach it: {error}"
+            f"{run}: the run is not training now, or this machine cannot reach it: {error}"
         ) from None
     except queue.Empty:
-        raise ClusterError(f"{run}: it has not answered in {_SECONDS:.0f} s; try again") from None
+        raise ClusterError(
+            f"{run}: the run did not reply within {_SECONDS:.0f} s; try again"
+        ) from None
     finally:
         endpoint.close()
-    if isinstance(answer, Exception):
-        raise ClusterError(f"{run}: it ended the connection without an answer ({answer})")
-    return answer
+    if isinstance(reply, Exception):
+        raise ClusterError(f"{run}: the run closed the connection without a reply ({reply})")
+    return reply

@@ -46,9 +46,9 @@ from penstock.telemetry import ClusterEvent
 
 log = logging.getLogger("penstock.distributed")
 
-_BEAT = 0.1
-_STARVED = 10  # leases for which a worker may wait for a processor
-_PATIENCE = 120.0  # seconds to wait for all engines before the first step
+_HEARTBEAT_SECONDS = 0.1
+_STARVED_LEASES = 10  # leases for which a worker may wait for a processor
+_ENGINES_SECONDS = 120.0  # seconds to wait for all engines before the first step
 
 
 class ClusterManager:
@@ -75,69 +75,70 @@ class ClusterManager:
         self._config, self._layout, self._token = config, layout, token
         self.should_stop = should_stop
         self.event_queue, self.heartbeat_stats = EventQueue(tell), HeartbeatStats()
-        self.plan, self.registry = RunSpec.of(config, layout), WorkerRegistry()
+        self.spec, self.registry = RunSpec.of(config, layout), WorkerRegistry()
         self._local: list[ShardNode] = []
-        with contextlib.ExitStack() as undo:
-            self._open(host, launch, undo)
-            undo.pop_all()  # from here on `close` releases what was opened
+        with contextlib.ExitStack() as cleanup:
+            self._open(host, launch, cleanup)
+            cleanup.pop_all()  # from here on `close` releases what was opened
 
     def _open(
-        self, host: str, launch: Callable[[Endpoint], Launcher], undo: contextlib.ExitStack
+        self, host: str, launch: Callable[[Endpoint], Launcher], cleanup: contextlib.ExitStack
     ) -> None:
         """Listen, write the rendezvous file, and start workers."""
         config, layout, token = self._config, self._layout, self._token
         self._endpoint = Endpoint(
             token,
             host,
-            on_link_end=self._link_ended,
+            on_connection_end=self._connection_ended,
             on_new_peer=self._take_from_new_peer,
             on_failure=self._endpoint_failed,
             every=self._every,
-            beat=_BEAT,
+            heartbeat_seconds=_HEARTBEAT_SECONDS,
             port=config.cluster.port,
         )
-        undo.callback(self._endpoint.close)
+        cleanup.callback(self._endpoint.close)
         self._endpoint.shares_memory = config.cluster.shared_memory == "auto"
         self.coordinator = Coordinator(
-            self._endpoint.runtime(COORDINATOR),
-            self.plan.first_nodes,
+            self._endpoint.context(COORDINATOR),
+            self.spec.first_nodes,
             config.engines,
             Timeouts(config.cluster.lease, config.cluster.stall, config.cluster.longest_job),
-            self._happened,
+            self._on_protocol_event,
             least=layout.least_engines,
             addresses=self.registry.addresses,
             can_replace_engine=self._can_replace_engine,
-            is_there=self._is_there,
+            is_alive=self._is_alive,
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
         self._calls = RpcClient(self._send, self.event_queue.require_sound)
-        self._replicas = self._make_shards()
-        self._places = self._replicas.places
+        self._replicas = self._make_replica_manager()
+        self._assignment = self._replicas.assignment
         self._rendezvous = Rendezvous(
-            self.plan,
+            self.spec,
             self.registry,
             self.coordinator,
             self._replicas,
             self.event_queue,
-            let_in=self._let_in,
+            on_admitted=self._admit,
             engines_wanted=lambda: self._wanted_engines,
         )
-        self._record = write_record(config.run.dir, self._endpoint.address, token)
-        undo.callback(remove_record, self._record, token)
+        self._rendezvous_path = write_record(config.run.dir, self._endpoint.address, token)
+        cleanup.callback(remove_record, self._rendezvous_path, token)
         self.launcher = launch(self._endpoint)
-        undo.callback(self.launcher.close)
+        cleanup.callback(self.launcher.close)
         self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
 
-    def _make_shards(self) -> ReplicaManager:
-        event_queue, parts = self.event_queue, self.plan.parts if self.plan.is_apart else []
+    def _make_replica_manager(self) -> ReplicaManager:
+        event_queue, spec = self.event_queue, self.spec
+        parts = spec.parts if spec.has_shard_processes else []
         hooks = ManagerHooks(
             self.coordinator,
             event_queue.emit,
             event_queue.fail,
             event_queue.poll,
-            self._do,
+            self._run_in_endpoint,
             lambda: self.should_stop(),
             self.registry.addresses.get,
         )
@@ -146,7 +147,9 @@ class ClusterManager:
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
         """The number of workers that should run: separate shards, and engines with spares."""
-        shards = self._config.store.holders - self._places.given_up if self.plan.is_apart else 0
+        shards = 0
+        if self.spec.has_shard_processes:
+            shards = self._config.store.holders - self._assignment.retired
         return {"shard": shards, "engine": self._wanted_engines}
 
     @property
@@ -181,7 +184,7 @@ class ClusterManager:
         Raises:
             PenstockError: a shard cannot be created.
         """
-        return self._replicas.remote() if self.plan.is_apart else None
+        return self._replicas.remote() if self.spec.has_shard_processes else None
 
     def copy_to_learners(self, store: Store) -> None:
         """Between two steps, copy the state of a shard to the learners of its replicas.
@@ -196,24 +199,24 @@ class ClusterManager:
 
         def add() -> None:
             for shard, store in enumerate(stores):
-                number = self.plan.first_nodes[shard][0]
+                number = self.spec.first_nodes[shard][0]
                 work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule)
-                runtime = self._endpoint.runtime(number)
-                node = ShardNode(number, shard, runtime, self.plan.transfers, work)
+                context = self._endpoint.context(number)
+                node = ShardNode(number, shard, context, self.spec.transfers, work)
                 self._endpoint.add(number, node)
                 self._local.append(node)
 
-        self._do(add)
+        self._run_in_endpoint(add)
 
     def is_replaced(self, node: int) -> bool:
         """Tell whether a lost node's shard slot is being taken, or was taken, by another node."""
-        return self._places.is_replaced(node)
+        return self._assignment.is_replaced(node)
 
     def is_quiescent(self) -> bool:
         """Tell whether no shard still works on a step of an earlier epoch."""
-        if not self.plan.is_apart:
+        if not self.spec.has_shard_processes:
             return not any(node.is_busy for node in self._local)
-        return self.heartbeat_stats.are_idle(self._places.all_nodes, self.coordinator.epoch)
+        return self.heartbeat_stats.are_idle(self._assignment.all_nodes, self.coordinator.epoch)
 
     # Engines
 
@@ -223,16 +226,15 @@ class ClusterManager:
         Raises:
             InterruptedError: a stop was requested.
         """
-        wanted, deadline = self._config.engines, time.monotonic() + _PATIENCE
+        wanted, deadline = self._config.engines, time.monotonic() + _ENGINES_SECONDS
         while len(self.coordinator.ready) < wanted:
             self.event_queue.poll()
             if self.should_stop():
                 raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
-                text = f"{len(self.coordinator.ready)} of {wanted} engines have come"
-                self.event_queue.emit(
-                    "waiting", f"{text} in {_PATIENCE:.0f} s; beginning with those"
-                )
+                text = f"{len(self.coordinator.ready)} of {wanted} engines have joined within "
+                text += f"{_ENGINES_SECONDS:.0f} s; the run starts with these engines"
+                self.event_queue.emit("waiting", text)
                 return
             time.sleep(0.02)
 
@@ -241,14 +243,14 @@ class ClusterManager:
         is_ours = self._config.cluster.start != "listen"
         return bool(self.registry.joining) or (is_ours and self._supervisor.given_up is None)
 
-    def _is_there(self, node: int, silent: float) -> bool:
+    def _is_alive(self, node: int, silent: float) -> bool:
         """Tell whether a silent node is alive: it is sending, or it waits for a processor."""
         member, lease = self.registry.find(node), self._config.cluster.lease
         if member is None:
             return False
-        if member.link.is_heard(lease):
+        if member.connection.is_heard(lease):
             return True
-        return silent < _STARVED * lease and self.launcher.starves(member.worker)
+        return silent < _STARVED_LEASES * lease and self.launcher.starves(member.worker)
 
     def scale(self, engines: int) -> None:
         """Use this many engines from the next step after they have joined.
@@ -257,7 +259,7 @@ class ClusterManager:
         `BudgetError` if this machine lacks the memory.
         """
         self._require_engines(engines)
-        self._do(lambda: self._scale(engines))
+        self._run_in_endpoint(lambda: self._scale(engines))
 
     def _require_engines(self, wanted: object) -> int:
         least, most = self._layout.least_engines, self._layout.micro_batches
@@ -280,15 +282,15 @@ class ClusterManager:
 
     def close(self) -> None:
         """Stop the workers and stop listening."""
-        if self.event_queue.is_over:
+        if self.event_queue.is_closed:
             return
-        self.event_queue.is_over = True
-        remove_record(self._record, self._token)
+        self.event_queue.is_closed = True
+        remove_record(self._rendezvous_path, self._token)
         self._endpoint.close()
         self.launcher.close()
-        self.event_queue.tell_all()
+        self.event_queue.report_all()
 
-    def _do(self, action: Callable[[], object]) -> None:
+    def _run_in_endpoint(self, action: Callable[[], object]) -> None:
         """Run an action in the endpoint's thread, and wait for its end."""
         done = threading.Event()
 
@@ -310,11 +312,11 @@ class ClusterManager:
             body = {"progress": node.progress, "busy": node.is_busy}
             self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
         self.coordinator.tick(now)
-        self._rendezvous.look()
+        self._rendezvous.assign_waiting()
         self._supervisor.replace(self._wanted_workers)
         few = len(self.coordinator.ready) < self._layout.least_engines
         given_up, joining = self._supervisor.given_up, self.registry.joining
-        if given_up is not None and (few or self._places.are_missing) and not joining:
+        if given_up is not None and (few or self._assignment.is_incomplete) and not joining:
             self.event_queue.fail(ClusterError(given_up))
 
     def _endpoint_failed(self, error: Exception) -> None:
@@ -322,18 +324,15 @@ class ClusterManager:
         self.event_queue.fail(ClusterError(text))
         log.error("the endpoint failed", exc_info=error)
 
-    def _take_from_new_peer(self, link: Connection, message: Message) -> None:
+    def _take_from_new_peer(self, connection: Connection, message: Message) -> None:
         """Handle a message of a peer that has not joined yet."""
         if message.kind is MessageType.ADMIN_REQUEST:
-            link.send(
-                Message(
-                    MessageType.ADMIN_REPLY, 0, COORDINATOR, body=self._take_order(message.body)
-                )
-            )
+            reply = self._handle_admin_request(message.body)
+            connection.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body=reply))
         else:
-            self._rendezvous.take(link, message)
+            self._rendezvous.take(connection, message)
 
-    def _take_order(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _handle_admin_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the number of engines on an admin request; return the body of the reply."""
         try:
             wanted = self._require_engines(body.get("engines"))
@@ -341,25 +340,25 @@ class ClusterManager:
             return {"error": str(error)}
         return {"engines": wanted, "before": self._scale(wanted)}
 
-    def _let_in(self, member: ClusterMember) -> None:
-        self._endpoint.attach(member.number, member.link)
-        self._supervisor.is_of_use(member.worker)
+    def _admit(self, member: ClusterMember) -> None:
+        self._endpoint.attach(member.number, member.connection)
+        self._supervisor.mark_ready(member.worker)
 
-    def _link_ended(self, link: Connection, error: Exception) -> None:
-        self._rendezvous.left(link)
-        member = self.registry.at(link)
+    def _connection_ended(self, connection: Connection, error: Exception) -> None:
+        self._rendezvous.connection_ended(connection)
+        member = self.registry.member_of(connection)
         if member is None:
             return
         number = member.number
         if isinstance(error, CorruptionError):
-            self.coordinator.damaged(f"node {number}: {error}", [number])
+            self.coordinator.report_corruption(f"node {number}: {error}", [number])
         self.coordinator.lost(number, f"its connection ended ({error})")
 
-    def _happened(self, happened: ProtocolEvent) -> None:
-        is_loss = happened.kind in ("engine lost", "shard lost", "replica lost")
-        self.event_queue.emit(happened.kind, happened.text, happened.node)
-        if is_loss and happened.node is not None:
-            self._lose(happened.node)
+    def _on_protocol_event(self, event: ProtocolEvent) -> None:
+        is_loss = event.kind in ("engine lost", "shard lost", "replica lost")
+        self.event_queue.emit(event.kind, event.text, event.node)
+        if is_loss and event.node is not None:
+            self._lose(event.node)
 
     def _lose(self, number: int) -> None:
         """Remove a lost node, so that no message of it is accepted."""
@@ -367,10 +366,10 @@ class ClusterManager:
         self.heartbeat_stats.forget(number)
         if member is None:
             return
-        member.link.close()
+        member.connection.close()
         self.launcher.end(member.worker)
-        if member.place is not None:
-            self._replicas.lost(member.place, number)
+        if member.slot is not None:
+            self._replicas.lost(member.slot, number)
 
     def _take(self, message: Message) -> None:
         """Dispatch a message of a node: to the coordinator, or as a reply to an RPC."""
@@ -400,8 +399,8 @@ def open_cluster(
 ) -> ClusterManager:
     """Listen for the processes of a run and start its workers, which join asynchronously."""
     token = new_token()
-    with contextlib.ExitStack() as undo:
-        host, launch = make_launcher(config, layout.device, token, undo)
+    with contextlib.ExitStack() as cleanup:
+        host, launch = make_launcher(config, layout.device, token, cleanup)
         manager = ClusterManager(
             config,
             layout,
@@ -411,22 +410,23 @@ def open_cluster(
             tell=tell,
             should_stop=should_stop,
         )
-        undo.pop_all()  # from here on the launcher closes the connection
+        cleanup.pop_all()  # from here on the launcher closes the connection
     if config.cluster.start == "listen":
-        _say_where(config, manager, tell)
+        _report_address(config, manager, tell)
     return manager
 
 
-def _say_where(
+def _report_address(
     config: Config, manager: ClusterManager, tell: Callable[[ClusterEvent], None]
 ) -> None:
     """Report how to start workers where a user starts them."""
     command = (
         f"python -m penstock.cluster.worker {config.run.dir.absolute() / rendezvous_file.NAME}"
     )
-    text = "at {}:{}; on each engine's host: ".format(*manager.address) + command
+    text = "at {}:{}; on the host of each engine, run: ".format(*manager.address) + command
     if config.cluster.shards == "apart":
-        text += f"; and first, on each shard's, with --shard 0 to {config.store.shards - 1}"
+        text += "; before that, run it on the host of each shard with "
+        text += f"--shard 0 to {config.store.shards - 1}"
         if config.store.replicas > 1:
-            text += f", each on {config.store.replicas} hosts"
+            text += f", each shard on {config.store.replicas} hosts"
     tell(ClusterEvent("listening", text))

@@ -20,38 +20,38 @@ class EventQueue:
     def __init__(self, tell: Callable[[ClusterEvent], None]) -> None:
         self.step = 0  # the run's current step
         self.counts: Counter[str] = Counter()
-        self._tell = tell
-        self._untold: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
-        self._failed: PenstockError | None = None
-        self.is_over = False  # whether the processes have been released
+        self._on_event = tell
+        self._queued: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
+        self._error: PenstockError | None = None
+        self.is_closed = False  # whether the processes have been released
 
     def emit(self, kind: str, text: str, node: int | None = None) -> None:
         """Queue an event, and count it."""
         self.counts[kind] += 1
-        self._untold.put(ClusterEvent(kind, text, node, self.step))
+        self._queued.put(ClusterEvent(kind, text, node, self.step))
 
     def fail(self, error: PenstockError) -> None:
         """End the run with an error; only the first error is kept."""
-        self._failed = self._failed or error
+        self._error = self._error or error
 
     @property
     def has_failed(self) -> bool:
         """Whether the run has failed."""
-        return self._failed is not None
+        return self._error is not None
 
     def poll(self) -> None:
         """Report queued events in this thread, then raise the error that ended the run, if any."""
-        self.tell_all()
+        self.report_all()
         self.require_sound()
 
     def require_sound(self) -> None:
         """Raise the error that ended the run, if any."""
-        if self._failed is not None:
-            raise self._failed
-        if self.is_over:
-            raise ClusterError("the run's processes have been let go of")
+        if self._error is not None:
+            raise self._error
+        if self.is_closed:
+            raise ClusterError("the connections to the run's processes are closed")
 
-    def tell_all(self) -> None:
+    def report_all(self) -> None:
         """Report queued events in this thread."""
-        while not self._untold.empty():
-            self._tell(self._untold.get())
+        while not self._queued.empty():
+            self._on_event(self._queued.get())

@@ -28,134 +28,142 @@ class Rendezvous:
     """Admits processes; runs in the endpoint's thread.
 
     Args:
-        plan: the specification that processes receive and must agree on.
+        spec: the specification that processes receive and must agree on.
         registry: the processes that have joined.
         coordinator: is notified of new nodes.
-        apart: assigns replica slots of shards.
+        replicas: assigns replica slots of shards.
         event_queue: receives an event per refused process.
-        let_in: attaches a member's connection to its node.
+        on_admitted: attaches a member's connection to its node.
         engines_wanted: returns the wanted number of engines, spares included.
     """
 
     def __init__(
         self,
-        plan: RunSpec,
+        spec: RunSpec,
         registry: WorkerRegistry,
         coordinator: Coordinator,
-        apart: ReplicaManager,
+        replicas: ReplicaManager,
         event_queue: EventQueue,
         *,
-        let_in: Callable[[ClusterMember], None],
+        on_admitted: Callable[[ClusterMember], None],
         engines_wanted: Callable[[], int],
     ) -> None:
-        self._plan, self._registry, self._coordinator = plan, registry, coordinator
-        self._replicas, self._places, self._event_queue = apart, apart.places, event_queue
-        self._let_in, self._engines_wanted = let_in, engines_wanted
+        self._spec, self._registry, self._coordinator = spec, registry, coordinator
+        self._replicas, self._assignment = replicas, replicas.assignment
+        self._event_queue = event_queue
+        self._on_admitted, self._engines_wanted = on_admitted, engines_wanted
         self._next = FIRST_ENGINE
         self._waiting: dict[Connection, Join] = {}  # for a replica slot
 
-    def take(self, link: Connection, message: Message) -> None:
+    def take(self, connection: Connection, message: Message) -> None:
         """Handle a message of a peer that has not joined yet.
 
         **Raises:** `ProtocolError` if the message is malformed.
         """
         joining = self._registry.joining
         if message.kind is MessageType.JOIN:
-            self._join(link, Join.read(message))
-        elif message.kind is MessageType.READY and link in joining:
-            self._admit(joining.pop(link), message.body)
-        elif message.kind is MessageType.FAILURE and link in joining:
-            member, kind = joining.pop(link), str(message.body.get("error"))
-            text = f"{member} could not be made: {message.body.get('text')}"
-            self._turn_away(member, text, error_class(kind))
+            self._join(connection, Join.read(message))
+        elif message.kind is MessageType.READY and connection in joining:
+            self._admit(joining.pop(connection), message.body)
+        elif message.kind is MessageType.FAILURE and connection in joining:
+            member, kind = joining.pop(connection), str(message.body.get("error"))
+            text = f"{member} could not be created: {message.body.get('text')}"
+            self._reject(member, text, error_class(kind))
 
-    def look(self) -> None:
+    def assign_waiting(self) -> None:
         """Assign vacant replica slots to the processes that wait for a slot."""
         for others_expected in (True, False):
             if not others_expected and len(self._free()) > len(self._waiting):
                 return  # wait: processes still to come may run on other hosts
-            for link, said in list(self._waiting.items()):
-                if (place := self._place_for(said, others_expected)) is not None:
-                    del self._waiting[link]
-                    self._welcome(link, said, place)
+            for connection, join in list(self._waiting.items()):
+                if (slot := self._slot_for(join, others_expected)) is not None:
+                    del self._waiting[connection]
+                    self._assign(connection, join, slot)
 
-    def left(self, link: Connection) -> None:
+    def connection_ended(self, connection: Connection) -> None:
         """Remove a process whose connection ended before it was ready."""
-        self._registry.joining.pop(link, None)
-        self._waiting.pop(link, None)
+        self._registry.joining.pop(connection, None)
+        self._waiting.pop(connection, None)
 
-    def _join(self, link: Connection, said: Join) -> None:
+    def _join(self, connection: Connection, join: Join) -> None:
         """Assign a role to a process that joins, or queue the process for a replica slot."""
-        if said.role == "shard" and said.shard is None:
-            self._waiting[link] = said
-            self.look()
+        if join.role == "shard" and join.shard is None:
+            self._waiting[connection] = join
+            self.assign_waiting()
             return
-        place = None if said.role == "engine" else self._place_for(said, self._wants_engines())
-        if place is None and said.shard is not None:
-            self._refuse(link, f"shard {said.shard} of the store is not wanted: it is there")
+        slot = None if join.role == "engine" else self._slot_for(join, self._wants_engines())
+        if slot is None and join.shard is not None:
+            text = f"shard {join.shard} of the store needs no other process: all its replicas run"
+            self._refuse(connection, text)
             return
-        self._welcome(link, said, place)
+        self._assign(connection, join, slot)
 
-    def _welcome(self, link: Connection, said: Join, place: ReplicaSlot | None) -> None:
+    def _assign(self, connection: Connection, join: Join, slot: ReplicaSlot | None) -> None:
         """Send a process its assignment."""
         opens: Opens = "when asked"
-        number, plan = self._next, self._plan
-        if place is not None and not self._places.have_come:
-            number = plan.first_nodes[place.shard][place.replica]
+        number, spec = self._next, self._spec
+        if slot is not None and not self._assignment.was_complete:
+            number = spec.first_nodes[slot.shard][slot.replica]
         else:
             self._next += 1
-        if place is not None and self._places.have_come:
-            opens = "empty" if self._places.is_held(place.shard) else "what was left"
-        member = ClusterMember(number, link, said.worker, said.listens, place, opens)
-        self._registry.joining[link] = member
+        if slot is not None and self._assignment.was_complete:
+            opens = "empty" if self._assignment.is_held(slot.shard) else "what was left"
+        member = ClusterMember(number, connection, join.worker, join.address, slot, opens)
+        self._registry.joining[connection] = member
+        local_shards = [nodes[0] for nodes in spec.first_nodes]
+        if spec.has_shard_processes:
+            local_shards = []
         body = {
             "node": number,
-            "place": None if place is None else list(place),
+            "place": None if slot is None else list(slot),
             "opens": opens,
-            "run": plan.terms,
-            "shards_there": [] if plan.is_apart else [nodes[0] for nodes in plan.first_nodes],
+            "run": spec.terms,
+            "shards_there": local_shards,
         }
-        link.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
+        connection.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
 
-    def _place_for(self, said: Join, others_expected: bool) -> ReplicaSlot | None:
+    def _slot_for(self, join: Join, others_expected: bool) -> ReplicaSlot | None:
         """Return the replica slot for a process that joins; None if it gets no slot."""
-        here = [(m.place, m.listens[0]) for m in self._registry.all if m.place is not None]
-        return self._replicas.place_for(
-            said.role, said.shard, said.listens[0], here, others_expected
+        members = [(m.slot, m.address[0]) for m in self._registry.all if m.slot is not None]
+        return self._replicas.slot_for(
+            join.role, join.shard, join.address[0], members, others_expected
         )
 
     def _free(self) -> Sequence[ReplicaSlot]:
-        return self._places.free({member.place for member in self._registry.all})
+        return self._assignment.free({member.slot for member in self._registry.all})
 
     def _wants_engines(self) -> bool:
         engines = len(self._coordinator.ready)
         engines += sum(not member.is_shard for member in self._registry.joining.values())
         return engines < self._engines_wanted()
 
-    def _admit(self, member: ClusterMember, said: Mapping[str, Any]) -> None:
+    def _admit(self, member: ClusterMember, body: Mapping[str, Any]) -> None:
         """Admit a process that is ready to the run."""
-        number, place = member.number, member.place
-        plan = self._plan
-        if said.get("digest") != (plan.engine_digest if place is None else plan.shard_digest):
-            text = f"{member} has compiled another program: are its versions the same?"
-            self._turn_away(member, text, ClusterError)
+        number, slot = member.number, member.slot
+        spec = self._spec
+        if body.get("digest") != (spec.engine_digest if slot is None else spec.shard_digest):
+            text = (
+                f"{member} compiled another program than this process; install the same versions "
+                "of Penstock, PyTorch and transformers on all hosts"
+            )
+            self._reject(member, text, ClusterError)
             return
-        self._let_in(member)
+        self._on_admitted(member)
         self._registry.admit(member)
-        if place is None:
+        if slot is None:
             self._coordinator.joined(number)
             return
         if member.waits_for_copy:
-            self._places.wait_for_copy(place, number)
-            self._coordinator.learner_joined(place.shard, number)
+            self._assignment.add_learner(slot, number)
+            self._coordinator.learner_joined(slot.shard, number)
             return
-        self._places.take(place, number)
+        self._assignment.take(slot, number)
         if member.opens == "what was left":
-            self._coordinator.shard_joined(place.shard, number)
+            self._coordinator.shard_joined(slot.shard, number)
         else:
             self._event_queue.emit("joined", f"{member} is ready", number)
 
-    def _turn_away(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:
+    def _reject(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:
         """Refuse a process that cannot fill its role.
 
         The run ends if it needs the role and the error would recur with another process.
@@ -164,12 +172,12 @@ class Rendezvous:
         is_needed |= not (member.is_shard or self._coordinator.ready)
         if is_needed and kind is not UnfitHostError:
             self._event_queue.fail(kind(text))
-        self._refuse(member.link, text, member.number)
+        self._refuse(member.connection, text, member.number)
 
-    def _refuse(self, link: Connection, text: str, number: int | None = None) -> None:
+    def _refuse(self, connection: Connection, text: str, number: int | None = None) -> None:
         """Refuse a worker permanently: another attempt would fail in the same way."""
         self._event_queue.emit("refused", text, number)
-        link.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
+        connection.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body={"error": text}))
 
 
 @dataclass(frozen=True)
@@ -177,16 +185,16 @@ class ClusterMember:
     """A process that has joined: its node number, connection, worker name and role."""
 
     number: int
-    link: Connection
+    connection: Connection
     worker: str
-    listens: Address
-    place: ReplicaSlot | None  # replica slot; None for an engine
+    address: Address
+    slot: ReplicaSlot | None  # replica slot; None for an engine
     opens: Opens  # how a shard opens its store
 
     @property
     def is_shard(self) -> bool:
         """Whether the process holds a shard or will hold one."""
-        return self.place is not None
+        return self.slot is not None
 
     @property
     def waits_for_copy(self) -> bool:
@@ -194,10 +202,10 @@ class ClusterMember:
         return self.opens == "empty"
 
     def __str__(self) -> str:
-        if self.place is None:
+        if self.slot is None:
             return f"engine {self.number}"
-        which = f"replica {self.place.replica} of " if self.place.replica else ""
-        return f"{which}shard {self.place.shard}"
+        which = f"replica {self.slot.replica} of " if self.slot.replica else ""
+        return f"{which}shard {self.slot.shard}"
 
 
 class WorkerRegistry:
@@ -206,38 +214,39 @@ class WorkerRegistry:
     def __init__(self) -> None:
         self.joining: dict[Connection, ClusterMember] = {}  # assigned a role, not ready yet
         self.addresses: dict[int, Address] = {}  # listening address of each member, by node
-        self._here: dict[int, ClusterMember] = {}
+        self._members: dict[int, ClusterMember] = {}
 
     @property
-    def here(self) -> Sequence[ClusterMember]:
+    def members(self) -> Sequence[ClusterMember]:
         """The processes that have joined."""
-        return list(self._here.values())
+        return list(self._members.values())
 
     @property
     def all(self) -> Sequence[ClusterMember]:
         """The processes that have joined or are joining."""
-        return [*self.here, *self.joining.values()]
+        return [*self.members, *self.joining.values()]
 
     @property
     def carried_bytes(self) -> int:
         """Bytes that this process has exchanged with all members, without frame headers."""
-        return sum(member.link.sent_bytes + member.link.taken_bytes for member in self.here)
+        connections = [member.connection for member in self.members]
+        return sum(each.sent_bytes + each.taken_bytes for each in connections)
 
     def admit(self, member: ClusterMember) -> None:
         """Add a member that is ready."""
-        self._here[member.number] = member
-        self.addresses[member.number] = member.listens
+        self._members[member.number] = member
+        self.addresses[member.number] = member.address
 
     def find(self, node: int) -> ClusterMember | None:
         """Return the member of a node; None if the node is not a member."""
-        return self._here.get(node)
+        return self._members.get(node)
 
-    def at(self, link: Connection) -> ClusterMember | None:
+    def member_of(self, connection: Connection) -> ClusterMember | None:
         """Return the member at the other end of a connection."""
-        member = None if link.peer is None else self.find(link.peer)
-        return member if member is not None and member.link is link else None
+        member = None if connection.peer is None else self.find(connection.peer)
+        return member if member is not None and member.connection is connection else None
 
     def lose(self, node: int) -> ClusterMember | None:
         """Remove the member of a node; return the member."""
         self.addresses.pop(node, None)
-        return self._here.pop(node, None)
+        return self._members.pop(node, None)

@@ -16,7 +16,7 @@ class HeartbeatStats:
     def __init__(self) -> None:
         self.peak_bytes = 0  # the highest peak that any engine has reported
         self._figures: dict[int, WorkerMetrics] = {}
-        self._rested: dict[int, int] = {}  # the epoch of a node's latest idle heartbeat
+        self._idle_epochs: dict[int, int] = {}  # the epoch of a node's latest idle heartbeat
 
     def take(self, message: Message) -> None:
         """Record a heartbeat.
@@ -25,7 +25,7 @@ class HeartbeatStats:
         """
         figures = WorkerMetrics.read(message)
         if not message.body.get("busy"):
-            self._rested[message.sender] = message.epoch
+            self._idle_epochs[message.sender] = message.epoch
         if figures is not None:
             self._figures[message.sender] = figures
             self.peak_bytes = max(self.peak_bytes, figures.peak_bytes)
@@ -33,7 +33,7 @@ class HeartbeatStats:
     def forget(self, node: int) -> None:
         """Remove the statistics of a lost node."""
         self._figures.pop(node, None)
-        self._rested.pop(node, None)
+        self._idle_epochs.pop(node, None)
 
     def figures(self, engines: Iterable[int]) -> dict[int, WorkerMetrics]:
         """Return the latest metrics of these engines."""
@@ -41,7 +41,7 @@ class HeartbeatStats:
 
     def are_idle(self, nodes: Collection[int], epoch: int) -> bool:
         """Tell whether all these nodes have been idle in this epoch or a later one."""
-        return all(self._rested.get(node, -1) >= epoch for node in nodes)
+        return all(self._idle_epochs.get(node, -1) >= epoch for node in nodes)
 
 
 class ComputeTimer:
@@ -54,19 +54,19 @@ class ComputeTimer:
 
     def __init__(self) -> None:
         self._before: dict[int, float] = {}
-        self._left = 0.0  # seconds that exceeded their step's length, carried over
+        self._carried = 0.0  # seconds that exceeded their step's length, carried over
 
-    def of_step(self, said: Mapping[int, WorkerMetrics], seconds: float) -> float:
+    def of_step(self, metrics: Mapping[int, WorkerMetrics], seconds: float) -> float:
         """Return the computing time of the slowest engine of a step, in seconds.
 
         Args:
-            said: the latest metrics of the step's engines.
+            metrics: the latest metrics of the step's engines.
             seconds: the length of the step.
         """
-        new = [each.computed - self._before.get(engine, 0.0) for engine, each in said.items()]
-        self._before = {engine: each.computed for engine, each in said.items()}
-        computed = self._left + max(new, default=0.0)
-        self._left = max(0.0, computed - seconds)
+        new = [each.computed - self._before.get(engine, 0.0) for engine, each in metrics.items()]
+        self._before = {engine: each.computed for engine, each in metrics.items()}
+        computed = self._carried + max(new, default=0.0)
+        self._carried = max(0.0, computed - seconds)
         return min(computed, seconds)
 
 

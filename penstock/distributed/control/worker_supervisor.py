@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers import Launcher, WorkerExit
 
-_MOST_IN_VAIN = 3
-_NEXT_TRY = 5.0  # seconds after a failed start: memory may be short for a moment
+_MOST_FAILURES = 3
+_RETRY_SECONDS = 5.0  # seconds after a failed start: memory may be short for a moment
 
 
 class WorkerSupervisor:
@@ -22,18 +22,18 @@ class WorkerSupervisor:
 
     Args:
         launcher: starts and ends workers.
-        say: called with the kind and the text of an event.
+        on_event: called with the kind and the text of an event.
     """
 
-    def __init__(self, launcher: Launcher, say: Callable[[str, str], None]) -> None:
-        self._launcher, self._say = launcher, say
+    def __init__(self, launcher: Launcher, on_event: Callable[[str, str], None]) -> None:
+        self._launcher, self._on_event = launcher, on_event
         self._running: dict[str, Role] = {}
-        self._useful: set[str] = set()
-        self._in_vain = 0  # workers in a row that ended before they were ready
-        self._last_words = ""
-        self._next_try = 0.0
-        self._waited_for: str | None = None
-        self._has_said_so = False
+        self._ready: set[str] = set()
+        self._failures = 0  # workers in a row that ended before they were ready
+        self._last_failure = ""
+        self._retry_at = 0.0
+        self._reported_wait: str | None = None
+        self._has_reported = False
 
     def fill(self, wanted: Mapping[Role, int]) -> None:
         """Start the missing workers of each role, in the order of the mapping."""
@@ -45,47 +45,47 @@ class WorkerSupervisor:
     def replace(self, wanted: Mapping[Role, int]) -> None:
         """Start a replacement for each missing worker, unless too many in a row have failed."""
         for ended in self._launcher.poll():
-            self._take_leave(ended)
+            self._record_exit(ended)
         waits_for = self._launcher.waits_for()
-        if waits_for is not None and waits_for != self._waited_for:
-            self._say("waiting", waits_for)
-        self._waited_for = waits_for
+        if waits_for is not None and waits_for != self._reported_wait:
+            self._on_event("waiting", waits_for)
+        self._reported_wait = waits_for
         if self.given_up is None:
-            if time.monotonic() >= self._next_try:
+            if time.monotonic() >= self._retry_at:
                 self.fill(wanted)
-        elif not self._has_said_so:
-            self._has_said_so = True
-            self._say("not replaced", self.given_up)
+        elif not self._has_reported:
+            self._has_reported = True
+            self._on_event("not replaced", self.given_up)
 
-    def is_of_use(self, worker: str) -> None:
+    def mark_ready(self, worker: str) -> None:
         """Record that a worker has become an engine or a shard."""
-        self._useful.add(worker)
-        self._in_vain, self._has_said_so = 0, False
+        self._ready.add(worker)
+        self._failures, self._has_reported = 0, False
 
     @property
     def given_up(self) -> str | None:
         """Why no more workers are started; None while workers are started."""
-        if self._in_vain < _MOST_IN_VAIN:
+        if self._failures < _MOST_FAILURES:
             return None
         text = "workers in a row ended before they could compute, or could not be started"
-        return f"{self._in_vain} {text}; {self._last_words}"
+        return f"{self._failures} {text}; {self._last_failure}"
 
-    def _take_leave(self, ended: WorkerExit) -> None:
-        self._say("worker ended", ended.how)
+    def _record_exit(self, ended: WorkerExit) -> None:
+        self._on_event("worker ended", ended.how)
         self._running.pop(ended.worker, None)
-        if ended.worker in self._useful:
-            self._useful.discard(ended.worker)
+        if ended.worker in self._ready:
+            self._ready.discard(ended.worker)
         else:
-            self._in_vain += 1
-            self._last_words = ended.how
+            self._failures += 1
+            self._last_failure = ended.how
 
     def _start(self, role: Role) -> None:
         try:
             worker = self._launcher.start(role)
         except OSError as error:
-            self._in_vain += 1
-            self._next_try = time.monotonic() + _NEXT_TRY
-            self._last_words = f"a worker could not be started: {error}"
-            self._say("not started", self._last_words)
+            self._failures += 1
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._last_failure = f"a worker could not be started: {error}"
+            self._on_event("not started", self._last_failure)
             return
         self._running[worker] = role

@@ -51,12 +51,12 @@ class ExternalLauncher:
     """Starts no process: users start the workers, which join when they can."""
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._started = 0
 
     def start(self, role: Role) -> str:
         """Return a name; the user starts the worker."""
-        self._asked += 1
-        return f"of others-{self._asked}"
+        self._started += 1
+        return f"external-{self._started}"
 
     def poll(self) -> list[WorkerExit]:
         """Return nothing: the end of a worker is detected by its connection."""

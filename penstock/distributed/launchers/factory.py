@@ -14,7 +14,7 @@ WORKER_LOGS = "workers"
 
 
 def make_launcher(
-    config: Config, device: str, token: str, undo: contextlib.ExitStack
+    config: Config, device: str, token: str, cleanup: contextlib.ExitStack
 ) -> tuple[str, Callable[[Endpoint], Launcher]]:
     """Return the interface on which the run listens, and the constructor of its launcher."""
     host = config.cluster.host
@@ -22,7 +22,7 @@ def make_launcher(
         from penstock.distributed.launchers.ray import RayConnection, RayLauncher
 
         connection = RayConnection(config, device)
-        undo.callback(connection.close)
+        cleanup.callback(connection.close)
         return (
             connection.host if host == "auto" else host,
             lambda endpoint: RayLauncher(connection, endpoint.address, token),

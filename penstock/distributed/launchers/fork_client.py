@@ -32,8 +32,8 @@ _LIBRARIES = frozenset(
         *("pydantic", "yaml", "xxhash"),
     ]
 )
-_PATIENCE = 60.0  # seconds in which the fork server should finish its imports
-_LEAVE = 5.0  # seconds in which the fork server should end all workers
+_IMPORT_SECONDS = 60.0  # seconds in which the fork server should finish its imports
+_CLOSE_SECONDS = 5.0  # seconds in which the fork server should end all workers
 
 
 @dataclass
@@ -59,21 +59,21 @@ class ForkClient:
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, modules: list[str]
     ) -> None:
         self.is_ready = False
-        self.why_not: str | None = None  # why the fork server is unusable and another would be too
+        self.unusable_because: str | None = None  # why this fork server, or another, cannot be used
         self._forks: dict[str, _Fork] = {}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        with theirs, tempfile.TemporaryFile("w+") as names, log.open("ab") as says:
-            names.write("\n".join(modules))
-            names.seek(0)
+        with theirs, tempfile.TemporaryFile("w+") as module_names, log.open("ab") as output:
+            module_names.write("\n".join(modules))
+            module_names.seek(0)
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "penstock.distributed.launchers.fork_server"),
                     *(*command, str(theirs.fileno())),
                 ],
                 env=environment,
-                stdin=names,
-                stdout=says,
+                stdin=module_names,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -86,42 +86,43 @@ class ForkClient:
         return self._process.pid
 
     @property
-    def is_there(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the fork server accepts requests."""
         return self._control.fileno() >= 0
 
     def start(self, worker: str, log: Path) -> bool:
         """Request a worker; False if the fork server accepts no request."""
-        if not self._ask(start=worker, log=str(log)):
+        if not self._request(start=worker, log=str(log)):
             return False
         self._forks[worker] = _Fork()
         return True
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """Process messages of the fork server; return the workers that will never start."""
-        while self.is_there and (said := self._hear()) is not None:
-            what, files = said
-            if "ready" in what:
+        while self.is_running and (data := self._receive()) is not None:
+            message, files = data
+            if "ready" in message:
                 self.is_ready = True
-            elif "started" in what:
-                fork = self._forks[what["started"]]
-                fork.pid, (fork.file,) = what["pid"], files
+            elif "started" in message:
+                fork = self._forks[message["started"]]
+                fork.pid, (fork.file,) = message["pid"], files
                 if fork.is_unwanted:
-                    self.end(what["started"])
-            elif "ended" in what:
-                self._forks[what["ended"]].code = what["code"]
+                    self.end(message["started"])
+            elif "ended" in message:
+                self._forks[message["ended"]].code = message["code"]
             else:
-                self.why_not = str(what["unfit"])
-                self._let_go()
-        if self.is_there and not self.is_ready and time.monotonic() > self._began + _PATIENCE:
-            self.why_not = f"it has not imported all in {_PATIENCE:.0f} s"
-            self._let_go()
-        if self.is_there:
+                self.unusable_because = str(message["unfit"])
+                self._disconnect()
+        is_late = time.monotonic() > self._began + _IMPORT_SECONDS
+        if self.is_running and not self.is_ready and is_late:
+            self.unusable_because = f"its imports took longer than {_IMPORT_SECONDS:.0f} s"
+            self._disconnect()
+        if self.is_running:
             return []
-        never = {worker: fork for worker, fork in self._forks.items() if fork.pid is None}
-        for worker in never:
+        unstarted = {worker: fork for worker, fork in self._forks.items() if fork.pid is None}
+        for worker in unstarted:
             del self._forks[worker]
-        return [worker for worker, fork in never.items() if not fork.is_unwanted]
+        return [worker for worker, fork in unstarted.items() if not fork.is_unwanted]
 
     def pids(self) -> dict[str, int]:
         """Return the process numbers of the running workers, by worker name."""
@@ -138,8 +139,8 @@ class ForkClient:
         """
         ended = []
         for worker, fork in list(self._forks.items()):
-            knows = fork.code is not None or not self.is_there  # else the code follows
-            if fork.pid is not None and knows and _has_ended(fork):
+            is_final = fork.code is not None or not self.is_running  # else the code follows
+            if fork.pid is not None and is_final and _has_ended(fork):
                 assert fork.file is not None
                 os.close(fork.file)
                 del self._forks[worker]
@@ -160,38 +161,38 @@ class ForkClient:
         """End the fork server and all workers."""
         for worker in list(self._forks):
             self.end(worker)
-        self._ask(end=True)
+        self._request(end=True)
         with contextlib.suppress(subprocess.TimeoutExpired):  # the fork server is stopped
-            self._process.wait(timeout=_LEAVE)
-        self._let_go()
+            self._process.wait(timeout=_CLOSE_SECONDS)
+        self._disconnect()
         for fork in self._forks.values():
             if fork.file is not None:
                 os.close(fork.file)
         self._forks.clear()
 
-    def _ask(self, **what: object) -> bool:
+    def _request(self, **message: object) -> bool:
         try:
-            self._control.send(json.dumps(what).encode())
+            self._control.send(json.dumps(message).encode())
         except OSError:  # the fork server has ended, or is stopped and reads nothing
             return False
         return True
 
-    def _hear(self) -> tuple[dict, list[int]] | None:
+    def _receive(self) -> tuple[dict, list[int]] | None:
         """Return the fork server's next message and file descriptors; None without a message."""
         try:
-            said, files, _, _ = socket.recv_fds(
+            data, files, _, _ = socket.recv_fds(
                 self._control, MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return None
         except OSError:
-            said, files = b"", []
-        if not said:
-            self._let_go()
+            data, files = b"", []
+        if not data:
+            self._disconnect()
             return None
-        return json.loads(said), files
+        return json.loads(data), files
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         self._control.close()
         self._process.kill()  # a running fork server has no client any more
         self._process.wait()

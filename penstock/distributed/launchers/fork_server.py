@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MOST_BYTES = 1 << 16  # of one request or one reply
-_LEAVE = 15.0  # seconds in which workers may end by themselves after the trainer's process is gone
+_CLOSE_SECONDS = 15.0  # in which workers may end by themselves after the end of the trainer
 
 
 def main() -> None:
@@ -37,10 +37,10 @@ def main() -> None:
     host, port, control = sys.argv[1:]
     token = os.environ.pop("PENSTOCK_TOKEN")
     names = sys.stdin.read().split()
-    order = _ForkServer(socket.socket(fileno=int(control)), names).serve()
-    if order is None:
+    request = _ForkServer(socket.socket(fileno=int(control)), names).serve()
+    if request is None:
         return
-    os.environ["PENSTOCK_TOKEN"], os.environ["PENSTOCK_WORKER"] = token, order["start"]
+    os.environ["PENSTOCK_TOKEN"], os.environ["PENSTOCK_WORKER"] = token, request["start"]
     sys.argv[1:] = [host, port]
     from penstock.distributed.worker.main import main as work
 
@@ -59,9 +59,9 @@ class _ForkServer:
         gc.collect()
         gc.freeze()  # a collection in a fork would write to, and so copy, these pages
         if (more := _threads() - before) > 0:
-            self._say(unfit=f"imports have started {more} threads")
+            self._send(unfit=f"its imports started {more} threads")
         else:
-            self._say(ready=os.getpid())
+            self._send(ready=os.getpid())
 
     def serve(self) -> dict[str, Any] | None:
         """Serve requests until the socket is closed; in a fork, return the worker's request."""
@@ -72,62 +72,62 @@ class _ForkServer:
                 if file != control:
                     self._reap(file)
                     continue
-                request = self._hear()
+                request = self._receive()
                 if "start" not in request:
-                    self._end_all(0 if "end" in request else _LEAVE)
+                    self._end_all(0 if "end" in request else _CLOSE_SECONDS)
                     return None
                 if self._fork(request) == 0:
                     return request
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         """Return the next request; an empty request when the socket is closed."""
         with contextlib.suppress(ConnectionError):
-            if said := self._control.recv(MOST_BYTES):
-                return json.loads(said)
+            if data := self._control.recv(MOST_BYTES):
+                return json.loads(data)
         return {}
 
-    def _fork(self, order: dict[str, Any]) -> int:
+    def _fork(self, request: dict[str, Any]) -> int:
         pid = os.fork()
         if pid == 0:
-            self._become(order["log"])
+            self._detach(request["log"])
         else:
             file = os.pidfd_open(pid)
-            self._workers[file] = order["start"], pid
-            self._say([file], started=order["start"], pid=pid)
+            self._workers[file] = request["start"], pid
+            self._send([file], started=request["start"], pid=pid)
         return pid
 
-    def _become(self, log: str) -> None:
+    def _detach(self, log: str) -> None:
         """Release all resources of the fork server except its imports."""
         self._control.close()
         for file in self._workers:
             os.close(file)
         os.setsid()
         nothing = os.open(os.devnull, os.O_RDONLY)
-        says = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        for number, file in enumerate((nothing, says, says)):
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        for number, file in enumerate((nothing, output, output)):
             os.dup2(file, number)
         os.close(nothing)
-        os.close(says)
+        os.close(output)
 
     def _reap(self, file: int) -> None:
         worker, pid = self._workers.pop(file)
         _, status = os.waitpid(pid, 0)
         os.close(file)
-        self._say(ended=worker, code=os.waitstatus_to_exitcode(status))
+        self._send(ended=worker, code=os.waitstatus_to_exitcode(status))
 
-    def _say(self, files: list[int] | None = None, **what: Any) -> None:
+    def _send(self, files: list[int] | None = None, **message: Any) -> None:
         with contextlib.suppress(ConnectionError):  # the client is gone; `serve` detects it
-            socket.send_fds(self._control, [json.dumps(what).encode()], files or [])
+            socket.send_fds(self._control, [json.dumps(message).encode()], files or [])
 
     def _end_all(self, seconds: float) -> None:
         """Wait so many seconds for the workers to end, then kill the rest."""
         deadline = time.monotonic() + seconds
         while self._workers:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 for _, pid in self._workers.values():
                     os.kill(pid, signal.SIGKILL)
-            ready, _, _ = select.select([*self._workers], [], [], max(0.1, left))
+            ready, _, _ = select.select([*self._workers], [], [], max(0.1, remaining))
             for file in ready:
                 self._reap(file)
 

@@ -24,7 +24,7 @@ from penstock.distributed.worker import NAME, TOKEN
 
 log = logging.getLogger("penstock.distributed")
 
-_MOST_TEMPLATES = 3  # after so many lost fork servers no other is started
+_MOST_FORK_SERVERS = 3  # after so many lost fork servers no other is started
 
 
 class LocalLauncher:
@@ -42,7 +42,8 @@ class LocalLauncher:
         self._address, self._token, self._logs = address, token, logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._may_fork = forks and hasattr(os, "pidfd_open")
-        self._templates: list[ForkClient] = []  # all but the last have ended, but not their workers
+        # All fork servers but the last have ended; their workers may still run.
+        self._fork_servers: list[ForkClient] = []
         self._started = 0
 
     @property
@@ -53,38 +54,41 @@ class LocalLauncher:
             for worker, process in self._processes.items()
             if process.poll() is None
         }
-        for template in self._templates:
-            running |= template.pids()
+        for fork_server in self._fork_servers:
+            running |= fork_server.pids()
         return running
 
     @property
-    def template(self) -> ForkClient | None:
+    def fork_server(self) -> ForkClient | None:
         """The fork server of the workers, if workers are forked."""
-        return self._templates[-1] if self._templates and self._templates[-1].is_there else None
+        latest = self._fork_servers[-1] if self._fork_servers else None
+        return latest if latest is not None and latest.is_running else None
 
     def start(self, role: Role) -> str:
         """Start one more worker; on this machine every worker can be an engine or a shard."""
         self._logs.mkdir(parents=True, exist_ok=True)
         self._started += 1
         worker = f"worker-{self._started}"
-        if not self._templates and self._may_fork:
-            self._make_template()
-        template = self.template
+        if not self._fork_servers and self._may_fork:
+            self._start_fork_server()
+        fork_server = self.fork_server
         # The first workers wait for the first fork server: without it they would import the same
         # libraries.
-        is_of_use = template is not None and (template.is_ready or len(self._templates) == 1)
-        if template is None or not is_of_use or not template.start(worker, self._log(worker)):
-            self._start_afresh(worker)
+        is_first = len(self._fork_servers) == 1
+        can_fork = fork_server is not None and (fork_server.is_ready or is_first)
+        if fork_server is None or not can_fork or not fork_server.start(worker, self._log(worker)):
+            self._start_process(worker)
         return worker
 
-    def _make_template(self) -> None:
-        name = f"template-{len(self._templates) + 1}"
+    def _start_fork_server(self) -> None:
+        name = f"fork-server-{len(self._fork_servers) + 1}"
         where, modules = [str(part) for part in self._address], needed_modules()
-        template = ForkClient(where, {**os.environ, TOKEN: self._token}, self._log(name), modules)
-        self._templates.append(template)
+        environment = {**os.environ, TOKEN: self._token}
+        fork_server = ForkClient(where, environment, self._log(name), modules)
+        self._fork_servers.append(fork_server)
 
-    def _start_afresh(self, worker: str) -> None:
-        with self._log(worker).open("ab") as says:
+    def _start_process(self, worker: str) -> None:
+        with self._log(worker).open("ab") as output:
             self._processes[worker] = subprocess.Popen(
                 [
                     sys.executable,
@@ -94,7 +98,7 @@ class LocalLauncher:
                 ],
                 env={**os.environ, TOKEN: self._token, NAME: worker},
                 stdin=subprocess.DEVNULL,
-                stdout=says,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # an interrupt at the terminal is for the trainer
             )
@@ -105,24 +109,25 @@ class LocalLauncher:
         for name in [name for name, p in self._processes.items() if p.poll() is not None]:
             process = self._processes.pop(name)
             ended.append(WorkerExit(name, self._how(name, process.pid, process.returncode)))
-        for template in self._templates:
-            for worker in template.look():
-                self._start_afresh(worker)
+        for fork_server in self._fork_servers:
+            for worker in fork_server.poll():
+                self._start_process(worker)
             ended += [
-                WorkerExit(n, self._how(n, pid, code)) for n, pid, code in template.take_ended()
+                WorkerExit(n, self._how(n, pid, code)) for n, pid, code in fork_server.take_ended()
             ]
-        if self._templates and not self._templates[-1].is_there:
-            self._replace_template(self._templates[-1])
+        if self._fork_servers and not self._fork_servers[-1].is_running:
+            self._replace_fork_server(self._fork_servers[-1])
         return ended
 
-    def _replace_template(self, lost: ForkClient) -> None:
+    def _replace_fork_server(self, lost: ForkClient) -> None:
         if not self._may_fork:
             return
-        if lost.why_not is not None or len(self._templates) >= _MOST_TEMPLATES:
+        if lost.unusable_because is not None or len(self._fork_servers) >= _MOST_FORK_SERVERS:
             self._may_fork = False
-            log.info("workers are not forked any more: %s", lost.why_not or "templates are lost")
+            reason = lost.unusable_because or f"{_MOST_FORK_SERVERS} fork servers were lost"
+            log.info("the fork server is no longer used, new workers start slower: %s", reason)
         else:
-            self._make_template()
+            self._start_fork_server()
 
     def waits_for(self) -> str | None:
         """Return None: a process of this machine runs at once."""
@@ -137,19 +142,19 @@ class LocalLauncher:
         """Kill a worker, even a stopped one; `poll` reports its exit."""
         if worker in self._processes:
             self._processes[worker].kill()
-        for template in self._templates:
-            template.end(worker)
+        for fork_server in self._fork_servers:
+            fork_server.end(worker)
 
     def close(self) -> None:
         """Kill all workers at once: engines keep no state, and shards have been asked to close."""
         for process in self._processes.values():
             process.kill()
-        for template in self._templates:
-            template.close()
+        for fork_server in self._fork_servers:
+            fork_server.close()
         for process in self._processes.values():
             process.wait()
         self._processes.clear()
-        self._templates.clear()
+        self._fork_servers.clear()
 
     def _log(self, worker: str) -> Path:
         return self._logs / f"{worker}.log"
@@ -157,10 +162,10 @@ class LocalLauncher:
     def _how(self, worker: str, pid: int, code: int | None) -> str:
         how = f"with exit code {code}"
         if code is None:
-            how = "and nobody knows how"
+            how = "with an unknown exit code"
         elif code < 0:
             how = f"by signal {-code}"
-        return f"{worker} with pid {pid} ended {how}; what it said is in {self._log(worker)}"
+        return f"{worker} with pid {pid} ended {how}; its output is in {self._log(worker)}"
 
 
 def would_run(pid: int) -> bool:

@@ -35,13 +35,13 @@ from penstock.errors import ClusterError, ConfigError, PenstockError
 log = logging.getLogger("penstock.distributed")
 
 _OBJECTS_BYTES = 80 << 20  # Ray's minimum; the run stores nothing there
-_TURN = 0.05  # seconds between two checks for requests
-_OWN_DEATH = 0.25  # seconds in which a healthy node reports a dead process
-_GRACE = 10.0  # seconds in which killed actors should end
-_PATIENCE = 5.0  # seconds for the first connection to the cluster's address
+_POLL_SECONDS = 0.05  # seconds between two checks for requests
+_DEATH_SECONDS = 0.25  # seconds in which a healthy node reports a dead process
+_END_SECONDS = 10.0  # seconds in which killed actors should end
+_CONNECT_SECONDS = 5.0  # seconds for the first connection to the cluster's address
 _LONGEST_REASON = 300
-_LATE = 15.0  # seconds after which actors that have not started are reported
-_LOOK_AGAIN = 1.0  # seconds between two queries of the cluster's free resources
+_LATE_SECONDS = 15.0  # seconds after which actors that have not started are reported
+_QUERY_SECONDS = 1.0  # seconds between two queries of the cluster's free resources
 
 
 class RayConnection:
@@ -63,7 +63,7 @@ class RayConnection:
         is_local = address is None
         variables = _variables(config.cluster.environment)
         if is_local:
-            _ask_for_tokens()
+            _require_tokens()
         self.ray = ray = _import_ray()
         self._is_ours = not ray.is_initialized()  # a notebook may be connected already
         self.is_one_node = is_local and self._is_ours  # started for the run, on this machine
@@ -114,7 +114,7 @@ class RayWorker:
         try:
             Worker(address, token, name, role).serve()
         except ClusterError as error:
-            return f"{error}; the run's process must be reachable from there, see cluster.host"
+            return f"{error}; this host must be able to reach the run's process, see cluster.host"
         except PenstockError as error:
             return str(error)
         return "the run has ended"
@@ -127,28 +127,28 @@ class _Actor:
     serving: Any  # a reference that is ready when the worker has ended
     role: Role
     node: str | None  # the actual or requested node
-    place: tuple[str, int] | None = None  # host and process, once it has started
+    process: tuple[str, int] | None = None  # host and process, once it has started
     is_ended: bool = False  # ended by the run
-    asked_at: float = field(default_factory=time.monotonic)
+    requested_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
-class _Rooms:
+class _Resources:
     """The nodes of a cluster, and the free resources of all nodes together."""
 
     nodes: Sequence[Mapping[str, Any]]
     free: Mapping[str, float]
 
-    def lets_in(self, wants: Sequence[Mapping[str, int]]) -> bool:
+    def fit_now(self, wants: Sequence[Mapping[str, int]]) -> bool:
         """Tell whether the free resources, and the size of some node, cover each request."""
         return all(_covers(self.free, each) for each in wants) and self._have_nodes_for(wants)
 
-    def hold(self, wants: Sequence[Mapping[str, int]]) -> bool:
+    def fit_when_idle(self, wants: Sequence[Mapping[str, int]]) -> bool:
         """Tell whether the idle cluster would have the resources for all requests together."""
         alive = [node["Resources"] for node in self.nodes if node["Alive"]]
-        there = {name: sum(node.get(name, 0) for node in alive) for name in ("CPU", "GPU")}
+        idle = {name: sum(node.get(name, 0) for node in alive) for name in ("CPU", "GPU")}
         total = {name: sum(each[name] for each in wants) for name in ("num_cpus", "num_gpus")}
-        return _covers(there, total) and self._have_nodes_for(wants)
+        return _covers(idle, total) and self._have_nodes_for(wants)
 
     def _have_nodes_for(self, wants: Sequence[Mapping[str, int]]) -> bool:
         alive = [node["Resources"] for node in self.nodes if node["Alive"]]
@@ -177,14 +177,14 @@ class RayLauncher:
         self._connection, self._ray = connection, connection.ray
         self._address, self._token = address, token
         self._kind = self._ray.remote(RayWorker)
-        self._spreading = PlacementPolicy()
+        self._placement = PlacementPolicy()
         self._started = 0
         self._actors: dict[str, _Actor] = {}  # used by the thread only
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._lost: str | None = None  # why Ray does not reply any more
-        self._rooms: _Rooms | None = None  # the latest query, while actors have not started
-        self._looked_at = -math.inf
+        self._resources: _Resources | None = None  # the latest query, while actors have not started
+        self._queried_at = -math.inf
         self._thread = threading.Thread(target=self._supervise, name="penstock ray", daemon=True)
         self._thread.start()
 
@@ -192,7 +192,7 @@ class RayLauncher:
     def pids(self) -> Mapping[str, int]:
         """The process numbers of the running workers, by worker name; valid on its host."""
         actors = list(self._actors.items())
-        return {worker: actor.place[1] for worker, actor in actors if actor.place is not None}
+        return {worker: actor.process[1] for worker, actor in actors if actor.process is not None}
 
     def start(self, role: Role) -> str:
         """Request one more worker; it starts when a node has the resources."""
@@ -201,7 +201,7 @@ class RayLauncher:
         if self._lost is not None:
             self._ended.put(WorkerExit(worker, f"{worker} was not started: {self._lost}"))
         else:
-            self._asked.put(lambda: self._start(worker, role))
+            self._requests.put(lambda: self._start(worker, role))
         return worker
 
     def poll(self) -> list[WorkerExit]:
@@ -217,31 +217,33 @@ class RayLauncher:
         waiting = self._late()
         if not waiting or self._lost is not None:
             return None
-        late = f"{len(waiting)} of {len(self._actors)} workers have not begun in {_LATE:.0f} s"
+        count = f"{len(waiting)} of {len(self._actors)}"
+        late = f"{count} workers have not started in {_LATE_SECONDS:.0f} s"
         wants = self._connection.wants
         roles = list(dict.fromkeys(actor.role for actor in waiting))
         everyone = [wants[actor.role] for actor in list(self._actors.values())]
-        rooms = self._rooms
-        if rooms is None or rooms.lets_in([wants[role] for role in roles]):
+        resources = self._resources
+        if resources is None or resources.fit_now([wants[role] for role in roles]):
             return (
-                f"{late}: their processes are still starting, which takes long on a busy machine, "
-                "or where Python's packages are read for the first time"
+                f"{late}: their processes are still starting, which takes long on a busy machine "
+                "and when Python's packages are read for the first time"
             )
-        each = " and ".join(f"each {role} for {_in_words(wants[role])}" for role in roles)
-        if rooms.hold(everyone):
+        each = " and ".join(f"each {role} needs {_in_words(wants[role])}" for role in roles)
+        if resources.fit_when_idle(everyone):
             return (
-                f"{late}: they ask the Ray cluster, {each} (engine.threads), and are still "
-                "starting, or wait for a place that other work has: see `ray status`"
+                f"{late}: {each} (engine.threads). They are still starting, or other jobs use "
+                "these resources of the Ray cluster: see `ray status`"
             )
         return (
-            f"{late}: the Ray cluster is too small for all. They ask it, {each} "
-            "(engine.threads), and come when there is room: see `ray status`; add nodes, or lower "
-            "engines, cluster.spare or engine.threads"
+            f"{late}: the Ray cluster is too small for all workers, {each} (engine.threads). They "
+            "start when resources are free: see `ray status`; add nodes, or lower engines, "
+            "cluster.spare or engine.threads"
         )
 
     def _late(self) -> list[_Actor]:
-        late = time.monotonic() - _LATE
-        return [a for a in list(self._actors.values()) if a.place is None and a.asked_at < late]
+        late = time.monotonic() - _LATE_SECONDS
+        actors = list(self._actors.values())
+        return [a for a in actors if a.process is None and a.requested_at < late]
 
     def starves(self, worker: str) -> bool:
         """Tell whether a worker waits for a processor; False if Ray has other nodes."""
@@ -250,46 +252,46 @@ class RayLauncher:
 
     def end(self, worker: str) -> None:
         """Kill a worker, even a stopped one; `poll` reports its exit."""
-        self._asked.put(lambda: self._kill(worker))
+        self._requests.put(lambda: self._kill(worker))
 
     def close(self) -> None:
         """End all workers and close the connection."""
-        self._asked.put(None)
-        self._thread.join(timeout=2 * _GRACE)
+        self._requests.put(None)
+        self._thread.join(timeout=2 * _END_SECONDS)
         self._connection.close()
 
     # In the thread
 
     def _supervise(self) -> None:
         try:
-            while self._do_what_was_asked():
+            while self._run_requests():
                 self._watch()
-                self._look_for_room()
+                self._query_resources()
             self._end_all()
         except Exception as error:  # Ray raises many kinds; the running engines continue
-            self._lost = f"Ray does not answer any more: {_reason(error)}"
-            log.error("%s; engines that are lost are not replaced", self._lost)
+            self._lost = f"Ray no longer responds: {_reason(error)}"
+            log.error("%s; lost engines are not replaced", self._lost)
 
-    def _do_what_was_asked(self) -> bool:
+    def _run_requests(self) -> bool:
         """Start and end workers as requested; return whether to continue."""
         with contextlib.suppress(queue.Empty):
             while True:
-                asked = self._asked.get(timeout=0 if self._actors else _TURN)
-                if asked is None:
+                request = self._requests.get(timeout=0 if self._actors else _POLL_SECONDS)
+                if request is None:
                     return False
-                asked()
+                request()
         return True
 
     def _start(self, worker: str, role: Role) -> None:
         wants, actors = self._connection.wants[role], self._actors.values()
-        node = self._spreading.choose(
+        node = self._placement.choose(
             self._ray.nodes(),
             {"CPU": wants["num_cpus"], "GPU": wants["num_gpus"]},
             alike=[actor.node for actor in actors if actor.role == role],
             others=[actor.node for actor in actors if actor.role != role],
         )
         options = {**self._connection.options, **wants}
-        options |= {} if node is None else _if_there_is_room(node)
+        options |= {} if node is None else _preferring(node)
         actor = self._kind.options(**options).remote(str(Path.cwd()))
         where = actor.where.remote()
         serving = actor.serve.remote(self._address, self._token, worker, role)
@@ -299,56 +301,56 @@ class RayLauncher:
         actor = self._actors.get(worker)
         if actor is None:
             return
-        died, _ = self._ray.wait([actor.serving], num_returns=1, timeout=_OWN_DEATH)
+        died, _ = self._ray.wait([actor.serving], num_returns=1, timeout=_DEATH_SECONDS)
         actor.is_ended = not died
         self._ray.kill(actor.handle)
 
-    def _look_for_room(self) -> None:
+    def _query_resources(self) -> None:
         """Query the cluster's resources at intervals while some workers have not started."""
         now = time.monotonic()
-        if self._late() and now - self._looked_at >= _LOOK_AGAIN:
-            self._rooms = _Rooms(self._ray.nodes(), self._ray.available_resources())
-            self._looked_at = now
+        if self._late() and now - self._queried_at >= _QUERY_SECONDS:
+            self._resources = _Resources(self._ray.nodes(), self._ray.available_resources())
+            self._queried_at = now
 
     def _watch(self) -> None:
         """Wait briefly for events of actors, and record them."""
         owners = {}
         for worker, actor in self._actors.items():
             owners[actor.serving] = worker
-            if actor.place is None:
+            if actor.process is None:
                 owners[actor.where] = worker
         if not owners:
             return
-        ready, _ = self._ray.wait(list(owners), num_returns=1, timeout=_TURN)
+        ready, _ = self._ray.wait(list(owners), num_returns=1, timeout=_POLL_SECONDS)
         for reference in ready:
             worker = owners[reference]
             actor = self._actors[worker]
             try:
                 found = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                found = "by the run" if actor.is_ended else _reason(error)
+                found = "the run stopped it" if actor.is_ended else _reason(error)
                 if isinstance(error, self._ray.exceptions.ActorUnavailableError):
                     actor.is_ended = True  # it may be alive, behind a broken network
             else:
                 if reference == actor.where:  # with ray:// it is another object
                     host, pid, actor.node = found
-                    actor.place = host, pid
+                    actor.process = host, pid
                     continue
             self._ray.kill(actor.handle)  # it serves no run any more
             self._has_ended(worker, found)
 
     def _has_ended(self, worker: str, reason: str) -> None:
         actor = self._actors.pop(worker)
-        self._spreading.gone(actor.node, was_ended=actor.is_ended)
-        place = "{} with pid {}".format(*actor.place) if actor.place else "a node"
-        self._ended.put(WorkerExit(worker, f"{worker} on {place} ended: {reason}"))
+        self._placement.worker_left(actor.node, was_ended=actor.is_ended)
+        process = "{} with pid {}".format(*actor.process) if actor.process else "a node"
+        self._ended.put(WorkerExit(worker, f"{worker} on {process} ended: {reason}"))
 
     def _end_all(self) -> None:
         for actor in self._actors.values():
             self._ray.kill(actor.handle)
         serving = [actor.serving for actor in self._actors.values()]
         if serving:
-            self._ray.wait(serving, num_returns=len(serving), timeout=_GRACE)
+            self._ray.wait(serving, num_returns=len(serving), timeout=_END_SECONDS)
         self._actors.clear()
 
 
@@ -357,7 +359,7 @@ def _in_words(wants: Mapping[str, int]) -> str:
     return f"{cpus} CPU(s)" + (f" and {gpus} GPU(s)" if gpus else "")
 
 
-def _if_there_is_room(node: str) -> dict[str, Any]:
+def _preferring(node: str) -> dict[str, Any]:
     """Return options that prefer a node and allow any other if that node lacks resources."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -376,7 +378,7 @@ def _import_ray() -> Any:
     return ray
 
 
-def _ask_for_tokens() -> None:
+def _require_tokens() -> None:
     """Make a Ray that is started here require a token that only this process has.
 
     Ray listens on every interface, whatever its settings, and runs any code that it receives. Ray's
@@ -393,7 +395,7 @@ def _ask_for_tokens() -> None:
 def _refuse_unreachable(address: str) -> None:
     """Fail at once if nothing listens on the address; Ray would try for minutes."""
     try:
-        socket.create_connection(_host_and_port(address), timeout=_PATIENCE).close()
+        socket.create_connection(_host_and_port(address), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         raise ClusterError(
             f"cluster.address: {address}: expected the head of a running Ray cluster, {error}"
@@ -427,9 +429,10 @@ def _connect(ray: Any, address: str | None) -> None:
             raise ClusterError(f"a Ray cluster could not be started: {_reason(error)}") from None
         raise ClusterError(
             f"cluster.address: {address}: {_reason(error)}. Expected the head of a running Ray "
-            "cluster of the same versions of Ray and Python, this machine a part of it (but for "
-            "ray://), and, where the cluster asks for tokens, RAY_AUTH_MODE=token and its token "
-            "in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
+            "cluster with the same versions of Ray and Python. Except with ray://, this machine "
+            "must be a node of the cluster. If the cluster requires a token, set "
+            "RAY_AUTH_MODE=token, and give the token in RAY_AUTH_TOKEN, in the file "
+            "RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token"
         ) from None
 
 
@@ -444,7 +447,8 @@ def _variables(names: tuple[str, ...]) -> dict[str, str]:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"cluster.environment: {missing[0]} is not set here; set it, or leave it out"
+            f"cluster.environment: {missing[0]} is not set in this environment; set it, or remove "
+            "it from the list"
         )
     paths = ["PYTHONPATH"] if "PYTHONPATH" in os.environ else []
     return {name: os.environ[name] for name in [*paths, *names]}

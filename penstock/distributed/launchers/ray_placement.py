@@ -15,22 +15,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_DOUBT = 60.0  # seconds; Ray takes about 30 to detect that a node is dead
+_SUSPECT_SECONDS = 60.0  # seconds; Ray takes about 30 to detect that a node is dead
 
 
 class PlacementPolicy:
     """Chooses the node of the next worker."""
 
     def __init__(self) -> None:
-        self._doubted: dict[str, float] = {}  # when a worker had to be killed on a node
-        self._vacated: dict[str, float] = {}  # when a worker last left a node
+        self._suspect_since: dict[str, float] = {}  # when a worker had to be killed on a node
+        self._vacated_at: dict[str, float] = {}  # when a worker last left a node
 
-    def gone(self, node: str | None, *, was_ended: bool) -> None:
+    def worker_left(self, node: str | None, *, was_ended: bool) -> None:
         """Record that a worker left a node, by itself or because it had to be killed."""
         if node is not None:
-            self._vacated[node] = time.monotonic()
+            self._vacated_at[node] = time.monotonic()
             if was_ended:
-                self._doubted[node] = time.monotonic()
+                self._suspect_since[node] = time.monotonic()
 
     def choose(
         self,
@@ -54,14 +54,14 @@ class PlacementPolicy:
         if len(found) < 2:
             return None
         of_role, rest = Counter(alike), Counter(others)
-        oldest = time.monotonic() - _DOUBT
+        oldest = time.monotonic() - _SUSPECT_SECONDS
 
         def rank(node: str) -> tuple[bool, int, int, float]:
             return (
-                self._doubted.get(node, -math.inf) > oldest,
+                self._suspect_since.get(node, -math.inf) > oldest,
                 of_role[node],
                 rest[node],
-                -self._vacated.get(node, -math.inf),
+                -self._vacated_at.get(node, -math.inf),
             )
 
         return min(found, key=rank)

@@ -37,7 +37,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     TransferSchedule,
     chunks,
 )
-from penstock.distributed.protocol.tree_topology import ways
+from penstock.distributed.protocol.tree_topology import tree_connections
 
 __all__ = [
     "CHUNK_BYTES",
@@ -74,7 +74,7 @@ __all__ = [
     "pack_arrays",
     "sent_on",
     "slot_of",
+    "tree_connections",
     "unpack",
     "unpack_arrays",
-    "ways",
 ]

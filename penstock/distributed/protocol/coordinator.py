@@ -55,39 +55,39 @@ class Coordinator:
     """Drives one step at a time.
 
     Args:
-        runtime: carries the coordinator's messages.
+        context: carries the coordinator's messages.
         shards: the node numbers of each shard's replicas, in shard order.
         engines: how many engines are wanted; `wanted` may be set at any time.
         timeouts: the limits for silence, stalls and jobs.
-        tell: receives the protocol's events.
+        on_event: receives the protocol's events.
         least: the number of engines whose memory suffices; with fewer engines no step is made.
         addresses: the listening addresses by node number; a view is sent with its nodes' addresses.
         can_replace_engine: whether a new engine may join when no engine is left.
-        is_there: whether a node is alive although it has been silent for so many seconds.
+        is_alive: whether a node is alive although it has been silent for so many seconds.
     """
 
     def __init__(
         self,
-        runtime: NodeContext,
+        context: NodeContext,
         shards: Sequence[Sequence[int]],
         engines: int,
         timeouts: Timeouts,
-        tell: Callable[[ProtocolEvent], None],
+        on_event: Callable[[ProtocolEvent], None],
         least: int = 1,
         addresses: Mapping[int, Any] | None = None,
         can_replace_engine: Callable[[], bool] = lambda: True,
-        is_there: Callable[[int, float], bool] = lambda node, silent: False,
+        is_alive: Callable[[int, float], bool] = lambda node, silent: False,
     ) -> None:
         self.membership = Membership(shards, engines, least)
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
-        self._runtime, self._timeouts, self._tell = runtime, timeouts, tell
-        self._is_there = is_there
+        self._context, self._timeouts, self._on_event = context, timeouts, on_event
+        self._is_alive = is_alive
         addresses = addresses if addresses is not None else {}
         self._epochs = EpochManager(self.membership, addresses, self._send)
         self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, can_replace_engine)
         self._transaction: StepTransaction | None = None  # of the step in flight
-        self._done: Callable[[StepResult], None] = lambda outcome: None
+        self._on_result: Callable[[StepResult], None] = lambda result: None
         self._detector, self._stall_timer = FailureDetector(), StallTimer()
 
     # Requests of the trainer process
@@ -120,7 +120,7 @@ class Coordinator:
         """Add an engine that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join(engine)
         self._detector.watch(engine)
-        self._happened("joined", f"engine {engine} is ready", engine)
+        self._report("joined", f"engine {engine} is ready", engine)
         if self.phase is Phase.GATHERING:
             self._form()
 
@@ -136,7 +136,7 @@ class Coordinator:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether all replicas of all shards are known to stand at one step."""
+        """Whether all replicas of all shards are known to be at one step."""
         return self._epochs.is_agreed
 
     def shard_joined(self, shard: int, node: int) -> None:
@@ -144,15 +144,16 @@ class Coordinator:
         self.membership.assign_shard(shard, node)
         self._detector.watch(node)
         self._epochs.is_agreed = False
-        self._happened("shard joined", f"shard {shard} is node {node} now", node)
+        self._report("shard joined", f"node {node} holds shard {shard} now", node)
         if self.phase is Phase.GATHERING:
             self._form()
 
     def learner_joined(self, shard: int, node: int) -> None:
         """Add a new node as a learner; it becomes a replica of the shard when it has a copy."""
-        self.membership.come(shard, node)
+        self.membership.add_learner(shard, node)
         self._detector.watch(node)
-        self._happened("replica joined", f"shard {shard}: node {node} waits for a copy of it", node)
+        text = f"shard {shard}: node {node} waits for a copy of the shard"
+        self._report("replica joined", text, node)
 
     def promote(self, node: int) -> bool:
         """Make a learner a replica, between two steps; it has the whole state of its shard.
@@ -164,33 +165,34 @@ class Coordinator:
         if shard is None or not holders.shards[shard]:
             return False
         if self.phase is not Phase.IDLE:
-            raise RuntimeError(f"node {node} has a copy of a step before: {self.phase.value}")
+            raise RuntimeError(f"node {node} cannot be promoted during a step ({self.phase.value})")
         holders.add(shard, node)
         return True
 
     def lost(self, node: int, why: str) -> None:
-        """Remove a node that is gone, or counts as gone."""
+        """Remove a lost node."""
         if node not in self.membership:
             return
         if node in self._shards:
-            self._lose_holder(node, why)
+            self._lose_replica(node, why)
             return
         shard = self.membership.holders.learners.get(node)
         self.membership.lose(node)
         self._detector.forget(node)
         if shard is not None:
-            self._happened("replica lost", f"shard {shard}: node {node}, no copy yet: {why}", node)
+            text = f"shard {shard}: node {node}, before its copy was complete: {why}"
+            self._report("replica lost", text, node)
             return
-        self._happened("engine lost", f"engine {node}: {why}", node)
+        self._report("engine lost", f"engine {node}: {why}", node)
         if node in self.engines and self.phase in _OPEN:
             self._form()
 
-    def start(self, request: StepRequest, done: Callable[[StepResult], None]) -> None:
-        """Start a step; `done` is called once, with the result."""
+    def start(self, request: StepRequest, on_result: Callable[[StepResult], None]) -> None:
+        """Start a step; `on_result` is called once, with the result."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
         view = self.membership.view(request.micro_batches)
-        self._transaction, self._done = StepTransaction(view, request, self._send), done
+        self._transaction, self._on_result = StepTransaction(view, request, self._send), on_result
         self._recovery.begin(request.step)
         if self._epochs.is_ready(view):
             self._begin()
@@ -201,7 +203,7 @@ class Coordinator:
         """Abort the step in flight, unless the step is decided: a decided step runs to its end."""
         if self.phase in (Phase.GATHERING, *_OPEN):
             self._epochs.is_quiescent = False
-            self._end(StepResult(self._step, error=InterruptedError("the step was given up")))
+            self._end(StepResult(self._step, error=InterruptedError("the step was cancelled")))
 
     def advance_epoch(self) -> None:
         """Fence the last step after it ended with an error: no node continues it."""
@@ -226,42 +228,31 @@ class Coordinator:
         if message.epoch != self.epoch:
             self.counts["stale messages"] += 1
             return
+        phase, is_shard = self.phase, sender in self._shards
         if kind is MessageType.CORRUPT_FRAME:
-            self._take_damaged(message)
-        elif kind is MessageType.VIEW_ACK and self.phase is Phase.FORMING:
-            self._take_seen(sender)
-        elif (
-            kind is MessageType.HELD_STEPS
-            and self.phase is Phase.AGREEING
-            and sender in self._shards
-        ):
-            self._take_held(message)
-        elif (
-            kind is MessageType.ROLLBACK and self.phase is Phase.AGREEING and sender in self._shards
-        ):
-            self._take_gone_back(message)
+            self._take_corrupt_frame(message)
+        elif kind is MessageType.VIEW_ACK and phase is Phase.FORMING:
+            self._take_view_ack(sender)
+        elif kind is MessageType.HELD_STEPS and phase is Phase.AGREEING and is_shard:
+            self._take_held_steps(message)
+        elif kind is MessageType.ROLLBACK and phase is Phase.AGREEING and is_shard:
+            self._take_rollback(message)
         elif kind is MessageType.FAILURE and message.step in (0, self._step):
-            self._take_trouble(message)
+            self._take_failure(message)
         elif message.step != self._step:
             self.counts["stale messages"] += 1
-        elif kind is MessageType.LOSSES and self.phase is Phase.RUNNING:
+        elif kind is MessageType.LOSSES and phase is Phase.RUNNING:
             self._take_losses(message)
-        elif (
-            kind is MessageType.PREPARED and self.phase is Phase.RUNNING and sender in self._shards
-        ):
+        elif kind is MessageType.PREPARED and phase is Phase.RUNNING and is_shard:
             self._take_prepared(message)
-        elif (
-            kind is MessageType.COMMITTED
-            and self.phase is Phase.COMMITTING
-            and sender in self._shards
-        ):
+        elif kind is MessageType.COMMITTED and phase is Phase.COMMITTING and is_shard:
             self._take_committed(message)
 
-    def _hear(self, sender: int, beat: Heartbeat | None = None) -> None:
+    def _hear(self, sender: int, heartbeat: Heartbeat | None = None) -> None:
         if sender in self.membership:  # a lost node does not count
-            self._detector.hear(sender, beat)
+            self._detector.hear(sender, heartbeat)
 
-    def damaged(self, text: str, ends: Collection[int] = ()) -> None:
+    def report_corruption(self, text: str, ends: Collection[int] = ()) -> None:
         """Handle a frame with a wrong checksum, whose content is unknown.
 
         Args:
@@ -269,29 +260,30 @@ class Coordinator:
         """
         self.counts["damaged"] += 1
         if self.phase in (Phase.COMMITTING, *_OPEN):
-            self._recover(self._recovery.of_damage(self._status, text, ends))
+            self._recover(self._recovery.after_corruption(self._status, text, ends))
 
     def tick(self, now: float) -> None:
         """Check the timeouts: silent nodes, and a step without progress."""
         detector = self._detector
         self._stall_timer.pause(detector.pass_time(now, self._timeouts.silence / 4))
         for node, silent in detector.silent(self.membership.all, self._timeouts.silence):
-            if not self._is_there(node, silent):
+            if not self._is_alive(node, silent):
                 self.lost(node, f"silent for {silent:.1f} s")
         transaction = self._transaction
         if transaction is None or self.phase is Phase.GATHERING:
             self._stall_timer.begin(now)
             return
         members = (*self.engines, *self._epochs.view.shard_nodes)
-        busy, far = detector.busy(members), tuple(detector.progress(members).values())
-        come = (self._epochs.seen, *transaction.counts)
-        stalled = self._stall_timer.stalled_seconds(now, (self.phase, self.epoch, come, far))
+        busy, progress = detector.busy(members), tuple(detector.progress(members).values())
+        arrived = (self._epochs.acknowledged, *transaction.counts)
+        state = (self.phase, self.epoch, arrived, progress)
+        stalled = self._stall_timer.stalled_seconds(now, state)
         if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)
             self._blame(busy[0], ClusterError.__name__, took_too_long(stalled))
         elif stalled > self._timeouts.stall and not busy:
             self._stall_timer.begin(now)
-            self._recover(self._recovery.of_standstill(self._status))
+            self._recover(self._recovery.after_stall(self._status))
 
     # The epoch
 
@@ -311,38 +303,38 @@ class Coordinator:
         lacks = self.membership.lacks(view)
         if lacks is not None:
             self._phase(Phase.GATHERING)
-            self._happened("waiting", f"{lacks}; waiting")
+            self._report("waiting", f"{lacks}; waiting")
             return
         self._transaction = StepTransaction(view, request, self._send)
         self._phase(Phase.FORMING)
         self._epochs.form(view)
 
-    def _take_seen(self, sender: int) -> None:
-        if not self._epochs.see(sender):
+    def _take_view_ack(self, sender: int) -> None:
+        if not self._epochs.acknowledge(sender):
             return
         if self.is_agreed:
             self._begin()
             return
         self._phase(Phase.AGREEING)
-        self._epochs.ask_what_is_held()
+        self._epochs.request_held_steps()
 
-    def _take_held(self, message: Message) -> None:
+    def _take_held_steps(self, message: Message) -> None:
         try:
-            without = self._epochs.hold(message, self._step)
+            without = self._epochs.record_held_steps(message, self._step)
         except StorageError as error:
             self._end(StepResult(self._step, error=error))
             return
         for node, why in without:
             self.lost(node, why)
 
-    def _take_gone_back(self, message: Message) -> None:
+    def _take_rollback(self, message: Message) -> None:
         to = message_validation.integer(message, "to", 0)
-        if not self._epochs.go_back(message.sender):
+        if not self._epochs.record_rollback(message.sender):
             return
         if to + 1 == self._step:
             self._begin()
             return
-        self._happened("went back", f"all shards stand at step {to}")
+        self._report("went back", f"all shards are at step {to}")
         self._end(StepResult(self._step, error=RolledBackError(to)))
 
     # The transaction
@@ -362,16 +354,16 @@ class Coordinator:
             self._end(StepResult(self._step, error=error))
 
     def _take_losses(self, message: Message) -> None:
-        self._present.lose(message)
-        self._decide_if_whole()
+        self._present.record_losses(message)
+        self._decide_if_complete()
 
     def _take_prepared(self, message: Message) -> None:
-        self._present.prepare(message)
-        self._decide_if_whole()
+        self._present.record_report(message)
+        self._decide_if_complete()
 
-    def _decide_if_whole(self) -> None:
+    def _decide_if_complete(self) -> None:
         transaction = self._present
-        if not transaction.is_whole:
+        if not transaction.is_complete:
             return
         try:
             transaction.decide()
@@ -382,24 +374,24 @@ class Coordinator:
         transaction.commit()
 
     def _take_committed(self, message: Message) -> None:
-        self._present.answer(message)
+        self._present.record_acknowledgement(message)
         self._end_if_committed()
 
     def _end_if_committed(self) -> None:
-        if not self._present.unanswered:
+        if not self._present.unacknowledged:
             self._epochs.is_quiescent = True
-            self._end(self._present.outcome)
+            self._end(self._present.result)
 
     # Failures and recovery
 
-    def _take_damaged(self, message: Message) -> None:
+    def _take_corrupt_frame(self, message: Message) -> None:
         sender, peer = message.sender, message.body.get("peer")
         if sender not in self.membership:
             return
         ends = [sender, peer] if type(peer) is int else [sender]
-        self.damaged(f"node {sender}: {str(message.body.get('text'))[:200]}", ends)
+        self.report_corruption(f"node {sender}: {str(message.body.get('text'))[:200]}", ends)
 
-    def _take_trouble(self, message: Message) -> None:
+    def _take_failure(self, message: Message) -> None:
         sender, about = message.sender, message.body.get("about")
         if sender not in (*self.engines, *self._shards):
             return
@@ -416,7 +408,7 @@ class Coordinator:
         elif self.membership.holders.is_last_replica(sender):
             self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
         else:
-            self.lost(sender, f"it cannot go on: {text}")
+            self.lost(sender, f"it reported an error: {text}")
 
     def _blame(self, node: int, kind: str, text: str) -> None:
         """Fail an engine of the step in flight; evict any other node."""
@@ -426,9 +418,9 @@ class Coordinator:
             self.lost(node, text)
 
     def _fail(self, engine: int, kind: str, text: str) -> None:
-        self._recover(self._recovery.of_failure(engine, kind, text))
+        self._recover(self._recovery.after_failure(engine, kind, text))
 
-    def _lose_holder(self, node: int, why: str) -> None:
+    def _lose_replica(self, node: int, why: str) -> None:
         holders = self.membership.holders
         shard = holders.shard_of(node)
         streamed = holders.shards[shard][0] == node
@@ -437,18 +429,18 @@ class Coordinator:
         left = holders.shards[shard]
         if not left:
             self._epochs.is_quiescent = False
-            self._happened("shard lost", f"shard {shard}: {why}", node)
+            self._report("shard lost", f"shard {shard}: {why}", node)
             self._end(StepResult(self._step, error=UnrecoverableError(node, "StorageError", why)))
             return
         others = " and ".join(f"node {other}" for other in left)
-        text = f"shard {shard}: node {node}: {why}; {others} goes on with it"
-        self._happened("replica lost", text, node)
+        text = f"shard {shard}: node {node}: {why}; the shard continues on {others}"
+        self._report("replica lost", text, node)
         if self._transaction is not None:
-            self._transaction.leave(node)
+            self._transaction.remove_replica(node)
         if self.phase is Phase.COMMITTING:
             self._end_if_committed()
         elif self.phase is Phase.RUNNING and not streamed:
-            self._decide_if_whole()  # no node needs the gradients sent to this replica
+            self._decide_if_complete()  # no node needs the gradients sent to this replica
         elif self.phase in _OPEN:
             self._form()
 
@@ -465,28 +457,28 @@ class Coordinator:
             case ResendDecision():
                 self._present.commit()
             case RetryStep(why):
-                self._happened("retry", f"{why}: the step begins anew in a new epoch")
+                self._report("retry", f"{why}; the step is retried in a new epoch")
                 # The streaming replica may be unreachable.
                 self.membership.holders.rotate_primary()
                 self._form()
 
-    def _end(self, outcome: StepResult) -> None:
+    def _end(self, result: StepResult) -> None:
         if self.phase is Phase.IDLE:
             return
-        if self.phase is Phase.COMMITTING and outcome.error is not None:
+        if self.phase is Phase.COMMITTING and result.error is not None:
             self._epochs.is_agreed = False  # some shards may have committed
-        done, self._done = self._done, lambda outcome: None
+        on_result, self._on_result = self._on_result, lambda result: None
         self._phase(Phase.IDLE)
         self._transaction = None
-        done(outcome)
+        on_result(result)
 
     def _phase(self, phase: Phase) -> None:
         self.phase = phase
         self._stall_timer.begin(self._detector.now)
 
-    def _happened(self, kind: str, text: str, node: int | None = None) -> None:
+    def _report(self, kind: str, text: str, node: int | None = None) -> None:
         self.counts[kind] += 1
-        self._tell(ProtocolEvent(kind, text, node))
+        self._on_event(ProtocolEvent(kind, text, node))
 
     def _send(
         self,
@@ -495,5 +487,6 @@ class Coordinator:
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
     ) -> None:
-        said = {"epoch": self.epoch, "sender": COORDINATOR, "step": self._step, "body": body or {}}
-        self._runtime.send(to, message_with(payload, kind=kind, **said))
+        step, epoch = self._step, self.epoch
+        fields = {"epoch": epoch, "sender": COORDINATOR, "step": step, "body": body or {}}
+        self._context.send(to, message_with(payload, kind=kind, **fields))

@@ -74,23 +74,23 @@ class _TreePosition:
     """One engine's position in the trees of a view: its children, its parents, and its sums."""
 
     number: int
-    below: Mapping[tuple[int, int], Sequence[int]]  # child nodes, by shard and parity of the chunk
-    above: Sequence[int]  # by shard, the node that receives this engine's credit
+    child_nodes: Mapping[tuple[int, int], Sequence[int]]  # by shard and parity of the chunk
+    parent_nodes: Sequence[int]  # by shard, the node that receives this engine's credit
     summing: Summing
 
     @classmethod
     def of(cls, view: MembershipView, engine: int) -> _TreePosition:
         """Return the position of an engine, given its node number."""
-        place, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
-        below, above = {}, []
+        position, engines, shards = view.engines.index(engine), view.engines, len(view.shards)
+        child_nodes, parent_nodes = {}, []
         for shard, parity in itertools.product(range(shards), range(2)):
             begin = root(shard, parity, shards, len(engines))
-            nodes = [engines[child] for child in children(place, begin, len(engines))]
-            below[shard, parity] = nodes
+            nodes = [engines[child] for child in children(position, begin, len(engines))]
+            child_nodes[shard, parity] = nodes
         for shard, holders in enumerate(view.shards):
-            over = parent(place, root(shard, 0, shards, len(engines)), len(engines))
-            above.append(holders[0] if over is None else engines[over])
-        return cls(place, below, above, summing(len(engines))[place])
+            over = parent(position, root(shard, 0, shards, len(engines)), len(engines))
+            parent_nodes.append(holders[0] if over is None else engines[over])
+        return cls(position, child_nodes, parent_nodes, summing(len(engines))[position])
 
 
 @dataclass
@@ -106,10 +106,10 @@ class _EngineStep:
     waiting: list[tuple[TransferOperation, Chunk, np.ndarray | None]] = field(default_factory=list)
     computed: int = 0
     is_busy: bool = False
-    released: dict[tuple[int, int], int] = field(default_factory=dict)
+    credits: dict[tuple[int, int], int] = field(default_factory=dict)
     announced: dict[int, int] = field(default_factory=dict)
     sums: dict[tuple[int, int], _Sum] = field(default_factory=dict)
-    early: list[Message] = field(default_factory=list)  # gradients that arrived before BEGIN
+    early_gradients: list[Message] = field(default_factory=list)  # that arrived before BEGIN
 
 
 def _tensor_of(message: Message) -> torch.Tensor:
@@ -133,23 +133,23 @@ class EngineNode(ProtocolNode[_EngineStep]):
 
     Args:
         number: its node number.
-        runtime: carries its messages.
+        context: carries its messages.
         transfers: the operations of a step.
         work: computes the operations.
     """
 
     def __init__(
-        self, number: int, runtime: NodeContext, transfers: TransferSchedule, work: EngineExecutor
+        self, number: int, context: NodeContext, transfers: TransferSchedule, work: EngineExecutor
     ) -> None:
-        super().__init__(number, runtime, _EngineStep)
+        super().__init__(number, context, _EngineStep)
         self._transfers, self._work = transfers, work
-        self._place = _TreePosition(0, {}, (), Summing(None, 0, 0, None))
+        self._position = _TreePosition(0, {}, (), Summing(None, 0, 0, None))
 
     def _takes_part(self, view: MembershipView) -> bool:
         return self.number in view.engines
 
     def _enter(self, view: MembershipView) -> None:
-        self._place = _TreePosition.of(view, self.number)
+        self._position = _TreePosition.of(view, self.number)
 
     def _take(self, message: Message) -> None:
         if message.step < self._step.number:
@@ -165,7 +165,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         elif message.kind is MessageType.GRADIENT:
             self._take_gradient(message)
         elif message.kind is MessageType.WEIGHT_CREDIT:
-            self._take_release(message)
+            self._take_credit(message)
         else:
             self.refused += 1
 
@@ -179,10 +179,10 @@ class EngineNode(ProtocolNode[_EngineStep]):
         total = message_validation.integer(message, "total", len(view.engines))
         part = {key: message_validation.real(message, key) for key in message.body if key != "rows"}
         step.total = total
-        place = self._place.summing
-        if place.adds:
+        role = self._position.summing
+        if role.adds:
             shares = partition(total, len(view.engines))
-            step.sums_begin, step.sums_end = shares[place.begin].start, shares[place.end - 1].stop
+            step.sums_begin, step.sums_end = shares[role.begin].start, shares[role.end - 1].stop
 
         def begin() -> None:
             rows = unpack_arrays(message.body.get("rows", ()), message.payload)
@@ -197,8 +197,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
             self._compute_next()
 
         self._run(step, begin, ready)
-        early, step.early = step.early, []
-        for gradient in early:
+        early_gradients, step.early_gradients = step.early_gradients, []
+        for gradient in early_gradients:
             self._take_gradient(gradient)
 
     def _take_weights(self, message: Message) -> None:
@@ -208,8 +208,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
             return
         step.arrived[message.op].add(message.chunk)
         self.progress += 1
-        for child in self._place.below[piece.shard, message.chunk % 2]:
-            self._runtime.send(child, sent_on(message, self.number))
+        for child in self._position.child_nodes[piece.shard, message.chunk % 2]:
+            self._context.send(child, sent_on(message, self.number))
         if not step.is_ready:
             step.waiting.append((operation, piece, message.payload))
             return
@@ -234,44 +234,45 @@ class EngineNode(ProtocolNode[_EngineStep]):
             nodes = self._work.compute(operation)
             return nodes, self._work.losses() if operation.sweep == "turn" else None
 
-        def done(made: tuple[Sequence[PartialSum], Sequence[float] | None]) -> None:
-            nodes, losses = made
+        def done(results: tuple[Sequence[PartialSum], Sequence[float] | None]) -> None:
+            nodes, losses = results
             step.is_busy = False
             step.computed += 1
             del step.arrived[operation.number]
             for shard in range(self._transfers.shards):
-                self._release(shard, self.number, step.computed)
+                self._send_credit(shard, self.number, step.computed)
             if losses is not None:
-                self._say(MessageType.LOSSES, {"losses": [loss.hex() for loss in losses]})
+                self._notify(MessageType.LOSSES, {"losses": [loss.hex() for loss in losses]})
             for node in nodes:
                 self._send_own(operation, node)
             self._compute_next()
 
         self._run(step, compute, done)
 
-    def _take_release(self, message: Message) -> None:
+    def _take_credit(self, message: Message) -> None:
         shard, count = message.chunk, message.op
-        if shard >= self._transfers.shards or message.sender not in self._place.below[shard, 0]:
+        children_of_shard = self._position.child_nodes.get((shard, 0), ())
+        if message.sender not in children_of_shard:
             raise message_validation.refuse(
-                message, f"is not from below in the tree of shard {shard}"
+                message, f"is not from a child of this node in the tree of shard {shard}"
             )
         if count > len(self._transfers.operations):
             raise message_validation.refuse(message, f"counts {count} operations")
-        self._release(shard, message.sender, count)
+        self._send_credit(shard, message.sender, count)
 
-    def _release(self, shard: int, sender: int, count: int) -> None:
+    def _send_credit(self, shard: int, sender: int, count: int) -> None:
         """Send credit to the parent when more operations need no weights here and below."""
         step = self._step
-        step.released[shard, sender] = max(count, step.released.get((shard, sender), 0))
-        here_and_below = (self.number, *self._place.below[shard, 0])
-        least = min(step.released.get((shard, node), 0) for node in here_and_below)
+        step.credits[shard, sender] = max(count, step.credits.get((shard, sender), 0))
+        subtree = (self.number, *self._position.child_nodes[shard, 0])
+        least = min(step.credits.get((shard, node), 0) for node in subtree)
         if least <= step.announced.get(shard, 0):
             return
         step.announced[shard] = least
         message = Message(
             MessageType.WEIGHT_CREDIT, self.epoch, self.number, step.number, least, shard
         )
-        self._runtime.send(self._place.above[shard], message)
+        self._context.send(self._position.parent_nodes[shard], message)
 
     # Gradients
 
@@ -280,7 +281,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             tensor = node.tensors[piece.tensor]
             part = None if tensor is None else tensor.view(-1)[piece.begin : piece.end].float()
             self._send_sum(
-                self._place.summing.own_target,
+                self._position.summing.own_target,
                 operation.number,
                 number,
                 PartialSum(node.level, node.index, (part,)),
@@ -290,12 +291,12 @@ class EngineNode(ProtocolNode[_EngineStep]):
         """Add a chunk of a sum; send the sum when it is complete."""
         step = self._step
         if step.total is None:
-            step.early.append(message)
+            step.early_gradients.append(message)
             return
         message_validation.gradient_of(self._transfers, message)
         if message.level > step.total.bit_length():
             raise message_validation.refuse(
-                message, f"names level {message.level} of a tree over {step.total}"
+                message, f"names level {message.level} of a tree over {step.total} micro-batches"
             )
         first = message.index << message.level
         node = PartialSum(message.level, message.index, (None,))
@@ -323,8 +324,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
         total.missing -= node.leaves(step.total)
         if total.missing < 0:
             raise ProtocolError(
-                f"gradient {chunk} of operation {op} has come for more micro-batches than there "
-                "are; do all nodes run the same version of Penstock?"
+                f"gradient {chunk} of operation {op} was received for more micro-batches than this "
+                "engine adds; do all nodes run the same version of Penstock?"
             )
         self.progress += 1
         total.tree.add(node)
@@ -332,13 +333,13 @@ class EngineNode(ProtocolNode[_EngineStep]):
             return
         nodes = total.tree.nodes()
         total.tree = TreeReduction(step.total)  # frees the memory of the sent sums
-        for whole in nodes:
-            self._send_sum(self._place.summing.target, op, chunk, whole)
+        for added in nodes:
+            self._send_sum(self._position.summing.target, op, chunk, added)
 
     def _send_sum(self, target: int | None, op: int, chunk: int, node: PartialSum) -> None:
         view = self._view
         assert view is not None
-        if target == self._place.number:
+        if target == self._position.number:
             self._add(op, chunk, node)
             return
         if target is None:
@@ -360,4 +361,4 @@ class EngineNode(ProtocolNode[_EngineStep]):
             size=size,
         )
         for receiver in to:
-            self._runtime.send(receiver, message)
+            self._context.send(receiver, message)

@@ -1,6 +1,6 @@
 """The epoch in which a step is made: its nodes, and whether all of them may begin.
 
-No node begins before all nodes have acknowledged the epoch's view and all shards stand at one step.
+No node begins before all nodes have acknowledged the epoch's view and all shards are at one step.
 Each replica reports the steps that it holds, and all replicas roll back to the newest step in
 common.
 """
@@ -37,9 +37,9 @@ class EpochManager:
         self.epoch = 0
         self.view = MembershipView(membership.holders.shards, ())
         self.is_quiescent = False  # all nodes have acknowledged the view, none is in a step
-        self.is_agreed = False  # whether all shards are known to stand at one step
+        self.is_agreed = False  # whether all shards are known to be at one step
         self.agreement = RollbackPoint(())
-        self._seen: set[int] = set()
+        self._acknowledged: set[int] = set()
 
     def is_ready(self, view: MembershipView) -> bool:
         """Tell whether the nodes of a view may begin a step at once, in the current epoch."""
@@ -48,45 +48,45 @@ class EpochManager:
     def form(self, view: MembershipView) -> None:
         """Advance the epoch and send the view to all nodes; spare engines drop their step state."""
         self.view = view
-        self._seen.clear()
+        self._acknowledged.clear()
         nodes = (*view.shard_nodes, *view.engines)
         listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
-        self._raise_epoch({**view.as_body(), "addresses": listening})
+        self._enter_epoch({**view.as_body(), "addresses": listening})
 
     def advance_epoch(self) -> None:
         """Advance the epoch without a step: the new epoch fences the last step."""
-        self._raise_epoch(self.view.as_body())
+        self._enter_epoch(self.view.as_body())
 
-    def _raise_epoch(self, body: Mapping[str, Any]) -> None:
+    def _enter_epoch(self, body: Mapping[str, Any]) -> None:
         self.epoch += 1
         self.is_quiescent = False
-        for node in self._membership.here:
+        for node in self._membership.participants:
             self._send(node, MessageType.VIEW, body)
 
-    def see(self, node: int) -> bool:
+    def acknowledge(self, node: int) -> bool:
         """Record that a node has acknowledged the view; return whether all nodes have."""
-        self._seen.add(node)
-        self.is_quiescent = not self.unseen
+        self._acknowledged.add(node)
+        self.is_quiescent = not self.unacknowledged
         return self.is_quiescent
 
     @property
-    def unseen(self) -> list[int]:
+    def unacknowledged(self) -> list[int]:
         """The nodes that have not acknowledged the view, engines first."""
         nodes = (*self.view.engines, *self.view.shard_nodes)
-        return [node for node in nodes if node not in self._seen]
+        return [node for node in nodes if node not in self._acknowledged]
 
     @property
-    def seen(self) -> int:
+    def acknowledged(self) -> int:
         """How many nodes have acknowledged the view."""
-        return len(self._seen)
+        return len(self._acknowledged)
 
-    def ask_what_is_held(self) -> None:
+    def request_held_steps(self) -> None:
         """Ask all replicas which steps they hold."""
         self.agreement = RollbackPoint(self._membership.holders.shards)
         for node in self._membership.holders.nodes:
             self._send(node, MessageType.HELD_STEPS, {})
 
-    def hold(self, message: Message, before: int) -> list[tuple[int, str]]:
+    def record_held_steps(self, message: Message, before: int) -> list[tuple[int, str]]:
         """Record the steps that a replica holds; when all have answered, order the rollback.
 
         Args:
@@ -101,19 +101,22 @@ class EpochManager:
         """
         steps = message.body.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
-            raise message_validation.refuse(message, f"holds {str(steps)[:80]!r}")
-        if not self.agreement.hold(message.sender, steps):
+            raise message_validation.refuse(
+                message, f"has {str(steps)[:80]!r} as 'steps', expected a list of step numbers"
+            )
+        if not self.agreement.record_held_steps(message.sender, steps):
             return []
         to = self.agreement.newest(before)
         without = self.agreement.without(to)
         if not without:
             for node in self._membership.holders.nodes:
                 self._send(node, MessageType.ROLLBACK, {"to": to})
-        return [(node, f"it does not hold step {to}, to which all go back") for node in without]
+        why = f"it does not hold step {to}, to which all shards roll back"
+        return [(node, why) for node in without]
 
-    def go_back(self, node: int) -> bool:
+    def record_rollback(self, node: int) -> bool:
         """Record that a replica has rolled back; return whether all have."""
-        self.is_agreed = self.agreement.go_back(node)
+        self.is_agreed = self.agreement.record_rollback(node)
         return self.is_agreed
 
 
@@ -128,9 +131,9 @@ class RollbackPoint:
         self._shards = [tuple(nodes) for nodes in shards]
         self._nodes = tuple(itertools.chain.from_iterable(shards))
         self._held: dict[int, set[int]] = {}
-        self._gone_back: set[int] = set()
+        self._rolled_back: set[int] = set()
 
-    def hold(self, node: int, steps: Sequence[int]) -> bool:
+    def record_held_steps(self, node: int, steps: Sequence[int]) -> bool:
         """Record the steps that a replica holds; return whether all replicas have answered."""
         self._held[node] = {*steps}
         return len(self._held) == len(self._nodes)
@@ -153,13 +156,13 @@ class RollbackPoint:
         """Return the replicas that do not hold a step."""
         return [node for node in self._nodes if step not in self._held[node]]
 
-    def go_back(self, node: int) -> bool:
+    def record_rollback(self, node: int) -> bool:
         """Record that a replica has rolled back; return whether all have."""
-        self._gone_back.add(node)
-        return len(self._gone_back) == len(self._nodes)
+        self._rolled_back.add(node)
+        return len(self._rolled_back) == len(self._nodes)
 
     @property
     def missing(self) -> list[int]:
         """The replicas that have not answered the last question."""
-        said = self._gone_back if len(self._held) == len(self._nodes) else {*self._held}
-        return [node for node in self._nodes if node not in said]
+        replied = self._rolled_back if len(self._held) == len(self._nodes) else {*self._held}
+        return [node for node in self._nodes if node not in replied]

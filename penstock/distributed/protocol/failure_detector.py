@@ -33,36 +33,36 @@ class FailureDetector:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heard: dict[int, float] = {}
-        self._beats: dict[int, Heartbeat] = {}
+        self._heard_at: dict[int, float] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
 
     def watch(self, node: int) -> None:
         """Start the timeout of a node that has joined."""
-        self._heard[node] = self.now
+        self._heard_at[node] = self.now
 
     def forget(self, node: int) -> None:
         """Remove the state of a lost node."""
-        self._heard.pop(node, None)
-        self._beats.pop(node, None)
+        self._heard_at.pop(node, None)
+        self._heartbeats.pop(node, None)
 
-    def hear(self, node: int, beat: Heartbeat | None = None) -> None:
+    def hear(self, node: int, heartbeat: Heartbeat | None = None) -> None:
         """Record that a message of a node has arrived, and the heartbeat if it was one."""
-        self._heard[node] = self.now
-        if beat is not None:
-            self._beats[node] = beat
+        self._heard_at[node] = self.now
+        if heartbeat is not None:
+            self._heartbeats[node] = heartbeat
 
     def silent(self, nodes: Iterable[int], seconds: float) -> list[tuple[int, float]]:
         """Return the nodes that have been silent for more than `seconds`, and for how long."""
-        found = [(node, self.now - self._heard.get(node, self.now)) for node in nodes]
+        found = [(node, self.now - self._heard_at.get(node, self.now)) for node in nodes]
         return [(node, silent) for node, silent in found if silent > seconds]
 
     def progress(self, nodes: Iterable[int]) -> dict[int, int]:
         """Return each node's progress in this epoch, from its last heartbeat."""
-        return {node: self._beats.get(node, Heartbeat()).progress for node in nodes}
+        return {node: self._heartbeats.get(node, Heartbeat()).progress for node in nodes}
 
     def busy(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes that had work at their last heartbeat."""
-        return [node for node in nodes if self._beats.get(node, Heartbeat()).is_busy]
+        return [node for node in nodes if self._heartbeats.get(node, Heartbeat()).is_busy]
 
     def pass_time(self, now: float, most: float) -> float:
         """Advance the clock; return the seconds in which this process could not receive messages.
@@ -71,10 +71,10 @@ class FailureDetector:
         for the rest of them. Messages that arrived in that time are still unread.
         """
         pause, self.now = now - self.now, now
-        unheard = max(0.0, pause - most)
-        if unheard:
-            self._heard = {node: heard + unheard for node, heard in self._heard.items()}
-        return unheard
+        paused = max(0.0, pause - most)
+        if paused:
+            self._heard_at = {node: heard_at + paused for node, heard_at in self._heard_at.items()}
+        return paused
 
 
 class StallTimer:

@@ -36,7 +36,7 @@ class Membership:
     @wanted.setter
     def wanted(self, engines: int) -> None:
         if engines < 1:
-            raise ValueError(f"{engines} engines are wanted; a run needs at least one")
+            raise ValueError(f"expected at least 1 engine, got {engines}")
         self._wanted = engines
 
     @property
@@ -45,17 +45,17 @@ class Membership:
         return tuple(self._ready)
 
     @property
-    def here(self) -> tuple[int, ...]:
+    def participants(self) -> tuple[int, ...]:
         """All nodes that may take part: replicas, then engines."""
         return (*self.holders.nodes, *self._ready)
 
     @property
     def all(self) -> tuple[int, ...]:
         """All nodes: replicas, engines, and learners."""
-        return (*self.here, *self.holders.learners)
+        return (*self.participants, *self.holders.learners)
 
     def __contains__(self, node: int) -> bool:
-        return node in self.here or node in self.holders.learners
+        return node in self.participants or node in self.holders.learners
 
     def view(self, micro_batches: int) -> MembershipView:
         """Return the nodes that would take part in a step of so many micro-batches."""
@@ -79,7 +79,7 @@ class Membership:
         """Assign a lost shard to a new node."""
         self.holders.add(shard, node)
 
-    def come(self, shard: int, node: int) -> None:
+    def add_learner(self, shard: int, node: int) -> None:
         """Add a learner of a shard."""
         self.holders.learners[node] = shard
 

@@ -38,12 +38,12 @@ class MembershipView:
         """
         shards, engines = body.get("shards"), body.get("engines")
         if not isinstance(shards, list) or not shards:
-            raise ProtocolError(f"a view has shards {str(shards)[:80]!r}")
+            raise ProtocolError(f"expected a view with a list of shards, got {str(shards)[:80]!r}")
         numbers: list[int] = []
         for nodes in (*shards, engines):
             if not isinstance(nodes, list) or not nodes or not all(type(n) is int for n in nodes):
-                raise ProtocolError(f"a view has nodes {str(nodes)[:80]!r}")
+                raise ProtocolError(f"a view has {str(nodes)[:80]!r} as nodes, expected numbers")
             numbers += nodes
         if len({*numbers}) < len(numbers):
-            raise ProtocolError(f"a view has nodes twice: {str(numbers)[:80]}")
+            raise ProtocolError(f"a view names a node twice: {str(numbers)[:80]}")
         return cls(tuple(map(tuple, shards)), tuple(engines or ()))

@@ -52,7 +52,9 @@ def integer(message: Message, key: str, least: int, body: Mapping[str, Any] | No
     """Return an integer in a message's body, at least `least`."""
     value = (message.body if body is None else body).get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refuse(message, f"says {str(value)[:40]!r} for {key!r}")
+        raise refuse(
+            message, f"has {str(value)[:40]!r} as {key!r}, expected an integer of at least {least}"
+        )
     return value
 
 
@@ -60,7 +62,7 @@ def real(message: Message, key: str) -> float:
     """Return a number in a message's body."""
     value = message.body.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise refuse(message, f"says {str(value)[:40]!r} for {key!r}")
+        raise refuse(message, f"has {str(value)[:40]!r} as {key!r}, expected a number")
     return value
 
 
@@ -68,11 +70,13 @@ def hexadecimals(message: Message, key: str, count: int) -> list[float]:
     """Return `count` floating-point numbers in a message's body, written as exact hexadecimals."""
     values = message.body.get(key)
     if not isinstance(values, list) or len(values) != count:
-        raise refuse(message, f"has other than {count} numbers as {key!r}")
+        raise refuse(message, f"has {str(values)[:40]!r} as {key!r}, expected {count} numbers")
     try:
         return [float.fromhex(value) for value in values]
     except (TypeError, ValueError, OverflowError):
-        raise refuse(message, f"has other than numbers as {key!r}") from None
+        raise refuse(
+            message, f"has {str(values)[:40]!r} as {key!r}, expected hexadecimal numbers"
+        ) from None
 
 
 def _operation(transfers: TransferSchedule, message: Message) -> TransferOperation:
@@ -84,4 +88,4 @@ def _operation(transfers: TransferSchedule, message: Message) -> TransferOperati
 def _require_size(message: Message, size: int) -> None:
     held = message.size if message.payload is None else message.payload.nbytes
     if message.size != size or held != size:
-        raise refuse(message, f"has {held} bytes for {size}")
+        raise refuse(message, f"has {held} bytes, expected {size}")

@@ -124,17 +124,20 @@ def pack(message: Message, slot: int | None = None) -> tuple[bytes, bytes]:
     """Return a message's header and body; the payload follows them, or is in a slot."""
     body = json.dumps(message.body).encode() if message.body else b""
     if len(body) > MAX_BODY_BYTES or message.size > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a message {message.kind.name} of {len(body)} + {message.size} bytes")
-    place = 0 if slot is None else slot + 1
-    digest = _digest(_header(message, place, len(body), 0), body, message.payload)
-    return _header(message, place, len(body), digest), body
+        raise ValueError(
+            f"expected at most {MAX_BODY_BYTES} bytes of body and {MAX_PAYLOAD_BYTES} of payload, "
+            f"got {len(body)} and {message.size} in a {message.kind.name} message"
+        )
+    slot_field = 0 if slot is None else slot + 1
+    digest = _digest(_header(message, slot_field, len(body), 0), body, message.payload)
+    return _header(message, slot_field, len(body), digest), body
 
 
-def _header(message: Message, place: int, body_bytes: int, digest: int) -> bytes:
+def _header(message: Message, slot_field: int, body_bytes: int, digest: int) -> bytes:
     return _HEADER.pack(
         _MAGIC,
         message.kind,
-        place,
+        slot_field,
         message.level,
         message.epoch,
         message.sender,
@@ -165,14 +168,14 @@ def lengths(header: bytes) -> tuple[int, int]:
     """
     magic, *_, body_bytes, payload_bytes, _ = _HEADER.unpack(header)
     if magic != _MAGIC or body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise CorruptionError("a frame's header is damaged: it begins or ends where none does")
+        raise CorruptionError("a frame's header is damaged: its first bytes or lengths are invalid")
     return body_bytes, payload_bytes
 
 
 def slot_of(header: bytes) -> int | None:
     """Return the slot that holds the payload; None if the payload follows the body."""
-    place = _HEADER.unpack(header)[2]
-    return place - 1 if place else None
+    slot_field = _HEADER.unpack(header)[2]
+    return slot_field - 1 if slot_field else None
 
 
 def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
@@ -189,16 +192,16 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
     if found != digest:
         raise CorruptionError(
             f"a frame of operation {op}, chunk {chunk}, from node {sender} has checksum "
-            f"{found:016x}, it was sent with {digest:016x}"
+            f"{found:016x}, expected {digest:016x}"
         )
     try:
-        said = json.loads(body) if body else {}
+        parsed = json.loads(body) if body else {}
         known = MessageType(kind)
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"a frame from node {sender} makes no sense: {error}") from None
-    if not isinstance(said, dict):
-        raise CorruptionError(f"a frame from node {sender} has a body that is no mapping")
-    return Message(known, epoch, sender, step, op, chunk, level, index, said, payload, size, to)
+        raise CorruptionError(f"a frame from node {sender} is malformed: {error}") from None
+    if not isinstance(parsed, dict):
+        raise CorruptionError(f"a frame from node {sender} has a body that is not a mapping")
+    return Message(known, epoch, sender, step, op, chunk, level, index, parsed, payload, size, to)
 
 
 _DIGEST_BYTES = 8
@@ -245,19 +248,19 @@ def unpack_arrays(described: Sequence[Any], payload: np.ndarray | None) -> dict[
     arrays: dict[str, np.ndarray] = {}
     rest = np.zeros(0, np.uint8) if payload is None else payload
     if not isinstance(described, (list, tuple)):
-        raise CorruptionError(f"arrays are described as {str(described)[:80]!r}")
+        raise CorruptionError(f"expected a list of arrays, got {str(described)[:80]!r}")
     for entry in described:
         name, kind, sent, shape = _array_entry(entry)
         size = np.dtype(sent).itemsize * int(np.prod(shape, dtype=object))
         if size > rest.nbytes:
-            raise CorruptionError(f"{name}: {size} bytes are described, {rest.nbytes} came")
+            raise CorruptionError(f"{name}: expected {size} bytes, got {rest.nbytes}")
         try:
             arrays[name] = rest[:size].copy().view(sent).astype(kind, copy=False).reshape(shape)
         except (ValueError, OverflowError) as error:  # such as too many dimensions
-            raise CorruptionError(f"{name}: it is described as {shape}: {error}") from None
+            raise CorruptionError(f"{name}: the shape {shape} is impossible: {error}") from None
         rest = rest[size:]
     if rest.nbytes:
-        raise CorruptionError(f"{rest.nbytes} bytes came that are not described")
+        raise CorruptionError(f"{rest.nbytes} bytes were received after the last array")
     return arrays
 
 
@@ -265,12 +268,16 @@ def _array_entry(entry: Any) -> tuple[str, str, str, list[int]]:
     try:
         name, kind, sent, shape = entry
     except (TypeError, ValueError):
-        raise CorruptionError(f"an array is described as {str(entry)[:80]!r}") from None
+        raise _invalid_entry(entry) from None
     sizes = isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape)
     kinds = kind in _ARRAY_TYPES if sent == kind else all(k in _WHOLE_TYPES for k in (kind, sent))
     if not isinstance(name, str) or not kinds or not sizes:
-        raise CorruptionError(f"an array is described as {str(entry)[:80]!r}")
+        raise _invalid_entry(entry)
     return name, kind, sent, shape
+
+
+def _invalid_entry(entry: Any) -> CorruptionError:
+    return CorruptionError(f"expected name, types and shape of an array, got {str(entry)[:80]!r}")
 
 
 COORDINATOR = 0

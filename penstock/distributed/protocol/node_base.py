@@ -30,17 +30,17 @@ class ProtocolNode(ABC, Generic[Step]):
 
     Args:
         number: its node number.
-        runtime: carries its messages and runs its jobs.
+        context: carries its messages and runs its jobs.
         step: creates the state of a step from its number.
     """
 
-    def __init__(self, number: int, runtime: NodeContext, step: Callable[[int], Step]) -> None:
+    def __init__(self, number: int, context: NodeContext, step: Callable[[int], Step]) -> None:
         self.number = number
         self.epoch = 0
         self.refused = 0  # messages of another epoch or step
         self.progress = 0  # grows with everything that this node completes in this epoch
         self.failure: Exception | None = None  # the last error of its own work
-        self._runtime, self._new_step = runtime, step
+        self._context, self._new_step = context, step
         self._step = step(0)
         self._view: MembershipView | None = None  # of the epoch; None if this node is not in it
         self._jobs = 0
@@ -83,12 +83,12 @@ class ProtocolNode(ABC, Generic[Step]):
             if self._view is not None:
                 self._enter(view)
         if message.epoch == self.epoch:
-            self._say(MessageType.VIEW_ACK)
+            self._notify(MessageType.VIEW_ACK)
 
-    def _say(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
+    def _notify(self, kind: MessageType, body: Mapping[str, Any] | None = None) -> None:
         """Send a message of the step in flight to the coordinator."""
         message = Message(kind, self.epoch, self.number, self._step.number, body=body or {})
-        self._runtime.send(COORDINATOR, message)
+        self._context.send(COORDINATOR, message)
 
     def _report(self, epoch: int, step: int, error: Exception, sender: int | None = None) -> None:
         """Report an error of the node's own work, or an invalid message of a sender."""
@@ -97,7 +97,7 @@ class ProtocolNode(ABC, Generic[Step]):
             self.failure = error
         else:
             body["about"] = sender
-        self._runtime.send(
+        self._context.send(
             COORDINATOR, Message(MessageType.FAILURE, epoch, self.number, step, body=body)
         )
 
@@ -120,4 +120,4 @@ class ProtocolNode(ABC, Generic[Step]):
             if step is self._step:
                 self._report(self.epoch, step.number, error)
 
-        self._runtime.work(job, done, failed)
+        self._context.work(job, done, failed)

@@ -13,7 +13,7 @@ class NodeContext(Protocol):
     """Carries a node's messages and runs its jobs. A node is only ever called from one thread."""
 
     def send(self, to: int, message: Message) -> None:
-        """Send to a node by its number; a node that is gone is no error."""
+        """Send to a node by its number; a lost node is no error."""
         ...
 
     def work(
@@ -48,12 +48,12 @@ class NodeHost(Protocol):
 class BoundContext:
     """The context of one node of a host."""
 
-    carrier: NodeHost
+    host: NodeHost
     number: int
 
     def send(self, to: int, message: Message) -> None:
         """Send to a node by its number."""
-        self.carrier.send(self.number, to, message)
+        self.host.send(self.number, to, message)
 
     def work(
         self,
@@ -62,4 +62,4 @@ class BoundContext:
         failed: Callable[[Exception], None],
     ) -> None:
         """Run a job, then call `then` or `failed`."""
-        self.carrier.work(self.number, job, then, failed)
+        self.host.work(self.number, job, then, failed)

@@ -75,24 +75,26 @@ class RecoveryPolicy:
         if step > self._retry_budget.step:
             self._retry_budget = RetryBudget(step, self._attempts)
 
-    def of_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
+    def after_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
         """Choose the action after an engine failed: evict it, unless others would fail, too.
 
         Args:
             kind: the name of the error's class.
         """
-        ends_with = self._retry_budget.failed(engine, kind, text)
-        if ends_with is None and not self._has_another(engine):
-            ends_with = f"engine {engine}, the only one there is: {kind}: {text}"
-        if ends_with is None:
+        final_error = self._retry_budget.count_failure(engine, kind, text)
+        if final_error is None and not self._has_another(engine):
+            final_error = f"engine {engine}, the only engine: {kind}: {text}"
+        if final_error is None:
             return EvictNode(engine, f"its work failed: {kind}: {text}")
-        return self._give_up(UnrecoverableError(engine, kind, ends_with))
+        return self._abort(UnrecoverableError(engine, kind, final_error))
 
     def _has_another(self, engine: int) -> bool:
         left = [other for other in self._membership.engines if other != engine]
         return len(left) >= self._membership.least or self._can_replace_engine()
 
-    def of_damage(self, status: StepStatus, text: str, ends: Collection[int]) -> RecoveryAction:
+    def after_corruption(
+        self, status: StepStatus, text: str, ends: Collection[int]
+    ) -> RecoveryAction:
         """Choose the action after a frame with a wrong checksum, whose content is unknown.
 
         Args:
@@ -101,23 +103,23 @@ class RecoveryPolicy:
         # A shard's last replica is not evicted: it may hold the only copy of the state.
         is_last_replica = self._membership.holders.is_last_replica
         known = [node for node in ends if node in self._membership and not is_last_replica(node)]
-        worst = self._retry_budget.damaged(known, status.epochs.view.engines)
-        why = f"frames on its links come damaged again and again; {text}"
-        behind = None if worst is None or is_last_replica(worst) else EvictNode(worst, why)
-        return self._again(status, "damage", text, behind)
+        worst = self._retry_budget.count_corruption(known, status.epochs.view.engines)
+        why = f"frames on its connections were damaged repeatedly; {text}"
+        suspect = None if worst is None or is_last_replica(worst) else EvictNode(worst, why)
+        return self._retry(status, "corruption", text, suspect)
 
-    def of_standstill(self, status: StepStatus) -> RecoveryAction:
+    def after_stall(self, status: StepStatus) -> RecoveryAction:
         """Choose the action after a stall: no node computes, so a message was lost."""
-        behind = self._behind(status) if self._retry_budget.standstills else None
-        text = "nothing moves"
-        if behind is not None:
-            text = f"the step stands still behind node {behind.node}"
+        suspect = self._suspect(status) if self._retry_budget.stalls else None
+        text = "the step makes no progress"
+        if suspect is not None:
+            text = f"the step waits for node {suspect.node}"
         if status.phase is Phase.COMMITTING:
-            behind = self._behind(status)
-        return self._again(status, "standstill", text, behind)
+            suspect = self._suspect(status)
+        return self._retry(status, "stall", text, suspect)
 
-    def _again(
-        self, status: StepStatus, why: str, text: str, behind: EvictNode | None
+    def _retry(
+        self, status: StepStatus, why: str, text: str, suspect: EvictNode | None
     ) -> RecoveryAction:
         """Retry the step or resend the decision; evict the suspect if there is one."""
         is_decided, transaction = status.phase is Phase.COMMITTING, status.transaction
@@ -126,23 +128,23 @@ class RecoveryPolicy:
             self._retry_budget.count_retry(why, text)
         except ClusterError as error:
             if not is_decided:
-                return self._give_up(error)
-            behind = self._behind(status)  # a decided step needs the commit of every shard
-        if behind is not None and (not is_decided or transaction.commits > _MOST_COMMITS):
-            return behind
+                return self._abort(error)
+            suspect = self._suspect(status)  # a decided step needs the commit of every shard
+        if suspect is not None and (not is_decided or transaction.commits > _MOST_COMMITS):
+            return suspect
         return ResendDecision() if is_decided else RetryStep(text)
 
-    def _behind(self, status: StepStatus) -> EvictNode | None:
-        found = find_suspect(status, self._membership, self._retry_budget.standstills)
+    def _suspect(self, status: StepStatus) -> EvictNode | None:
+        found = find_suspect(status, self._membership, self._retry_budget.stalls)
         return None if found is None else EvictNode(*found)
 
-    def _give_up(self, error: Exception) -> AbortStep:
+    def _abort(self, error: Exception) -> AbortStep:
         """Abort the step; a later attempt has a new retry budget."""
         self._retry_budget = RetryBudget(0, self._attempts)
         return AbortStep(error)
 
 
-_TRIES = 5
+_MOST_STALLS = 5
 
 
 @dataclass(frozen=True)
@@ -155,31 +157,29 @@ class StepStatus:
     detector: FailureDetector
 
 
-def find_suspect(
-    status: StepStatus, membership: Membership, standstills: int
-) -> tuple[int, str] | None:
+def find_suspect(status: StepStatus, membership: Membership, stalls: int) -> tuple[int, str] | None:
     """Return the suspect of a stall and the reason; None if it is too early for a suspect."""
     phase, epochs, transaction = status.phase, status.epochs, status.transaction
     if phase is Phase.COMMITTING:
-        return transaction.unanswered[0], "it has not answered to the commit"
+        return transaction.unacknowledged[0], "it has not acknowledged the commit"
     if phase is not Phase.RUNNING:
-        missing, why = epochs.unseen, "it has not answered to a new epoch"
+        missing, why = epochs.unacknowledged, "it has not acknowledged a new epoch"
         if phase is Phase.AGREEING:
-            missing, why = epochs.agreement.missing, "it has not said at which step it stands"
-        if standstills <= _TRIES:
+            missing, why = epochs.agreement.missing, "it has not reported its step"
+        if stalls <= _MOST_STALLS:
             missing = [node for node in missing if not membership.holders.is_last_replica(node)]
         return (missing[0], why) if missing else None
-    if behind := transaction.behind:
-        return behind[0], "the others of its shard have got on, it has not"
+    if incomplete := transaction.behind:
+        return incomplete[0], "the other replica of its shard has all gradients, it has not"
     # The engine with the least progress is behind the broken connection. A tie goes to the engine
     # nearest the root.
     progress = status.detector.progress(epochs.view.engines)
-    return min(progress, key=lambda n: progress[n]), "the step stands still behind it"
+    return min(progress, key=lambda n: progress[n]), "the step waits for it"
 
 
 def took_too_long(seconds: float) -> str:
     """Return the reason for the eviction of a node whose single job has taken so long."""
     return (
-        f"one job of it has taken {seconds:.0f} s, which is over cluster.longest_job; if a "
-        "stage of its share, or an update of a shard, may take that long, raise it"
+        f"one of its jobs has taken {seconds:.0f} s, longer than cluster.longest_job; if a stage "
+        "or the update of a shard may take that long, raise cluster.longest_job"
     )

@@ -13,9 +13,9 @@ from collections.abc import Collection
 
 from penstock.errors import ClusterError, NonFiniteError
 
-_DAMAGES_OF_A_PLACE = 4  # in succession; then a node is evicted
-_FAILURES = 3  # of different engines at one step, with any errors
-_OF_THE_MODEL = NonFiniteError.__name__
+_MOST_CORRUPTIONS = 4  # in succession; then a node is evicted
+_MOST_FAILURES = 3  # of different engines at one step, with any errors
+_MODEL_ERROR = NonFiniteError.__name__
 
 
 class RetryBudget:
@@ -30,53 +30,53 @@ class RetryBudget:
         self.step = step
         self._attempts = attempts
         self._failed: dict[int, str] = {}  # the error of each engine
-        self._damaged: Counter[int] = Counter()  # corrupt frames by node, since the last eviction
-        self._damages = 0
+        self._corruptions: Counter[int] = Counter()  # by node, since the last eviction
+        self._corruptions_in_a_row = 0
         self._counts: Counter[str] = Counter()
         self._last = ""
 
-    def failed(self, engine: int, kind: str, text: str) -> str | None:
+    def count_failure(self, engine: int, kind: str, text: str) -> str | None:
         """Record an engine's error; return the final error's text if the engine is not the cause.
 
         Args:
             kind: the name of the error's class.
         """
-        own = f"{kind}: {_without_figures(text)}"
-        same = [other for other, met in self._failed.items() if met == own and other != engine]
+        own = f"{kind}: {_without_numbers(text)}"
+        same = [other for other, known in self._failed.items() if known == own and other != engine]
         self._failed[engine] = own
-        if kind == _OF_THE_MODEL:
+        if kind == _MODEL_ERROR:
             return text
         if same:
             return (
-                f"step {self.step}: engines {same[0]} and {engine} have met the same error, so it "
-                f"is not one engine's: {kind}: {text}"
+                f"step {self.step}: engines {same[0]} and {engine} failed with the same error, so "
+                f"the cause is not one engine: {kind}: {text}"
             )
-        if len(self._failed) >= _FAILURES:
+        if len(self._failed) >= _MOST_FAILURES:
             return (
-                f"step {self.step}: {len(self._failed)} engines have failed, each in its own way; "
-                f"engine {engine}: {kind}: {text}"
+                f"step {self.step}: {len(self._failed)} engines failed with different errors; the "
+                f"last, engine {engine}: {kind}: {text}"
             )
         return None
 
-    def damaged(self, ends: Collection[int], engines: Collection[int]) -> int | None:
+    def count_corruption(self, ends: Collection[int], engines: Collection[int]) -> int | None:
         """Record the nodes at the two ends of a connection with a corrupt frame.
 
         Returns: the node to evict, if any: the node whose connections had the most corrupt frames.
         """
-        self._damages += 1
-        self._damaged.update(ends)
-        if self._damages < _DAMAGES_OF_A_PLACE or not self._damaged:
+        self._corruptions_in_a_row += 1
+        self._corruptions.update(ends)
+        if self._corruptions_in_a_row < _MOST_CORRUPTIONS or not self._corruptions:
             return None
-        worst = max(self._damaged, key=lambda node: (self._damaged[node], node in engines))
-        self._damages = 0
-        self._damaged.clear()
+        worst = max(self._corruptions, key=lambda node: (self._corruptions[node], node in engines))
+        self._corruptions_in_a_row = 0
+        self._corruptions.clear()
         return worst
 
     def count_retry(self, why: str, last: str) -> None:
         """Record a retry of the step.
 
         Args:
-            why: "damage" or "standstill".
+            why: "corruption" or "stall".
             last: the last failure, as text.
 
         Raises:
@@ -86,21 +86,21 @@ class RetryBudget:
         self._last = last
         if self._counts.total() <= self._attempts:
             return
-        seen = f"{self._counts['damage']} times for a damaged frame, "
-        seen += f"{self._counts['standstill']} times because nothing moved for cluster.stall"
+        counted = f"{self._counts['corruption']} times for a damaged frame, "
+        counted += f"{self._counts['stall']} times without progress for cluster.stall"
         raise ClusterError(
-            f"step {self.step} has begun anew {self._counts.total()} times: {seen}; the last time: "
-            f"{self._last}. Check that all hosts of the run reach each other on any port (a "
-            "firewall between engines?), their network cards and cables (ethtool -S) and their "
+            f"step {self.step} was retried {self._counts.total()} times: {counted}; the last time: "
+            f"{self._last}. Check that all hosts of the run can connect to each other on any port "
+            "(a firewall between engines?), their network cards and cables (ethtool -S) and their "
             "memory (dmesg); then give the same command again"
         )
 
     @property
-    def standstills(self) -> int:
+    def stalls(self) -> int:
         """How many stalls there were."""
-        return self._counts["standstill"]
+        return self._counts["stall"]
 
 
-def _without_figures(text: str) -> str:
+def _without_numbers(text: str) -> str:
     """Return an error's text without numbers, which differ between hosts for the same error."""
     return re.sub(r"0x[0-9a-f]+|[0-9]+(\.[0-9]+)?", "#", text)

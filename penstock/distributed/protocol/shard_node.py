@@ -39,7 +39,7 @@ class ShardExecutor(Protocol):
         """
         ...
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll back to a held step and drop all later state."""
         ...
 
@@ -81,7 +81,7 @@ class _ShardStep:
     number: int
     fetched: int = 0
     is_fetching: bool = False
-    released: int = 0
+    credit: int = 0
     begun: bool = False
     gradients: dict[int, dict[int, np.ndarray | None]] = field(default_factory=dict)
     received: int = 0  # of the operations with gradients, in order: how many have all gradients
@@ -97,7 +97,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
     Args:
         number: its node number.
         shard: the shard that it holds.
-        runtime: carries its messages.
+        context: carries its messages.
         transfers: the operations of a step.
         work: reads and writes the shard's store.
         window: how many operations' weights may be in flight; equal to the slots of an engine.
@@ -108,13 +108,13 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self,
         number: int,
         shard: int,
-        runtime: NodeContext,
+        context: NodeContext,
         transfers: TransferSchedule,
         work: ShardExecutor,
         window: int = WINDOW,
         gradients: int = GRADIENTS,
     ) -> None:
-        super().__init__(number, runtime, _ShardStep)
+        super().__init__(number, context, _ShardStep)
         self._shard, self._transfers, self._work = shard, transfers, work
         self._window, self._most_gradients = window, gradients
         operations = transfers.operations
@@ -122,14 +122,14 @@ class ShardNode(ProtocolNode[_ShardStep]):
         wanted = [(op, op.gradients_of(shard)) for op in operations]
         self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
         self._streams = False  # whether this replica streams the weights
-        self._asked: set[MessageType] = set()  # the coordinator's questions in this epoch
+        self._questions: set[MessageType] = set()  # the coordinator's questions in this epoch
         self.sent_bytes = 0  # weights sent since the node was created
 
     def _takes_part(self, view: MembershipView) -> bool:
         return self._shard < len(view.shards) and self.number in view.shards[self._shard]
 
     def _enter(self, view: MembershipView) -> None:
-        self._asked.clear()
+        self._questions.clear()
         self._streams = view.shards[self._shard][0] == self.number
 
     def _take(self, message: Message) -> None:
@@ -142,7 +142,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         elif message.kind is MessageType.COMMIT:
             self._commit(message)
         elif message.kind is MessageType.WEIGHT_CREDIT:
-            self._take_release(message)
+            self._take_credit(message)
         elif message.kind is MessageType.GRADIENT:
             self._take_gradient(message)
         else:
@@ -150,20 +150,20 @@ class ShardNode(ProtocolNode[_ShardStep]):
 
     def _take_question(self, message: Message) -> None:
         """Answer with the held steps, or roll back; valid only before the epoch's first step."""
-        if self._step.number or message.kind in self._asked:
+        if self._step.number or message.kind in self._questions:
             self.refused += 1  # a repetition: the first answer is sent or in progress
             return
-        self._asked.add(message.kind)
+        self._questions.add(message.kind)
         step, kind = self._step, message.kind
         if kind is MessageType.HELD_STEPS:
             self._run(
                 step,
                 self._work.held_steps,
-                lambda steps: self._say(kind, {"steps": [int(held) for held in steps]}),
+                lambda steps: self._notify(kind, {"steps": [int(held) for held in steps]}),
             )
             return
         to = message_validation.integer(message, "to", 0)
-        self._run(step, lambda: self._work.go_back(to), lambda _: self._say(kind, {"to": to}))
+        self._run(step, lambda: self._work.roll_back(to), lambda _: self._notify(kind, {"to": to}))
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
@@ -172,8 +172,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
 
         def ready(_: object) -> None:
             step.begun = True
-            self._pump()
-            self._prepare_if_whole()  # this shard may have no gradients
+            self._fetch_next()
+            self._prepare_if_complete()  # this shard may have no gradients
 
         def begin() -> None:
             self._work.begin(message.step)
@@ -182,18 +182,18 @@ class ShardNode(ProtocolNode[_ShardStep]):
 
         self._run(step, begin, ready)
 
-    def _pump(self) -> None:
+    def _fetch_next(self) -> None:
         """Fetch the next operation, if the two limits allow it."""
         step = self._step
         if not self._streams or not step.begun or step.is_fetching:
             return
         if step.fetched == len(self._transfers.operations):
             return
-        if step.fetched >= step.released + self._window:
+        if step.fetched >= step.credit + self._window:
             return
         operation = self._transfers.operations[step.fetched]
-        let_go = sum(op.number < operation.number for op, _ in self._wanted)
-        if let_go - step.stored >= self._most_gradients:
+        earlier = sum(op.number < operation.number for op, _ in self._wanted)
+        if earlier - step.stored >= self._most_gradients:
             return
         step.is_fetching = True
 
@@ -201,7 +201,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             step.is_fetching = False
             step.fetched += 1
             self._send_weights(operation, parts)
-            self._pump()
+            self._fetch_next()
 
         self._run(step, lambda: self._work.fetch(operation), fetched)
 
@@ -225,66 +225,66 @@ class ShardNode(ProtocolNode[_ShardStep]):
             )
             self.sent_bytes += size
             begin = root(self._shard, chunk, shards, len(engines))
-            self._runtime.send(engines[begin], message)
+            self._context.send(engines[begin], message)
 
-    def _take_release(self, message: Message) -> None:
+    def _take_credit(self, message: Message) -> None:
         if message.op > len(self._transfers.operations):
             raise message_validation.refuse(message, f"counts {message.op} operations")
-        self._step.released = max(self._step.released, message.op)
-        self._pump()
+        self._step.credit = max(self._step.credit, message.op)
+        self._fetch_next()
 
     def _take_gradient(self, message: Message) -> None:
         step = self._step
         _, piece = message_validation.gradient_of(self._transfers, message)
         if piece.shard != self._shard:
             raise message_validation.refuse(
-                message, f"is for shard {piece.shard}, and came to {self._shard}"
+                message, f"is for shard {piece.shard}, but was sent to shard {self._shard}"
             )
         if message.index:
-            raise message_validation.refuse(message, "is no sum over all micro-batches")
-        came = step.gradients.setdefault(message.op, {})
-        if message.chunk in came:
+            raise message_validation.refuse(message, "is not the sum over all micro-batches")
+        arrived = step.gradients.setdefault(message.op, {})
+        if message.chunk in arrived:
             return  # a repeated chunk is ignored
-        came[message.chunk] = None
+        arrived[message.chunk] = None
         if message.payload is not None:
-            came[message.chunk] = message.payload.view(np.float32)
+            arrived[message.chunk] = message.payload.view(np.float32)
         self.progress += 1
-        self._prepare_if_whole()
+        self._prepare_if_complete()
 
-    def _prepare_if_whole(self) -> None:
+    def _prepare_if_complete(self) -> None:
         """Store operations whose gradients have arrived, in order; report when all are stored."""
         step = self._step
 
         def stored(_: object) -> None:
             step.stored += 1
-            self._pump()
+            self._fetch_next()
 
         while step.received < len(self._wanted):
             operation, numbers = self._wanted[step.received]
-            came = step.gradients.get(operation.number, {})
-            if len(came) < len(numbers):
+            arrived = step.gradients.get(operation.number, {})
+            if len(arrived) < len(numbers):
                 return
             step.gradients[operation.number] = dict.fromkeys(numbers)  # the job owns the memory
             step.received += 1
-            self._run(step, self._receiving(operation, came), stored)
+            self._run(step, self._receiving(operation, arrived), stored)
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._say(MessageType.PREPARED, body))
+        self._run(step, self._work.prepare, lambda body: self._notify(MessageType.PREPARED, body))
 
     def _receiving(
-        self, operation: TransferOperation, came: Mapping[int, np.ndarray | None]
+        self, operation: TransferOperation, arrived: Mapping[int, np.ndarray | None]
     ) -> Callable[[], None]:
-        return lambda: self._work.receive(operation, came)
+        return lambda: self._work.receive(operation, arrived)
 
     def _commit(self, message: Message) -> None:
         step = self._step
         if not step.is_prepared:
             raise message_validation.refuse(
-                message, "is too early: this shard has not all gradients"
+                message, "is too early: this shard has not received all gradients"
             )
         if step.answer is not None:
-            self._say(MessageType.COMMITTED, step.answer)
+            self._notify(MessageType.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the commit is still running
@@ -293,6 +293,6 @@ class ShardNode(ProtocolNode[_ShardStep]):
 
         def committed(answer: Mapping[str, Any]) -> None:
             step.answer = answer
-            self._say(MessageType.COMMITTED, answer)
+            self._notify(MessageType.COMMITTED, answer)
 
         self._run(step, lambda: self._work.commit(step.number, decision), committed)

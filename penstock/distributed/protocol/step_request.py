@@ -91,11 +91,11 @@ class UnrecoverableError(Exception):
 
 
 class RolledBackError(Exception):
-    """All shards stand at `step`, which is not the step before the requested step.
+    """All shards are at `step`, which is not the step before the requested step.
 
     This is no failure: the run continues with the step after `step`.
     """
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"the shards went back to step {step}, the newest that all of them hold")
+        super().__init__(f"the shards rolled back to step {step}, the newest that all of them hold")
         self.step = step

@@ -45,8 +45,8 @@ class StepTransaction:
         self.request = request
         self._view, self._send = view, send
         self._losses: dict[int, list[float]] = {}
-        self._prepared: dict[int, Any] = {}
-        self._answers: dict[int, Any] = {}
+        self._reports: dict[int, Any] = {}
+        self._acknowledgements: dict[int, Any] = {}
         self._decision: Mapping[str, Any] = {}
         self.commits = 0  # how often the decision was sent again
         self._nodes = list(view.shard_nodes)  # the replicas that have not left
@@ -75,20 +75,20 @@ class StepTransaction:
 
     def commit(self) -> None:
         """Send the decision to all replicas that have not acknowledged it."""
-        for node in self.unanswered:
+        for node in self.unacknowledged:
             self._send(node, MessageType.COMMIT, self._decision)
 
     @property
-    def outcome(self) -> StepResult:
+    def result(self) -> StepResult:
         """The result of the step, once all replicas have committed."""
-        return StepResult(self.request.step, self.losses, self._decision, self.answers)
+        return StepResult(self.request.step, self.losses, self._decision, self.acknowledgements)
 
-    def leave(self, node: int) -> None:
+    def remove_replica(self, node: int) -> None:
         """Remove a replica; the other replicas of its shard do the same work."""
         if node in self._nodes:
             self._nodes.remove(node)
 
-    def lose(self, message: Message) -> None:
+    def record_losses(self, message: Message) -> None:
         """Record the losses of an engine's micro-batches.
 
         **Raises:** `ProtocolError` if the message has no valid losses.
@@ -102,30 +102,30 @@ class StepTransaction:
                 message, "losses", len(part)
             )
 
-    def prepare(self, message: Message) -> None:
+    def record_report(self, message: Message) -> None:
         """Record a replica's report on its gradients.
 
         **Raises:** `ProtocolError` if the report is invalid.
         """
-        self._prepared[message.sender] = self.request.report(message)
+        self._reports[message.sender] = self.request.report(message)
 
-    def answer(self, message: Message) -> None:
+    def record_acknowledgement(self, message: Message) -> None:
         """Record a replica's acknowledgement of the commit.
 
         **Raises:** `ProtocolError` if the acknowledgement is invalid.
         """
-        self._answers[message.sender] = self.request.answer(message)
+        self._acknowledgements[message.sender] = self.request.answer(message)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all losses and the reports of all replicas have arrived."""
         has_losses = len(self._losses) == len(self._view.engines)
-        return has_losses and self._prepared.keys() >= {*self._nodes}
+        return has_losses and self._reports.keys() >= {*self._nodes}
 
     @property
-    def unanswered(self) -> list[int]:
+    def unacknowledged(self) -> list[int]:
         """The replicas that have not acknowledged the commit."""
-        return [node for node in self._nodes if node not in self._answers]
+        return [node for node in self._nodes if node not in self._acknowledgements]
 
     @property
     def behind(self) -> list[int]:
@@ -135,9 +135,9 @@ class StepTransaction:
         connections to the listed replicas.
         """
         for nodes in self._shards:
-            if not any(node in self._prepared for node in nodes):
+            if not any(node in self._reports for node in nodes):
                 return []
-        return [node for node in self._nodes if node not in self._prepared]
+        return [node for node in self._nodes if node not in self._reports]
 
     @property
     def losses(self) -> list[float]:
@@ -153,21 +153,20 @@ class StepTransaction:
         """
         for shard, (first, *others) in enumerate(self._shards):
             for other in others:
-                what = self.request.difference(self._prepared[first], self._prepared[other])
+                what = self.request.difference(self._reports[first], self._reports[other])
                 if what is not None:
                     raise CorruptionError(
-                        f"shard {shard}: node {first} and its replica, node {other}, should hold "
-                        f"the same and do not say the same of {what}; step {self.request.step} was "
-                        "not committed: the memory or the processor of one of their hosts is "
-                        "faulty. Test them, and give the same command again; the run goes on from "
-                        "the last step that is safe"
+                        f"shard {shard}: the replicas on nodes {first} and {other} must be equal, "
+                        f"but differ in {what}; step {self.request.step} was not committed. The "
+                        "memory or the processor of one of their hosts is faulty. Test both hosts, "
+                        "then give the same command again; the run resumes from the last saved step"
                     )
-        return [self._prepared[nodes[0]] for nodes in self._shards]
+        return [self._reports[nodes[0]] for nodes in self._shards]
 
     @property
-    def answers(self) -> Sequence[Any]:
+    def acknowledgements(self) -> Sequence[Any]:
         """The acknowledgements of the commit, one per shard, in shard order."""
-        return [self._answers[nodes[0]] for nodes in self._shards]
+        return [self._acknowledgements[nodes[0]] for nodes in self._shards]
 
     @property
     def _shards(self) -> list[list[int]]:
@@ -177,7 +176,7 @@ class StepTransaction:
     @property
     def counts(self) -> tuple[int, ...]:
         """How many losses, reports and acknowledgements have arrived; each number only grows."""
-        return len(self._losses), len(self._prepared), len(self._answers)
+        return len(self._losses), len(self._reports), len(self._acknowledgements)
 
 
 class Phase(enum.Enum):
@@ -185,7 +184,7 @@ class Phase(enum.Enum):
 
     IDLE = "no step"
     GATHERING = "waiting for engines or shards"
-    FORMING = "waiting until all have seen the view"
-    AGREEING = "waiting until all shards stand at one step"
+    FORMING = "waiting until all nodes acknowledge the view"
+    AGREEING = "waiting until all shards are at the same step"
     RUNNING = "waiting for losses and gradients"
     COMMITTING = "waiting until the shards have committed"

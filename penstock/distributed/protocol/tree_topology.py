@@ -23,15 +23,15 @@ def root(shard: int, chunk: int, shards: int, engines: int) -> int:
     return (2 * shard + chunk % 2) * engines // (2 * shards)
 
 
-def parent(place: int, root: int, engines: int) -> int | None:
+def parent(position: int, root: int, engines: int) -> int | None:
     """Return the parent of an engine in the tree that begins at `root`; None for the shard."""
-    distance = (place - root) % engines
+    distance = (position - root) % engines
     return None if distance == 0 else ((distance - 1) // 2 + root) % engines
 
 
-def children(place: int, root: int, engines: int) -> list[int]:
+def children(position: int, root: int, engines: int) -> list[int]:
     """Return the children of an engine in the tree that begins at `root`."""
-    distance = (place - root) % engines
+    distance = (position - root) % engines
     below = (2 * distance + 1, 2 * distance + 2)
     return [(child + root) % engines for child in below if child < engines]
 
@@ -77,7 +77,7 @@ def summing(engines: int) -> Sequence[Summing]:
     return [Summing(own[i], *inner.get(i, (0, 0, None))) for i in range(engines)]
 
 
-def ways(engines: int, shards: int) -> set[tuple[int, int]]:
+def tree_connections(engines: int, shards: int) -> set[tuple[int, int]]:
     """Return the connections of one view as pairs: engines by position, shard k as -1 - k.
 
     An engine with another position in an earlier view may have one more connection.
@@ -87,8 +87,8 @@ def ways(engines: int, shards: int) -> set[tuple[int, int]]:
         begin = root(shard, parity, shards, engines)
         pairs.add((-1 - shard, begin))
         pairs |= {(p, child) for p in range(engines) for child in children(p, begin, engines)}
-    for place, part in enumerate(summing(engines)):
+    for position, part in enumerate(summing(engines)):
         for target in (part.own_target, part.target) if part.adds else (part.own_target,):
             to = [-1 - shard for shard in range(shards)] if target is None else [target]
-            pairs |= {(place, other) for other in to if other != place}
+            pairs |= {(position, other) for other in to if other != position}
     return pairs

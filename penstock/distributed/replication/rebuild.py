@@ -35,12 +35,12 @@ class BrokenCopyError(ClusterError):
 
 
 def copy_shard(
-    calls: RpcClient, source: int, listens: Address, target: int, meanwhile: Callable[[], None]
+    calls: RpcClient, source: int, address: Address, target: int, meanwhile: Callable[[], None]
 ) -> int:
     """Copy the whole state of node `source` to node `target`, while no step runs.
 
     Args:
-        listens: the address of `source`.
+        address: the address of `source`.
         meanwhile: called repeatedly until the copy ends; it may raise to cancel the copy.
 
     Returns:
@@ -53,71 +53,73 @@ def copy_shard(
         InvalidResponseError: a reply of `source` is malformed.
         PenstockError: `source` cannot report its state.
     """
-    _watched(calls, calls.begin(source, "flush", {}, {}), meanwhile)
+    _await(calls, calls.begin(source, "flush", {}, {}), meanwhile)
     status = calls.ask(source, "status", {}, {}).body
-    step = _said(status, "step", int, source, InvalidResponseError)
-    where = {"source": source, "listens": list(listens), "step": step}
-    asked = calls.begin(target, "take_copy", where, {})
+    step = _value(status, "step", int, source, InvalidResponseError)
+    where = {"source": source, "listens": list(address), "step": step}
+    call = calls.begin(target, "take_copy", where, {})
     failpoints.point("copy.begun")
-    said = _watched(calls, asked, meanwhile).body
-    if "failed" in said:
-        raise _failure(said, source, target)
-    copied = _said(said, "copied", int, target, ReplicaRejectedError)
-    ours, theirs = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
-    said = _watched(calls, ours, meanwhile).body
-    wanted = _said(said, "checksum", str, source, InvalidResponseError)
-    said = _given(calls, theirs, meanwhile).body
-    found = _said(said, "checksum", str, target, ReplicaRejectedError)
+    reply = _await(calls, call, meanwhile).body
+    if "failed" in reply:
+        raise _failure(reply, source, target)
+    copied = _value(reply, "copied", int, target, ReplicaRejectedError)
+    source_call, target_call = (calls.begin(node, "checksum", {}, {}) for node in (source, target))
+    reply = _await(calls, source_call, meanwhile).body
+    wanted = _value(reply, "checksum", str, source, InvalidResponseError)
+    reply = _await_learner(calls, target_call, meanwhile).body
+    found = _value(reply, "checksum", str, target, ReplicaRejectedError)
     if wanted != found:
         raise BrokenCopyError(
-            f"what node {target} was given has checksum {found}, what node {source} holds "
+            f"the copy on node {target} has checksum {found}, the original on node {source} has "
             f"{wanted}: the memory or the processor of one of their hosts is faulty"
         )
     # Only after verification: another run would open a durable state on flash.
     extra = {"extra": status.get("extra", {})}
-    _given(calls, calls.begin(target, "remember", extra, {}), meanwhile)
-    _given(calls, calls.begin(target, "finish_restore", {"step": step}, {}), meanwhile)
+    _await_learner(calls, calls.begin(target, "remember", extra, {}), meanwhile)
+    _await_learner(calls, calls.begin(target, "finish_restore", {"step": step}, {}), meanwhile)
     return copied
 
 
-def _said(
-    said: Mapping[str, Any], key: str, kind: type[_Kind], node: int, refuse: type[PenstockError]
+def _value(
+    reply: Mapping[str, Any], key: str, kind: type[_Kind], node: int, refuse: type[PenstockError]
 ) -> _Kind:
     """Return a value from a node's reply; refuse a value of another type."""
-    value = said.get(key)
+    value = reply.get(key)
     if type(value) is not kind:
         raise refuse(
-            f"node {node} says {str(value)[:40]!r} for {key!r}; do all nodes run the same version "
-            "of Penstock?"
+            f"node {node} replied with {str(value)[:40]!r} as {key!r}; do all nodes run the same "
+            "version of Penstock?"
         )
     return value
 
 
-def _watched(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
+def _await(calls: RpcClient, call: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
     """Wait for a reply; cancel the copy if waiting is interrupted."""
     try:
-        return asked.answer(meanwhile)
+        return call.answer(meanwhile)
     except BaseException:
-        if asked.method == "take_copy":
-            calls.begin(asked.node, "give_up_copy", {}, {})
+        if call.method == "take_copy":
+            calls.begin(call.node, "give_up_copy", {}, {})
         raise
 
 
-def _given(calls: RpcClient, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage:
+def _await_learner(
+    calls: RpcClient, call: PendingCall, meanwhile: Callable[[], None]
+) -> RpcMessage:
     """Wait for a reply of the learner."""
     try:
-        return _watched(calls, asked, meanwhile)
+        return _await(calls, call, meanwhile)
     except ShardLostError:
         raise
     except PenstockError as error:
         raise ReplicaRejectedError(str(error)) from error
 
 
-def _failure(said: Mapping[str, Any], source: int, target: int) -> PenstockError:
+def _failure(reply: Mapping[str, Any], source: int, target: int) -> PenstockError:
     """Return the error of a copy that failed on one of its sides."""
-    text, side = str(said.get("text")), said["failed"]
+    text, side = str(reply.get("text")), reply["failed"]
     if side == "source":
-        return error_class(str(said.get("kind")))(f"node {source}: {text}")
+        return error_class(str(reply.get("kind")))(f"node {source}: {text}")
     if side == "target":
         return ReplicaRejectedError(text)
     return BrokenCopyError(f"from node {source} to node {target}: {text}")

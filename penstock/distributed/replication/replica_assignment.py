@@ -26,51 +26,50 @@ class ReplicaAssignment:
         self._vacant = {ReplicaSlot(s, r) for s in range(shards) for r in range(replicas)}
         self._holders: list[dict[int, ReplicaSlot]] = [{} for _ in range(shards)]
         self._learners: dict[int, ReplicaSlot] = {}
-        self._newest: dict[
-            int, ReplicaSlot
-        ] = {}  # the slot lost last, of each shard without a holder
-        self._left: set[int] = set()  # nodes that held a shard and were lost
+        # The slot that was lost last, of each shard without a holder.
+        self._lost_last: dict[int, ReplicaSlot] = {}
+        self._lost_holders: set[int] = set()  # nodes that held a shard and were lost
         self._changed = threading.Condition()
-        self.have_come = not shards  # whether all slots were filled at the same time
-        self.given_up = 0  # slots that stay vacant permanently
+        self.was_complete = not shards  # whether all slots were filled at the same time
+        self.retired = 0  # slots that stay vacant permanently
 
     @property
-    def are_missing(self) -> bool:
+    def is_incomplete(self) -> bool:
         """Whether the run must wait for a node to take a slot."""
-        return not self.have_come or not all(self._holders)
+        return not self.was_complete or not all(self._holders)
 
     @property
     def learners(self) -> list[tuple[int, int]]:
         """Shard and node of each learner."""
         with self._changed:
-            return [(place.shard, node) for node, place in self._learners.items()]
+            return [(slot.shard, node) for node, slot in self._learners.items()]
 
     def free(self, taken: Collection[ReplicaSlot | None]) -> list[ReplicaSlot]:
         """Return the vacant slots that no joining process has, the first slot of every shard first.
 
         Of a shard without a holder, only the slot that was lost last.
         """
-        free = [p for p in self._vacant.difference(taken) if self._newest.get(p.shard, p) == p]
-        return sorted(free, key=lambda place: (place.replica, place.shard))
+        free = [p for p in self._vacant.difference(taken) if self._lost_last.get(p.shard, p) == p]
+        return sorted(free, key=lambda slot: (slot.replica, slot.shard))
 
     def is_held(self, shard: int) -> bool:
         """Tell whether any node holds a shard."""
         return bool(self._holders[shard])
 
-    def take(self, place: ReplicaSlot, node: int) -> None:
+    def take(self, slot: ReplicaSlot, node: int) -> None:
         """Assign a slot to a node that has the state of the shard."""
         with self._changed:
-            self._holders[place.shard][node] = place
-            self._newest.pop(place.shard, None)
-            self._vacant.discard(place)
-            self.have_come = self.have_come or not self._vacant
+            self._holders[slot.shard][node] = slot
+            self._lost_last.pop(slot.shard, None)
+            self._vacant.discard(slot)
+            self.was_complete = self.was_complete or not self._vacant
             self._changed.notify_all()
 
-    def wait_for_copy(self, place: ReplicaSlot, node: int) -> None:
+    def add_learner(self, slot: ReplicaSlot, node: int) -> None:
         """Assign a slot to a learner."""
         with self._changed:
-            self._learners[node] = place
-            self._vacant.discard(place)
+            self._learners[node] = slot
+            self._vacant.discard(slot)
 
     def promote(self, node: int) -> None:
         """Make a learner that has received its copy a holder of the shard."""
@@ -79,26 +78,26 @@ class ReplicaAssignment:
     def lose(self, node: int) -> None:
         """Make the slot of a node vacant."""
         with self._changed:
-            place = self._learners.pop(node, None)
+            slot = self._learners.pop(node, None)
             for shard, holders in enumerate(self._holders):
                 if node in holders:
-                    place = holders.pop(node)
-                    self._left.add(node)
+                    slot = holders.pop(node)
+                    self._lost_holders.add(node)
                     if not holders:
-                        self._newest[shard] = place
-            if place is not None:
-                self._vacant.add(place)
+                        self._lost_last[shard] = slot
+            if slot is not None:
+                self._vacant.add(slot)
 
-    def give_up(self, node: int) -> None:
+    def retire(self, node: int) -> None:
         """Retire the slot of a learner permanently."""
         with self._changed:
             if self._learners.pop(node, None) is not None:
-                self.given_up += 1
+                self.retired += 1
 
     def is_replaced(self, node: int) -> bool:
         """Tell whether a node held a shard and was lost, so that another node takes its slot."""
         with self._changed:
-            return node in self._left
+            return node in self._lost_holders
 
     def nodes(self, shard: int) -> tuple[int, ...]:
         """Return the nodes that hold a shard."""
@@ -114,7 +113,7 @@ class ReplicaAssignment:
     def wait(self, seconds: float) -> bool:
         """Wait at most so many seconds until all slots are taken; return whether they are."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.have_come, seconds)
+            return self._changed.wait_for(lambda: self.was_complete, seconds)
 
     def wait_for_holder(self, shard: int, seconds: float) -> None:
         """Wait at most so many seconds until a node holds a shard."""

@@ -29,25 +29,25 @@ from penstock.planning import store_factory
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
 
-_LOOK = 0.05  # seconds between two checks for events
-_TRIES = 3  # attempts at a copy whose failure is not due to either node
-_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+_POLL_SECONDS = 0.05  # seconds between two checks for events
+_ATTEMPTS = 3  # attempts at a copy whose failure is not due to either node
+_RESUME = "give the same command again; the run resumes from the last saved step"
 
 
 @dataclass(frozen=True)
 class ManagerHooks:
     """The functions of the cluster manager that the replica manager calls.
 
-    `say` reports an event, by its kind. `fail` ends the run. `look` reports queued events in the
-    trainer's thread and raises the error that ended the run. `do` runs an action in the endpoint's
-    thread. `address` returns the address of a node, None once the node is lost.
+    `report` reports an event, by its kind. `fail` ends the run. `poll` reports queued events in the
+    trainer's thread and raises the error that ended the run. `run_in_endpoint` runs an action in
+    the endpoint's thread. `address` returns the address of a node, None once the node is lost.
     """
 
     coordinator: Coordinator
-    say: Callable[[str, str, int | None], None]
+    report: Callable[[str, str, int | None], None]
     fail: Callable[[PenstockError], None]
-    look: Callable[[], None]
-    do: Callable[[Callable[[], object]], None]
+    poll: Callable[[], None]
+    run_in_endpoint: Callable[[Callable[[], object]], None]
     should_stop: Callable[[], bool]
     address: Callable[[int], Address | None]
 
@@ -65,21 +65,21 @@ class ReplicaManager:
         self, config: Config, parts: Sequence[Holding], calls: RpcClient, hooks: ManagerHooks
     ) -> None:
         self._config, self._parts, self._calls, self._hooks = config, parts, calls, hooks
-        self.places = ReplicaAssignment(len(parts), config.store.replicas)
+        self.assignment = ReplicaAssignment(len(parts), config.store.replicas)
 
     # In the trainer's thread
 
     def remote(self) -> list[StoreClient]:
         """Return the shards' clients once all shards have joined."""
-        while not self.places.wait(_LOOK):
-            self._hooks.look()
+        while not self.assignment.wait(_POLL_SECONDS):
+            self._hooks.poll()
         return [
             StoreClient(
                 part,
                 self._calls,
-                nodes=functools.partial(self.places.nodes, shard),
+                nodes=functools.partial(self.assignment.nodes, shard),
                 await_node=functools.partial(self._await_holder, shard),
-                refuse=self._cut_off,
+                refuse=self._evict,
                 copy=functools.partial(self._copy, shard),
                 rule=store_factory.commit_rule(self._config),
                 replicas=self._config.store.replicas,
@@ -87,17 +87,17 @@ class ReplicaManager:
             for shard, part in enumerate(self._parts)
         ]
 
-    def _cut_off(self, node: int, error: InvalidResponseError) -> None:
+    def _evict(self, node: int, error: InvalidResponseError) -> None:
         """Remove a node that has sent a malformed reply."""
-        self._hooks.do(lambda: self._hooks.coordinator.lost(node, str(error)))
+        self._hooks.run_in_endpoint(lambda: self._hooks.coordinator.lost(node, str(error)))
 
     def _await_holder(self, shard: int) -> None:
         """Wait until a node holds a shard. Raises `StorageError` if a stop is requested."""
-        while not self.places.nodes(shard):
-            self._hooks.look()
+        while not self.assignment.nodes(shard):
+            self._hooks.poll()
             if self._hooks.should_stop():
-                raise StorageError(f"stopped while a shard of the store was lost; {_AGAIN}")
-            self.places.wait_for_holder(shard, _LOOK)
+                raise StorageError(f"stopped while a shard of the store was lost; {_RESUME}")
+            self.assignment.wait_for_holder(shard, _POLL_SECONDS)
 
     def copy_to_learners(self, on_flash: DurableStore | None) -> None:
         """Between two steps, copy to each learner the state of a holder of its shard.
@@ -109,7 +109,7 @@ class ReplicaManager:
         Raises:
             InterruptedError: a stop was requested.
         """
-        learners = self.places.learners
+        learners = self.assignment.learners
         if not learners or not self._hooks.coordinator.is_agreed:
             return
         try:
@@ -118,7 +118,7 @@ class ReplicaManager:
         except ShardLostError:
             return  # the loss is handled first
         for shard, node in learners:
-            if not (nodes := self.places.nodes(shard)):
+            if not (nodes := self.assignment.nodes(shard)):
                 continue
             try:
                 self._copy(shard, nodes[0], node)
@@ -128,9 +128,9 @@ class ReplicaManager:
                 self._refuse(shard, node, str(error))
                 continue
             except InvalidResponseError as error:
-                self._cut_off(nodes[0], error)
+                self._evict(nodes[0], error)
                 continue
-            self._hooks.do(functools.partial(self._admit, node))
+            self._hooks.run_in_endpoint(functools.partial(self._admit, node))
 
     def _copy(self, shard: int, source: int, target: int) -> None:
         """Copy the state of a shard from one node to another.
@@ -138,38 +138,38 @@ class ReplicaManager:
         **Raises:** the errors of `copy_shard`; `ReplicaRejectedError` after repeated broken copies.
         """
         began = time.monotonic()
-        for tries in range(1, _TRIES + 1):
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
-                copied = self._try_to_copy(shard, source, target)
+                copied = self._copy_once(shard, source, target)
                 break
             except BrokenCopyError as error:
-                if tries == _TRIES:
-                    text = f"{tries} copies in a row broke, the last one: {error}"
+                if attempt == _ATTEMPTS:
+                    text = f"{attempt} copies in a row failed; the last error: {error}"
                     raise ReplicaRejectedError(text) from error
-                text = f"shard {shard}: a copy broke, another one is begun: {error}"
-                self._hooks.say("replica copied again", text, target)
-        self._hooks.say(
+                text = f"shard {shard}: a copy failed, and is started again: {error}"
+                self._hooks.report("replica copied again", text, target)
+        self._hooks.report(
             "replica copied",
-            f"the replica of shard {shard} is whole: node {target} was given the "
-            f"{size_above(copied)} of node {source} in {time.monotonic() - began:.1f} s",
+            f"shard {shard}: node {target} received {size_above(copied)} from node {source} in "
+            f"{time.monotonic() - began:.1f} s, and is a replica now",
             target,
         )
 
-    def _try_to_copy(self, shard: int, source: int, target: int) -> int:
-        lost = f"node {source} was lost while it was copied"
+    def _copy_once(self, shard: int, source: int, target: int) -> int:
+        lost = f"node {source} was lost during the copy of its state"
 
         def meanwhile() -> None:
-            if source not in self.places.nodes(shard):
+            if source not in self.assignment.nodes(shard):
                 raise ShardLostError(lost)
-            self._require_no_stop()
+            self._raise_if_stopped()
 
-        listens = self._hooks.address(source)
-        if listens is None:
+        address = self._hooks.address(source)
+        if address is None:
             raise ShardLostError(lost)
-        return copy_shard(self._calls, source, listens, target, meanwhile)
+        return copy_shard(self._calls, source, address, target, meanwhile)
 
-    def _require_no_stop(self) -> None:
-        self._hooks.look()
+    def _raise_if_stopped(self) -> None:
+        self._hooks.poll()
         if self._hooks.should_stop():
             raise InterruptedError("stopped while a shard of the store was copied")
 
@@ -178,50 +178,52 @@ class ReplicaManager:
         hooks = self._hooks
 
         def refuse() -> None:
-            self.places.give_up(node)
-            text = f"shard {shard} goes on without a replica, node {node} cannot be one: {why}"
-            hooks.say("replica refused", text, node)
+            self.assignment.retire(node)
+            text = f"shard {shard} continues without node {node} as a replica: {why}"
+            hooks.report("replica refused", text, node)
             hooks.coordinator.lost(node, why)
 
-        hooks.do(refuse)
+        hooks.run_in_endpoint(refuse)
 
     # In the endpoint's thread
 
     def _admit(self, node: int) -> None:
         if self._hooks.coordinator.promote(node):
-            self.places.promote(node)
+            self.assignment.promote(node)
 
-    def lost(self, place: ReplicaSlot, number: int) -> None:
+    def lost(self, slot: ReplicaSlot, number: int) -> None:
         """Make a lost node's slot vacant; end the run if no state of the shard is left."""
-        hooks, shard, why = self._hooks, place.shard, f"shard {place.shard} of the store was lost"
-        had_come = self.places.have_come
-        self.places.lose(number)
-        if not had_come:
-            hooks.fail(StorageError(f"{why} before all had come; give the same command again"))
-        elif not self.places.is_held(shard) and self._config.store.flash.path is None:
+        hooks, shard, why = self._hooks, slot.shard, f"shard {slot.shard} of the store was lost"
+        was_complete = self.assignment.was_complete
+        self.assignment.lose(number)
+        if not was_complete:
+            hooks.fail(
+                StorageError(f"{why} before all shards had joined; give the same command again")
+            )
+        elif not self.assignment.is_held(shard) and self._config.store.flash.path is None:
             hooks.fail(
                 StorageError(
-                    f"{why}, and with it what it had in memory; give the same command again, it "
-                    "goes on from the last checkpoint"
+                    f"{why}, and the state in its memory; give the same command again; the run "
+                    "resumes from the last checkpoint"
                 )
             )
         elif self._config.cluster.start == "listen":
-            hooks.say("shard wanted", self._how_to_start(shard), number)
-        self._calls.lost(number, f"{why}; {_AGAIN}")
+            hooks.report("shard wanted", self._how_to_start(shard), number)
+        self._calls.lost(number, f"{why}; {_RESUME}")
 
     def _how_to_start(self, shard: int) -> str:
         record = self._config.run.dir.absolute() / NAME
         where = f"the host with shard {shard} of the store"
         if self._config.store.replicas > 1:
-            where = f"the host that had shard {shard} of the store, or another"
+            where = f"the host that held shard {shard} of the store, or on another host"
         return f"on {where}: python -m penstock.cluster.worker {record} --shard {shard}"
 
-    def place_for(
+    def slot_for(
         self,
         role: Role | None,
-        asked: int | None,
+        shard_number: int | None,
         host: str,
-        here: Iterable[tuple[ReplicaSlot, str]],
+        taken: Iterable[tuple[ReplicaSlot, str]],
         others_expected: bool,
     ) -> ReplicaSlot | None:
         """Return the replica slot for a process that joins; None if it gets no slot.
@@ -230,19 +232,19 @@ class ReplicaManager:
 
         Args:
             role: the role for which it was started; None for either.
-            asked: the shard that it requests, if any.
+            shard_number: the shard that it requests, if any.
             host: the host of the process.
-            here: slots and hosts of the processes that have joined or are joining.
+            taken: slots and hosts of the processes that have joined or are joining.
             others_expected: whether other processes may still come and take a slot.
         """
-        others = list(here)
-        free = self.places.free({place for place, _ in others})
-        if asked is not None:
-            return next((place for place in free if place.shard == asked), None)
+        others = list(taken)
+        free = self.assignment.free({slot for slot, _ in others})
+        if shard_number is not None:
+            return next((slot for slot in free if slot.shard == shard_number), None)
         if role is None and self._config.cluster.start == "listen":
             return None  # the user who starts workers knows which host has which shard's flash
-        shards_here = {place.shard for place, where in others if where == host}
-        elsewhere = [place for place in free if place.shard not in shards_here]
+        shards_here = {slot.shard for slot, where in others if where == host}
+        elsewhere = [slot for slot in free if slot.shard not in shards_here]
         if elsewhere or others_expected:
             return next(iter(elsewhere), None)
         return next(iter(free), None)

@@ -45,16 +45,16 @@ class PeerDirectory(Protocol):
     @property
     def address(self) -> Address: ...
 
-    def reach(self, number: int, address: Address) -> None: ...
+    def add_address(self, number: int, address: Address) -> None: ...
 
 
 class SnapshotSender:
     """Sends this node's state to another node, portion by portion."""
 
     def __init__(
-        self, number: int, place: HeldStore, runtime: NodeContext, network: PeerDirectory
+        self, number: int, storage: HeldStore, context: NodeContext, network: PeerDirectory
     ) -> None:
-        self._number, self._place, self._runtime = number, place, runtime
+        self._number, self._storage, self._context = number, storage, context
         self._network = network
         self._portions: Portions | None = None
 
@@ -65,26 +65,26 @@ class SnapshotSender:
         """
         to, wanted = message.sender, message.op
         if "listens" in message.body:
-            self._network.reach(to, address_of(message, message.body["listens"]))
+            self._network.add_address(to, address_of(message, message.body["listens"]))
 
-        def answer(data: np.ndarray | None, step: int = 0, **said: Any) -> None:
+        def answer(data: np.ndarray | None, step: int = 0, **fields: Any) -> None:
             numbers = {"epoch": 0, "step": step, "op": wanted, "index": message.index}
             portion = message_with(
-                data, kind=MessageType.SNAPSHOT_CHUNK, sender=self._number, **numbers, **said
+                data, kind=MessageType.SNAPSHOT_CHUNK, sender=self._number, **numbers, **fields
             )
-            self._runtime.send(to, portion)
+            self._context.send(to, portion)
 
         def read() -> tuple[np.ndarray, int]:
-            return self._read(wanted), self._place.store.step
+            return self._read(wanted), self._storage.store.step
 
         def failed(error: Exception) -> None:
             answer(None, body={"error": type(error).__name__, "text": str(error)})
 
-        self._runtime.work(read, lambda found: answer(*found), failed)
+        self._context.work(read, lambda found: answer(*found), failed)
 
     def _read(self, number: int) -> np.ndarray:
         if self._portions is None or number == 0:
-            self._portions = portions_of(self._place.store)
+            self._portions = portions_of(self._storage.store)
         portions = self._portions
         if number + 1 >= len(portions.sizes):
             self._portions = None
@@ -99,11 +99,11 @@ class _Copy:
     number: int
     source: int
     step: int  # the step of the source
-    heard_at: float
+    received_at: float
     portions: Portions | None = None
     count: int = 0
-    asked: int = 0
-    came: int = 0
+    requested: int = 0
+    received: int = 0
     written: int = 0
 
 
@@ -118,70 +118,72 @@ class SnapshotReceiver:
     def __init__(
         self,
         number: int,
-        place: HeldStore,
-        runtime: NodeContext,
+        storage: HeldStore,
+        context: NodeContext,
         network: PeerDirectory,
         answer: Callable[[int, RpcMessage], None],
     ) -> None:
-        self._number, self._place, self._runtime = number, place, runtime
+        self._number, self._storage, self._context = number, storage, context
         self._network, self._answer = network, answer
         self._copy: _Copy | None = None
         self._copies = 0
 
-    def begin(self, call: int, given: Any) -> None:
+    def begin(self, call: int, arguments: Any) -> None:
         """Begin to copy the state of node `source`, whose address is `listens`, at `step`.
 
-        **Raises:** `ClusterError` if `given` lacks these fields or has malformed ones.
+        **Raises:** `ClusterError` if `arguments` lacks these fields or has malformed ones.
         """
-        self.give_up("another one was begun")
-        match given:
+        self.cancel("another copy was started")
+        match arguments:
             case {
                 "source": int(source),
                 "step": int(step),
                 "listens": [str(host), int(port)],
             } if 0 < port < 1 << 16:
-                self._network.reach(source, (host, port))
+                self._network.add_address(source, (host, port))
             case _:
-                raise ClusterError(f"asked for a copy of {str(given)[:80]!r}, which is no node")
+                raise ClusterError(
+                    f"expected the source, step and address of a copy, got {str(arguments)[:80]!r}"
+                )
         self._copies += 1
         copy = self._copy = _Copy(call, self._copies, source, step, time.monotonic())
 
         def open_portions() -> Portions:
-            self._place.store.begin_restore()
-            return portions_of(self._place.store)
+            self._storage.store.begin_restore()
+            return portions_of(self._storage.store)
 
         def opened(portions: Portions) -> None:
             if copy is not self._copy:
                 return
             copy.portions, copy.count = portions, len(portions.sizes)
-            copy.heard_at = time.monotonic()
-            self._ask_for_more(copy)
+            copy.received_at = time.monotonic()
+            self._request_more(copy)
 
-        self._runtime.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
+        self._context.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
 
-    def give_up(self, why: str) -> None:
+    def cancel(self, why: str) -> None:
         """Cancel the running copy, if any."""
         if self._copy is not None:
-            self._fail(self._copy, "target", ClusterError(f"the copy was given up: {why}"))
+            self._fail(self._copy, "target", ClusterError(f"the copy was cancelled: {why}"))
 
-    def _ask_for_more(self, copy: _Copy) -> None:
+    def _request_more(self, copy: _Copy) -> None:
         if copy.written == copy.count:
             self._copy = None
             assert copy.portions is not None
             self._answer(copy.call, RpcMessage({"copied": sum(copy.portions.sizes)}))
             return
-        while copy.asked < min(copy.count, copy.written + WINDOW):
-            body = {} if copy.asked else {"listens": list(self._network.address)}
+        while copy.requested < min(copy.count, copy.written + WINDOW):
+            body = {} if copy.requested else {"listens": list(self._network.address)}
             request = Message(
                 MessageType.SNAPSHOT_REQUEST,
                 0,
                 self._number,
-                op=copy.asked,
+                op=copy.requested,
                 index=copy.number,
                 body=body,
             )
-            self._runtime.send(copy.source, request)
-            copy.asked += 1
+            self._context.send(copy.source, request)
+            copy.requested += 1
 
     def take(self, message: Message) -> None:
         """Handle a `SNAPSHOT_CHUNK`; ignore a chunk of a cancelled copy.
@@ -195,16 +197,16 @@ class SnapshotReceiver:
             error = ClusterError(str(message.body.get("text")))
             self._fail(copy, "source", error, str(message.body["error"]))
             return
-        if copy.portions is None or message.op != copy.came or message.op >= copy.asked:
+        if copy.portions is None or message.op != copy.received or message.op >= copy.requested:
             raise message_validation.refuse(
-                message, f"brings portion {message.op} where {copy.came} is next"
+                message, f"has portion {message.op}, expected portion {copy.received}"
             )
         if message.step != copy.step:
-            text = f"it went from step {copy.step} to step {message.step} while it was copied"
+            text = f"its step changed from {copy.step} to {message.step} during the copy"
             self._fail(copy, "source", ClusterError(text))
             return
-        copy.came += 1
-        copy.heard_at = time.monotonic()
+        copy.received += 1
+        copy.received_at = time.monotonic()
         self._write(copy, copy.portions, message)
 
     def _write(self, copy: _Copy, portions: Portions, message: Message) -> None:
@@ -219,17 +221,17 @@ class SnapshotReceiver:
         def written(_: object) -> None:
             if copy is self._copy:
                 copy.written += 1
-                self._ask_for_more(copy)
+                self._request_more(copy)
 
-        self._runtime.work(write, written, lambda error: self._fail(copy, "target", error))
+        self._context.work(write, written, lambda error: self._fail(copy, "target", error))
 
     def tick(self, now: float) -> None:
         """Fail the copy if a requested portion is overdue."""
         copy = self._copy
-        if copy is not None and copy.came < copy.asked and now - copy.heard_at > SILENCE:
-            self._fail(copy, "link", ClusterError(f"nothing came for {SILENCE:.0f} s"))
+        if copy is not None and copy.received < copy.requested and now - copy.received_at > SILENCE:
+            self._fail(copy, "link", ClusterError(f"no data arrived for {SILENCE:.0f} s"))
 
-    def link_ended(self, node: int | None, why: str) -> None:
+    def connection_ended(self, node: int | None, why: str) -> None:
         """Fail the copy if the connection to its source has ended."""
         if self._copy is not None and node == self._copy.source:
             self._fail(self._copy, "link", ClusterError(f"the connection ended ({why})"))
@@ -238,5 +240,5 @@ class SnapshotReceiver:
         if copy is not self._copy:
             return
         self._copy = None
-        said = {"failed": side, "kind": kind or type(error).__name__, "text": str(error)}
-        self._answer(copy.call, RpcMessage(said))
+        fields = {"failed": side, "kind": kind or type(error).__name__, "text": str(error)}
+        self._answer(copy.call, RpcMessage(fields))

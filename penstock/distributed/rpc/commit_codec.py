@@ -28,22 +28,22 @@ class ShardReport:
     held: Compared = ()
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> ShardReport:
+    def read(cls, body: Mapping[str, Any]) -> ShardReport:
         """Return the report in a message body.
 
         **Raises:** `ProtocolError` if the body has no valid report.
         """
-        gradients, held = report_of(said), said.get("held", [])
+        gradients, held = report_of(body), body.get("held", [])
         try:
             return cls(gradients, tuple((_name(what), _name(sum_)) for what, sum_ in held))
         except (TypeError, ValueError) as error:
-            raise _none("checksums of what it holds", said, error) from None
+            raise _invalid("checksums of the shard's state", body, error) from None
 
     def difference(self, other: ShardReport) -> str | None:
         """Return the difference from another replica's report; None if the reports are equal."""
         # Encoded reports are compared, because NaN is not equal to itself.
         if body_of_report(self.gradients) != body_of_report(other.gradients):
-            return "a step's gradients"
+            return "the gradients of the step"
         for ours, theirs in itertools.zip_longest(self.held, other.held):
             if ours != theirs:
                 return str((ours or theirs)[0])
@@ -63,21 +63,21 @@ def body_of_report(report: GradientReport) -> dict[str, Any]:
     }
 
 
-def report_of(said: Mapping[str, Any]) -> GradientReport:
+def report_of(body: Mapping[str, Any]) -> GradientReport:
     """Return the report in a message body.
 
     **Raises:** `ProtocolError` if the body has no valid report.
     """
     try:
         return GradientReport(
-            tuple(float.fromhex(square) for square in said["squares"]),
-            tuple(map(int, said["silent"])),
-            tuple(map(_name, said["missing"])),
-            {int(stage): tuple(map(_name, names)) for stage, names in said["non_finite"].items()},
-            {_name(name): int(elements) for name, elements in said["zero"].items()},
+            tuple(float.fromhex(square) for square in body["squares"]),
+            tuple(map(int, body["silent"])),
+            tuple(map(_name, body["missing"])),
+            {int(stage): tuple(map(_name, names)) for stage, names in body["non_finite"].items()},
+            {_name(name): int(elements) for name, elements in body["zero"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _none("a report on gradients", said, error) from None
+        raise _invalid("a report on gradients", body, error) from None
 
 
 def body_of_decision(decision: Decision) -> dict[str, Any]:
@@ -90,37 +90,37 @@ def body_of_decision(decision: Decision) -> dict[str, Any]:
     }
 
 
-def decision_of(said: Mapping[str, Any]) -> Decision:
+def decision_of(body: Mapping[str, Any]) -> Decision:
     """Return the decision in a message body.
 
     **Raises:** `ProtocolError` if the body has no valid decision.
     """
     try:
         return Decision(
-            int(said["step"]),
-            _finite(said["norm"]),
-            _finite(said["clip_scale"]),
-            _finite(said["learning_rate"]),
+            int(body["step"]),
+            _finite(body["norm"]),
+            _finite(body["clip_scale"]),
+            _finite(body["learning_rate"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _none("a decision", said, error) from None
+        raise _invalid("a decision", body, error) from None
 
 
-def _finite(said: str) -> float:
-    value = float.fromhex(said)
+def _finite(text: str) -> float:
+    value = float.fromhex(text)
     if not math.isfinite(value):
         raise ValueError(f"{value} is not finite")
     return value
 
 
-def _name(said: Any) -> str:
-    if not isinstance(said, str):
-        raise TypeError(f"{said!r} is no name")
-    return said
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a name")
+    return value
 
 
-def _none(what: str, said: Mapping[str, Any], error: Exception) -> ProtocolError:
+def _invalid(expected: str, body: Mapping[str, Any], error: Exception) -> ProtocolError:
     return ProtocolError(
-        f"{str(said)[:80]!r} came for {what} ({type(error).__name__}: {error}); do all nodes run "
-        "the same version of Penstock?"
+        f"expected {expected}, got {str(body)[:80]!r} ({type(error).__name__}: {error}); do all "
+        "nodes run the same version of Penstock?"
     )

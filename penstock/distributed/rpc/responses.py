@@ -32,31 +32,31 @@ class Response:
 
     node: int
     method: str
-    said: RpcMessage
+    content: RpcMessage
 
     def refuse(self, what: str) -> InvalidResponseError:
         """Return the error for an invalid response."""
         return InvalidResponseError(
-            f"node {self.node} answered to {self.method!r} with what {what}; do all nodes run the "
-            "same version of Penstock with the same configuration?"
+            f"node {self.node} sent a response to {self.method!r} that {what}; do all nodes run "
+            "the same version of Penstock with the same configuration?"
         )
 
     def get(self, key: str, is_right: Callable[[Any], bool]) -> Any:
         """Return a value of the body; raises if the value is invalid."""
-        value = self.said.body.get(key)
+        value = self.content.body.get(key)
         if not is_right(value):
-            raise self.refuse(f"says {str(value)[:40]!r} for {key!r}")
+            raise self.refuse(f"has {str(value)[:40]!r} as {key!r}, an invalid value")
         return value
 
     def array(self, key: str, kind: np.dtype[Any], count: int) -> np.ndarray:
         """Return a flat array of `count` values of a type."""
-        array = self.said.arrays.get(key)
+        array = self.content.arrays.get(key)
         if array is None:
             raise self.refuse(f"has no array {key!r}")
         if array.dtype != kind or array.size != count:
             raise self.refuse(
-                f"has {array.size:,} values of {array.dtype} as {key!r} where {count:,} of {kind} "
-                "are expected"
+                f"has {array.size:,} values of {array.dtype} as {key!r}, expected {count:,} of "
+                f"{kind}"
             )
         return array.reshape(-1)
 
@@ -112,7 +112,7 @@ def nothing(answer: Response) -> None:
 def at(answer: Response, step: int) -> None:
     """Require that a store is at a step."""
     if step_of(answer) != step:
-        raise answer.refuse(f"stands at step {step_of(answer)}, it was told to be at {step}")
+        raise answer.refuse(f"names step {step_of(answer)}, expected step {step}")
 
 
 def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
@@ -133,20 +133,20 @@ def values_of(answer: Response, kind: torch.dtype, count: int) -> np.ndarray:
 
 def report(answer: Response, holding: Holding) -> GradientReport:
     """Return the report on a step's gradients."""
-    said = _read(answer, report_of)
-    stages = {*said.silent, *(said.non_finite or {})}
+    content = _read(answer, report_of)
+    stages = {*content.silent, *(content.non_finite or {})}
     if not stages <= {*range(len(holding.stages))}:
         raise answer.refuse(f"names stages {sorted(stages)[:8]} of {len(holding.stages)}")
-    named = (*said.missing, *(n for names in (said.non_finite or {}).values() for n in names))
-    _require_known(answer, (*named, *said.zero), holding)
-    return said
+    named = (*content.missing, *(n for names in (content.non_finite or {}).values() for n in names))
+    _require_known(answer, (*named, *content.zero), holding)
+    return content
 
 
 def unchanged(answer: Response, holding: Holding) -> tuple[str, ...]:
     """Return the weights that no update has changed."""
-    said = answer.get("unchanged", _is_names)
-    _require_known(answer, said, holding)
-    return tuple(said)
+    content = answer.get("unchanged", _is_names)
+    _require_known(answer, content, holding)
+    return tuple(content)
 
 
 def traffic(answer: Response) -> Traffic:
@@ -164,35 +164,35 @@ def flash_traffic(answer: Response) -> FlashTraffic:
 
 def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
     """Return what is stored of a weight: its master in the weight's shape, then its state."""
-    said = answer.get("roles", _mapping_to(_is_stored))
-    found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in said.items()}
+    content = answer.get("roles", _mapping_to(_is_stored))
+    found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in content.items()}
     most = max((math.prod(stored.shape) for stored in found.values()), default=0)
     if (
         found.get(MASTER) != Stored(spec.format.saved_dtype, tuple(spec.shape))
         or most > spec.elements
     ):
-        raise answer.refuse(f"says {str(said)[:80]!r} for the roles of {spec.name}")
+        raise answer.refuse(f"has invalid roles of {spec.name}: {str(content)[:80]!r}")
     return found
 
 
 def content_hash(answer: Response) -> str:
     """Return the hash of all weights."""
-    return answer.get("hash", lambda said: isinstance(said, str) and len(said) == _HASH_DIGITS)
+    return answer.get("hash", lambda found: isinstance(found, str) and len(found) == _HASH_DIGITS)
 
 
 def _read(answer: Response, read: Callable[[Mapping[str, Any]], T]) -> T:
     try:
-        return read(answer.said.body)
+        return read(answer.content.body)
     except ProtocolError as error:
         raise InvalidResponseError(
-            f"node {answer.node} answered to {answer.method!r}: {error}"
+            f"node {answer.node} sent an invalid response to {answer.method!r}: {error}"
         ) from None
 
 
 def _require_known(answer: Response, names: Collection[str], holding: Holding) -> None:
-    strange = [name for name in names if name not in holding.weights]
-    if strange:
-        raise answer.refuse(f"names a weight {strange[0][:40]!r} that it does not hold")
+    unknown = [name for name in names if name not in holding.weights]
+    if unknown:
+        raise answer.refuse(f"names a weight {unknown[0][:40]!r} that the shard does not hold")
 
 
 def _is_bool(value: Any) -> bool:

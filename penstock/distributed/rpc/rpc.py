@@ -37,8 +37,8 @@ Arrays = Mapping[str, np.ndarray]
 PIECE_BYTES = CHUNK_BYTES
 WRITE_BYTES = 64 << 20
 """The most bytes of values that one call overwrites."""
-_LOOK = 0.1  # seconds between two checks for other events
-_SILENCE = 60.0  # seconds without any message from the node that is to respond
+_POLL_SECONDS = 0.1  # seconds between two checks for other events
+_SILENCE_SECONDS = 60.0  # seconds without any message from the node that is to respond
 
 _ERRORS: Mapping[str, type[PenstockError]] = {
     kind.__name__: kind
@@ -68,15 +68,15 @@ def error_class(name: str) -> type[PenstockError]:
     return _ERRORS.get(name, ClusterError)
 
 
-def frames(kind: MessageType, sender: int, number: int, said: RpcMessage) -> Iterator[Message]:
+def frames(kind: MessageType, sender: int, number: int, content: RpcMessage) -> Iterator[Message]:
     """Yield the messages of a call or a response: first the body, then the bytes of the arrays."""
-    described, payload = pack_arrays(said.arrays)
+    described, payload = pack_arrays(content.arrays)
     count = -(-payload.nbytes // PIECE_BYTES)
-    body = {"says": dict(said.body), "arrays": described, "bytes": payload.nbytes}
+    body = {"says": dict(content.body), "arrays": described, "bytes": payload.nbytes}
     yield Message(kind, 0, sender, op=number, index=count, body=body)
-    for place in range(count):
-        piece = payload[place * PIECE_BYTES : (place + 1) * PIECE_BYTES]
-        yield Message(kind, 0, sender, op=number, chunk=place, payload=piece, size=piece.nbytes)
+    for part in range(count):
+        piece = payload[part * PIECE_BYTES : (part + 1) * PIECE_BYTES]
+        yield Message(kind, 0, sender, op=number, chunk=part, payload=piece, size=piece.nbytes)
 
 
 class FrameAssembler:
@@ -91,7 +91,7 @@ class FrameAssembler:
         self._first: Message | None = None
         self._refused: int | None = None  # the refused number, of which more frames may arrive
         self._payload = np.zeros(0, np.uint8)
-        self._came = 0
+        self._received = 0
 
     @property
     def number(self) -> int | None:
@@ -117,14 +117,16 @@ class FrameAssembler:
     def _take(self, message: Message) -> tuple[int, RpcMessage] | None:
         if self._first is None:
             self._payload = np.empty(self._announced(message), np.uint8)
-            self._first, self._came = message, 0
+            self._first, self._received = message, 0
         else:
-            end = self._came + message.size
+            end = self._received + message.size
             if message.op != self._first.op or message.payload is None or end > self._payload.size:
-                raise CorruptionError(f"{message.kind.name} has come in pieces that do not fit")
-            self._payload[self._came : end] = message.payload
-            self._came = end
-        if self._came < self._payload.size:
+                raise CorruptionError(
+                    f"the frames of a {message.kind.name} message do not match its first frame"
+                )
+            self._payload[self._received : end] = message.payload
+            self._received = end
+        if self._received < self._payload.size:
             return None
         first, payload = self._first, self._payload
         self._first, self._payload = None, np.zeros(0, np.uint8)
@@ -135,11 +137,13 @@ class FrameAssembler:
     def _announced(self, message: Message) -> int:
         size, most = message.body.get("bytes"), self._most(message.op)
         if type(size) is not int or size < 0 or message.index != -(-size // PIECE_BYTES):
-            raise CorruptionError(f"{message.kind.name} announces {str(size)[:40]} bytes")
+            raise CorruptionError(
+                f"{message.kind.name} announces {str(size)[:40]} bytes in {message.index} frames"
+            )
         if size > most:
             raise CorruptionError(
-                f"{message.kind.name} from node {message.sender} announces {size:,} bytes where "
-                f"{most:,} at most are expected; do all nodes run the same version of Penstock?"
+                f"{message.kind.name} from node {message.sender} announces {size:,} bytes, "
+                f"expected at most {most:,}; do all nodes run the same version of Penstock?"
             )
         return size
 
@@ -175,11 +179,11 @@ class RpcClient:
 
     def __init__(self, send: Callable[[int, Message], None], broken: Callable[[], None]) -> None:
         self._send, self._broken = send, broken
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._number = 0
         self._waiting: dict[int, PendingCall] = {}  # until their responses are complete
-        self._gathered: dict[int, FrameAssembler] = {}
-        self._heard: dict[int, float] = {}
+        self._assemblers: dict[int, FrameAssembler] = {}
+        self._heard_at: dict[int, float] = {}
         self._lost: dict[int, str] = {}
 
     def ask(
@@ -211,67 +215,66 @@ class RpcClient:
         most: int = 0,
     ) -> PendingCall:
         """Call a method of a node without waiting for the response; arguments as in `ask`."""
-        asked = PendingCall(self, node, method, most)
-        with self._guard:
+        call = PendingCall(self, node, method, most)
+        with self._lock:
             if node in self._lost:
-                asked.answers.put(ShardLostError(self._lost[node]))
-                return asked
+                call.answers.put(ShardLostError(self._lost[node]))
+                return call
             number = self._number = self._number + 1
-            self._waiting[number] = asked
-        said = RpcMessage({"method": method, "with": dict(arguments)}, arrays)
-        for message in frames(MessageType.RPC_REQUEST, 0, number, said):
+            self._waiting[number] = call
+        content = RpcMessage({"method": method, "with": dict(arguments)}, arrays)
+        for message in frames(MessageType.RPC_REQUEST, 0, number, content):
             self._send(node, message)
-        return asked
+        return call
 
-    def _await(self, asked: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage | Exception:
+    def _await(self, call: PendingCall, meanwhile: Callable[[], None]) -> RpcMessage | Exception:
         began = time.monotonic()
         while True:
             try:
-                return asked.answers.get(timeout=_LOOK)
+                return call.answers.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 meanwhile()
                 self._broken()
-                silent = time.monotonic() - max(began, self._heard.get(asked.node, began))
-                if silent > _SILENCE:
+                silent = time.monotonic() - max(began, self._heard_at.get(call.node, began))
+                if silent > _SILENCE_SECONDS:
                     raise ShardLostError(
-                        f"node {asked.node} has been silent for {silent:.0f} s, asked for "
-                        f"{asked.method}"
+                        f"node {call.node} has not responded to {call.method} for {silent:.0f} s"
                     ) from None
 
     def heard(self, node: int) -> None:
         """Record that a node is alive; in the endpoint's thread."""
-        self._heard[node] = time.monotonic()
+        self._heard_at[node] = time.monotonic()
 
     def take(self, message: Message) -> None:
         """Handle a frame of a response; in the endpoint's thread."""
         self.heard(message.sender)
-        gathered = self._gathered.setdefault(message.sender, FrameAssembler(self._most))
-        under_way = gathered.number
+        assembler = self._assemblers.setdefault(message.sender, FrameAssembler(self._most))
+        incomplete = assembler.number
         try:
-            whole = gathered.take(message)
+            complete = assembler.take(message)
         except CorruptionError as error:
-            for number in {message.op, under_way or message.op}:
+            for number in {message.op, incomplete or message.op}:
                 self._answer(number, InvalidResponseError(str(error)))
             return
-        if whole is not None:
-            self._answer(*whole)
+        if complete is not None:
+            self._answer(*complete)
 
     def _most(self, number: int) -> int:
-        with self._guard:
+        with self._lock:
             return self._waiting[number].most if number in self._waiting else 0
 
     def _answer(self, number: int, answer: RpcMessage | Exception) -> None:
-        with self._guard:
-            asked = self._waiting.pop(number, None)
-        if asked is not None:
-            asked.answers.put(answer)
+        with self._lock:
+            call = self._waiting.pop(number, None)
+        if call is not None:
+            call.answers.put(answer)
 
     def lost(self, node: int, why: str) -> None:
         """Fail all pending calls of a lost node."""
-        with self._guard:
+        with self._lock:
             self._lost[node] = why
-            numbers = [number for number, asked in self._waiting.items() if asked.node == node]
+            numbers = [number for number, call in self._waiting.items() if call.node == node]
             waiting = [self._waiting.pop(number) for number in numbers]
-        self._gathered.pop(node, None)
-        for asked in waiting:
-            asked.answers.put(ShardLostError(why))
+        self._assemblers.pop(node, None)
+        for call in waiting:
+            call.answers.put(ShardLostError(why))

@@ -48,7 +48,7 @@ from penstock.store import (
 # shard, and the next step finds out at which step that node stands.
 _BETWEEN_STEPS = frozenset({"remember", "take_traffic", "take_flash_traffic", "status"})
 
-_AGAIN = "give the same command again, the run goes on from the last step that is safe"
+_RESUME = "give the same command again; the run resumes from the last saved step"
 
 T = TypeVar("T")
 Read = Callable[[Response], T]
@@ -108,7 +108,7 @@ class StoreClient:
                     lost = error
             self._require_another(method, lost)
 
-    def _tell(
+    def _ask_all(
         self,
         method: str,
         read: Read[T],
@@ -118,33 +118,33 @@ class StoreClient:
         """Return the responses of all replicas, called concurrently, except lost replicas."""
         while True:
             nodes = self._nodes()
-            asked = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
-            taken: dict[int, T] = {}
+            pending = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
+            results: dict[int, T] = {}
             lost = None
-            for each in asked:
+            for each in pending:
                 try:
-                    taken[each.node] = self._take(method, each, read)
+                    results[each.node] = self._take(method, each, read)
                 except ShardLostError as error:
                     lost = error
-            if taken:
-                return taken
+            if results:
+                return results
             self._require_another(method, lost)
 
-    def _take(self, method: str, asked: PendingCall, read: Read[T]) -> T:
+    def _take(self, method: str, pending: PendingCall, read: Read[T]) -> T:
         """Return the decoded response of a node; an invalid response evicts the node."""
         try:
-            answer = Response(asked.node, method, asked.answer())
-            step, taken = responses.step_of(answer), read(answer)
+            answer = Response(pending.node, method, pending.answer())
+            step, results = responses.step_of(answer), read(answer)
         except InvalidResponseError as error:
-            self._refuse(asked.node, error)
-            raise ShardLostError(f"{self.program.name} was lost: {error} Then {_AGAIN}") from error
+            self._refuse(pending.node, error)
+            raise ShardLostError(f"{self.program.name} was lost: {error} {_RESUME}") from error
         if step is not None:
             self.step = step
-        return taken
+        return results
 
     def _require_another(self, method: str, lost: ShardLostError | None) -> None:
         if method not in _BETWEEN_STEPS:
-            raise lost or ShardLostError(f"{self.program.name} was lost; {_AGAIN}")
+            raise lost or ShardLostError(f"{self.program.name} was lost; {_RESUME}")
         self._await_node()
 
     def open(self) -> StoreClient:
@@ -152,16 +152,16 @@ class StoreClient:
 
         An empty replica receives a copy of a replica that has state.
         """
-        opened = self._tell("open", Opened.read)
+        opened = self._ask_all("open", Opened.read)
         found, times = _first(opened), self._replicas
         self.memory_bytes = {kind: times * size for kind, size in found.memory_bytes.items()}
         self.flash_bytes = times * found.flash_bytes
         rule = found.flash_rule
         self.flash_rule = FlashTraffic(times * rule.read_bytes, times * rule.written_bytes)
         self._is_open = True
-        whole = [node for node, each in opened.items() if not each.is_new]
-        for node in opened.keys() - {*whole} if whole else ():
-            self._copy(whole[0], node)
+        sources = [node for node, each in opened.items() if not each.is_new]
+        for node in opened.keys() - {*sources} if sources else ():
+            self._copy(sources[0], node)
         return self
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class StoreClient:
             return
         self._is_open = False
         try:
-            self._tell("close", responses.nothing)
+            self._ask_all("close", responses.nothing)
         except ShardLostError:
             return
 
@@ -193,7 +193,7 @@ class StoreClient:
 
     def make_durable(self) -> None:
         """Return when the current step would survive a crash."""
-        self._tell("make_durable", responses.nothing)
+        self._ask_all("make_durable", responses.nothing)
 
     def page_lock(self) -> bool:
         """Lock nothing and return True: engines stream to a GPU from buffers of their own."""
@@ -201,7 +201,7 @@ class StoreClient:
 
     def remember(self, extra: Mapping[str, Any]) -> None:
         """Store plain data with the current step."""
-        self._tell("remember", responses.nothing, extra=dict(extra))
+        self._ask_all("remember", responses.nothing, extra=dict(extra))
 
     # Weights out, gradients in
 
@@ -221,11 +221,13 @@ class StoreClient:
         return self._weights("stream", names, {"names": list(names)})
 
     def _weights(
-        self, method: str, names: Sequence[str], asked: Mapping[str, Any]
+        self, method: str, names: Sequence[str], arguments: Mapping[str, Any]
     ) -> list[torch.Tensor]:
         specs = [self.program.weights[name] for name in names]
         most = sum(spec.stream_bytes for spec in specs)
-        return self._ask(method, lambda said: responses.weights_of(said, specs), most, **asked)
+        return self._ask(
+            method, lambda response: responses.weights_of(response, specs), most, **arguments
+        )
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of one stage to the store (`DramStore.receive`)."""
@@ -236,7 +238,7 @@ class StoreClient:
             for name, gradient in zip(names, gradients, strict=True)
             if gradient is not None
         }
-        self._tell("receive", responses.nothing, arrays, stage=stage, names=names)
+        self._ask_all("receive", responses.nothing, arrays, stage=stage, names=names)
 
     def commit(self) -> Commit:
         """Decide the step by this shard's gradients alone (`DramStore.commit`)."""
@@ -244,45 +246,47 @@ class StoreClient:
 
     def prepare(self) -> GradientReport:
         """Return the report on the step's gradients; the shard is then ready for the decision."""
-        return _first(self._tell("prepare", lambda said: responses.report(said, self.program)))
+        return _first(
+            self._ask_all("prepare", lambda response: responses.report(response, self.program))
+        )
 
     def decide(self, decision: Decision) -> None:
         """Commit the step by the decision for all shards (`DramStore.decide`)."""
-        self._tell(
+        self._ask_all(
             "decide",
-            lambda said: responses.at(said, decision.step),
+            lambda response: responses.at(response, decision.step),
             **body_of_decision(decision),
         )
 
     def discard(self) -> None:
         """Drop the gradients received since the last commit."""
-        self._tell("discard", responses.nothing)
+        self._ask_all("discard", responses.nothing)
 
     def flush(self) -> None:
         """Finish all pending updates now."""
-        self._tell("flush", responses.nothing)
+        self._ask_all("flush", responses.nothing)
 
     def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights that no update has changed (`DramStore.unchanged`)."""
-        return self._ask("unchanged", lambda said: responses.unchanged(said, self.program))
+        return self._ask("unchanged", lambda response: responses.unchanged(response, self.program))
 
     def take_traffic(self) -> Traffic:
         """Return the bytes streamed and received and the seconds waited, since the last call."""
-        taken = self._tell("take_traffic", responses.traffic).values()
+        results = self._ask_all("take_traffic", responses.traffic).values()
         return Traffic(
-            sum(each.streamed_bytes for each in taken),
-            sum(each.gradient_bytes for each in taken),
-            max(each.update_seconds for each in taken),
-            max(each.snapshot_seconds for each in taken),
+            sum(each.streamed_bytes for each in results),
+            sum(each.gradient_bytes for each in results),
+            max(each.update_seconds for each in results),
+            max(each.snapshot_seconds for each in results),
         )
 
     def take_flash_traffic(self) -> FlashTraffic:
         """Return the bytes moved to and from flash and the seconds waited, since the last call."""
-        taken = self._tell("take_flash_traffic", responses.flash_traffic).values()
+        results = self._ask_all("take_flash_traffic", responses.flash_traffic).values()
         return FlashTraffic(
-            sum(each.read_bytes for each in taken),
-            sum(each.written_bytes for each in taken),
-            max(each.waited_seconds for each in taken),
+            sum(each.read_bytes for each in results),
+            sum(each.written_bytes for each in results),
+            max(each.waited_seconds for each in results),
         )
 
     # Inspecting and restoring the state
@@ -292,7 +296,7 @@ class StoreClient:
         if name not in self._roles:  # the optimizer's roles never change during a run
             spec = self.program.weights[name]
             self._roles[name] = self._ask(
-                "roles", lambda said: responses.roles(said, spec), name=name
+                "roles", lambda response: responses.roles(response, spec), name=name
             )
         return dict(self._roles[name])
 
@@ -315,12 +319,12 @@ class StoreClient:
         most = kind.itemsize * max(0, end - begin)
         where = {"name": name, "role": role, "begin": begin, "end": end}
         return self._ask(
-            "read", lambda said: responses.values_of(said, kind, end - begin), most, **where
+            "read", lambda response: responses.values_of(response, kind, end - begin), most, **where
         )
 
     def begin_restore(self) -> None:
         """Drop all state; the store is unusable until `finish_restore`."""
-        self._tell("begin_restore", responses.nothing)
+        self._ask_all("begin_restore", responses.nothing)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, while restoring."""
@@ -328,21 +332,21 @@ class StoreClient:
         for first in range(0, values.size, most):  # the server has memory for one part at a time
             part = values[first : first + most]
             where = {"name": name, "role": role, "begin": begin + first}
-            self._tell("write", responses.nothing, {"values": part}, **where)
+            self._ask_all("write", responses.nothing, {"values": part}, **where)
 
     def clear_state(self, name: str) -> None:
         """Set the optimizer's state of a weight to zero, while restoring."""
-        self._tell("clear_state", responses.nothing, name=name)
+        self._ask_all("clear_state", responses.nothing, name=name)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable: all weights and state are as after `step` commits."""
-        self._tell("finish_restore", lambda said: responses.at(said, step), step=step)
+        self._ask_all("finish_restore", lambda response: responses.at(response, step), step=step)
 
     def content_hash(self) -> str:
         """Return a hash of the shard's part of all weights."""
         return self._ask("content_hash", responses.content_hash)
 
 
-def _first(taken: Mapping[int, T]) -> T:
+def _first(results: Mapping[int, T]) -> T:
     """Return the result of the first node; the results of replicas are equal."""
-    return next(iter(taken.values()))
+    return next(iter(results.values()))

@@ -38,19 +38,19 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return flat.numpy()
 
 
-def answer(place: OpenableShard, said: RpcMessage) -> RpcMessage:
+def respond(storage: OpenableShard, content: RpcMessage) -> RpcMessage:
     """Execute a call, and return the response.
 
     An error is a response, too. Every other response except to `close` has the store's step after
     the call.
     """
     try:
-        name = said.body.get("method")
+        name = content.body.get("method")
         method = METHODS.get(name) if isinstance(name, str) else None
         if method is None:
-            raise ClusterError(f"a shard was asked for {str(name)[:40]!r}, which it does not do")
-        done = method(place, dict(said.body.get("with", {})), said.arrays)
-        step = {} if name == "close" else {"step": place.store.step}
+            raise ClusterError(f"expected a method of a shard's store, got {str(name)[:40]!r}")
+        done = method(storage, dict(content.body.get("with", {})), content.arrays)
+        step = {} if name == "close" else {"step": storage.store.step}
         return RpcMessage({**done.body, **step}, done.arrays)
     except PenstockError as error:
         return RpcMessage({"error": type(error).__name__, "text": str(error)})
@@ -58,8 +58,8 @@ def answer(place: OpenableShard, said: RpcMessage) -> RpcMessage:
         return RpcMessage({"error": "ClusterError", "text": f"{type(error).__name__}: {error}"})
 
 
-def _open(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    store = place.open()
+def _open(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    store = storage.open()
     rule = store.flash_rule
     return RpcMessage(
         {
@@ -71,13 +71,13 @@ def _open(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> Rpc
     )
 
 
-def _close(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.close()
+def _close(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    storage.close()
     return RpcMessage()
 
 
-def _status(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    store = place.store
+def _status(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    store = storage.store
     if not isinstance(store, FlashStore):
         return RpcMessage()
     return RpcMessage(
@@ -85,56 +85,58 @@ def _status(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> R
     )
 
 
-def _fetch(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    positions = given["positions"]
+def _fetch(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    positions = arguments["positions"]
     if positions is not None:
         positions = [int(position) for position in positions]
-    return _numbered(place.store.fetch(int(given["stage"]), positions))
+    return _numbered(storage.store.fetch(int(arguments["stage"]), positions))
 
 
-def _stream(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    return _numbered(place.store.stream([str(name) for name in given["names"]]))
+def _stream(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return _numbered(storage.store.stream([str(name) for name in arguments["names"]]))
 
 
 def _numbered(tensors: list[torch.Tensor]) -> RpcMessage:
     return RpcMessage({}, {str(number): bytes_of(tensor) for number, tensor in enumerate(tensors)})
 
 
-def _receive(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    store, gradients = place.store, []
-    for name in given["names"]:
+def _receive(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    store, gradients = storage.store, []
+    for name in arguments["names"]:
         found = arrays.get(str(name))
         shape = store.program.weights[str(name)].shape
         gradients.append(None if found is None else torch.from_numpy(found).view(shape))
-    store.receive(int(given["stage"]), gradients)
+    store.receive(int(arguments["stage"]), gradients)
     return RpcMessage()
 
 
-def _prepare(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    return RpcMessage(body_of_report(place.store.prepare()))
+def _prepare(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage(body_of_report(storage.store.prepare()))
 
 
-def _decide(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.decide(decision_of(given))
+def _decide(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    storage.store.decide(decision_of(arguments))
     return RpcMessage()
 
 
-def _discard(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.discard()
+def _discard(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    storage.store.discard()
     return RpcMessage()
 
 
-def _flush(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.flush()
+def _flush(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    storage.store.flush()
     return RpcMessage()
 
 
-def _unchanged(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    return RpcMessage({"unchanged": list(place.store.unchanged())})
+def _unchanged(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage({"unchanged": list(storage.store.unchanged())})
 
 
-def _take_traffic(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    taken = place.store.take_traffic()
+def _take_traffic(
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
+    taken = storage.store.take_traffic()
     return RpcMessage(
         {
             "bytes": [taken.streamed_bytes, taken.gradient_bytes],
@@ -144,16 +146,16 @@ def _take_traffic(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays
 
 
 def _take_flash_traffic(
-    place: OpenableShard, given: Mapping[str, Any], arrays: Arrays
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
 ) -> RpcMessage:
-    taken = place.store.take_flash_traffic()
+    taken = storage.store.take_flash_traffic()
     return RpcMessage(
         {"moved": [taken.read_bytes, taken.written_bytes], "seconds": taken.waited_seconds}
     )
 
 
-def _roles(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    roles = place.store.roles(str(given["name"]))
+def _roles(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    roles = storage.store.roles(str(arguments["name"]))
     return RpcMessage(
         {
             "roles": {
@@ -164,48 +166,58 @@ def _roles(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> Rp
     )
 
 
-def _read(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    begin, end = int(given["begin"]), int(given["end"])
-    values = place.store.read(str(given["name"]), str(given["role"]), begin, end)
+def _read(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    begin, end = int(arguments["begin"]), int(arguments["end"])
+    values = storage.store.read(str(arguments["name"]), str(arguments["role"]), begin, end)
     return RpcMessage({}, {"values": values})
 
 
-def _begin_restore(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.begin_restore()
+def _begin_restore(
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
+    storage.store.begin_restore()
     return RpcMessage()
 
 
-def _write(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    begin = int(given["begin"])
-    place.store.write(str(given["name"]), str(given["role"]), begin, arrays["values"])
+def _write(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    begin = int(arguments["begin"])
+    storage.store.write(str(arguments["name"]), str(arguments["role"]), begin, arrays["values"])
     return RpcMessage()
 
 
-def _clear_state(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.clear_state(str(given["name"]))
+def _clear_state(
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
+    storage.store.clear_state(str(arguments["name"]))
     return RpcMessage()
 
 
-def _finish_restore(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.finish_restore(int(given["step"]))
+def _finish_restore(
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
+    storage.store.finish_restore(int(arguments["step"]))
     return RpcMessage()
 
 
-def _content_hash(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    return RpcMessage({"hash": place.store.content_hash()})
+def _content_hash(
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
+    return RpcMessage({"hash": storage.store.content_hash()})
 
 
-def _checksum(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    return RpcMessage({"checksum": portions_of(place.store).checksum()})
+def _checksum(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    return RpcMessage({"checksum": portions_of(storage.store).checksum()})
 
 
-def _remember(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    place.store.remember(dict(given["extra"]))
+def _remember(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    storage.store.remember(dict(arguments["extra"]))
     return RpcMessage()
 
 
-def _make_durable(place: OpenableShard, given: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    store = place.store
+def _make_durable(
+    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+) -> RpcMessage:
+    store = storage.store
     if not isinstance(store, FlashStore):
         raise ClusterError("a shard in memory was asked to make its step durable")
     store.make_durable()

@@ -100,7 +100,7 @@ class Faults:
             rest = frame[HEADER_BYTES:]
             if body_bytes + payload_bytes != len(rest):
                 # A real receiver would read into the next frame, and find its checksum wrong.
-                return CorruptionError("a frame's length was damaged on the way")
+                return CorruptionError("a frame's length was damaged in transit")
             part = np.frombuffer(bytes(rest[body_bytes:]), np.uint8).copy()
             return unpack(head, bytes(rest[:body_bytes]), part if payload_bytes else None)
         except CorruptionError as error:

@@ -59,7 +59,7 @@ class Network:
         links: the rate and the latency of every node's card.
         faults: the faults of messages; none by default.
         cost: returns the seconds of the job that a node has just begun; 0 by default.
-        beat: seconds between two heartbeats of a node.
+        heartbeat_seconds: seconds between two heartbeats of a node.
         notice: seconds until the coordinator is notified of a node's death; None: never, so that
             the coordinator's timeout must detect it.
     """
@@ -70,7 +70,7 @@ class Network:
         faults: Faults | None = None,
         *,
         cost: Callable[[int], float] = lambda number: 0.0,
-        beat: float = 0.2,
+        heartbeat_seconds: float = 0.2,
         notice: float | None = 0.02,
     ) -> None:
         self.now = 0.0
@@ -78,13 +78,13 @@ class Network:
         self.taken_bytes: dict[int, int] = defaultdict(int)
         self.delivered = 0
         self._links, self._faults = links or Links(), faults or Faults()
-        self._cost, self._beat, self._notice = cost, beat, notice
+        self._cost, self._heartbeat_seconds, self._notice = cost, heartbeat_seconds, notice
         self._nodes: dict[int, Node] = {}
         self._coordinator: Coordinator | None = None
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = itertools.count()
-        self._leaving: dict[int, float] = defaultdict(float)  # when a card is free to send
-        self._coming: dict[int, float] = defaultdict(float)
+        self._sending_until: dict[int, float] = defaultdict(float)  # when a card is free to send
+        self._receiving_until: dict[int, float] = defaultdict(float)
         self._jobs: dict[int, deque[_Job]] = defaultdict(deque)
         self._working: set[int] = set()  # the nodes whose worker is running a job
         self._dead: set[int] = set()
@@ -95,16 +95,16 @@ class Network:
 
     # Setup
 
-    def runtime(self, number: int) -> BoundContext:
+    def context(self, number: int) -> BoundContext:
         """Return the context of a node."""
         return BoundContext(self, number)
 
     def add(self, number: int, node: Node) -> None:
         """Add a node; its heartbeats begin now."""
         self._nodes[number] = node
-        self.after(0.0, self._beats, number)
+        self.after(0.0, self._send_heartbeats, number)
 
-    def conduct(self, coordinator: Coordinator) -> None:
+    def set_coordinator(self, coordinator: Coordinator) -> None:
         """Add the coordinator, which is also notified of time and of deaths."""
         self._coordinator = coordinator
         self._tick()
@@ -129,7 +129,7 @@ class Network:
         self._dead.add(number)
         self._stopped.pop(number, None)
         if self._notice is not None:
-            self.after(self._notice, self._tell_lost, number, "its process ended")
+            self.after(self._notice, self._report_loss, number, "its process ended")
 
     def is_dead(self, number: int) -> bool:
         """Whether a node was killed, or its connection to the coordinator has ended."""
@@ -159,15 +159,16 @@ class Network:
         if sender in self._dead:
             return
         seconds = self._links.seconds(message.size)
-        left = max(self.now, self._leaving[sender]) + seconds
-        self._leaving[sender] = left
+        departure = max(self.now, self._sending_until[sender]) + seconds
+        self._sending_until[sender] = departure
         self.sent_bytes[sender] += message.size
         for late, carried in self._faults.carry(self.now, sender, to, message):
-            came = max(left + self._links.latency + late, self._coming[to] + seconds)
+            arrival = departure + self._links.latency + late
+            arrival = max(arrival, self._receiving_until[to] + seconds)
             if late == 0:
-                self._coming[to] = came
+                self._receiving_until[to] = arrival
             arguments = (sender, to, self.now, carried)
-            self._at(came, self._unless_stopped, (to, self._deliver, arguments))
+            self._at(arrival, self._unless_stopped, (to, self._deliver, arguments))
 
     def work(
         self,
@@ -191,21 +192,21 @@ class Network:
     def _begin_job(self, number: int) -> None:
         job, then, failed = self._jobs[number].popleft()
         self._working.add(number)
-        tell: Callable[[], None]
+        report: Callable[[], None]
         try:
             result = job()
         except Exception as error:  # the node reports the error, as with a real worker
-            tell = functools.partial(failed, error)
+            report = functools.partial(failed, error)
         else:
-            tell = functools.partial(then, result)
+            report = functools.partial(then, result)
         end = self.now + self._cost(number)
-        self._at(end, self._unless_stopped, (number, self._end_job, (number, tell)))
+        self._at(end, self._unless_stopped, (number, self._end_job, (number, report)))
 
-    def _end_job(self, number: int, tell: Callable[[], None]) -> None:
+    def _end_job(self, number: int, report: Callable[[], None]) -> None:
         if number in self._dead:
             return
         self._working.discard(number)
-        tell()
+        report()
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)
 
@@ -218,7 +219,7 @@ class Network:
         if isinstance(carried, CorruptionError):
             self._report_damage(sender, to, carried)
             return
-        carried = _taken(carried)
+        carried = _as_received(carried)
         self.taken_bytes[to] += carried.size
         if to == COORDINATOR:
             assert self._coordinator is not None
@@ -233,7 +234,7 @@ class Network:
         """
         assert self._coordinator is not None
         if to == COORDINATOR:
-            self._coordinator.damaged(str(error), [sender])
+            self._coordinator.report_corruption(str(error), [sender])
         if COORDINATOR in (sender, to):
             self._cut(sender or to)
             return
@@ -250,7 +251,7 @@ class Network:
         self._cut_off.add(number)
         for link in ((number, COORDINATOR), (COORDINATOR, number)):
             self._ended[link] = float("inf")
-        self.after(self._links.latency, self._tell_lost, number, "its connection ended")
+        self.after(self._links.latency, self._report_loss, number, "its connection ended")
 
     def _unless_stopped(
         self, number: int, action: Callable[..., None], arguments: tuple[Any, ...]
@@ -260,7 +261,7 @@ class Network:
         else:
             action(*arguments)
 
-    def _beats(self, number: int) -> None:
+    def _send_heartbeats(self, number: int) -> None:
         if number in self._dead or number not in self._nodes:
             return
         if number not in self._stopped:
@@ -269,19 +270,19 @@ class Network:
                 "busy": number in self._working,
             }
             self.send(number, COORDINATOR, Message(MessageType.HEARTBEAT, 0, number, body=body))
-        self.after(self._beat, self._beats, number)
+        self.after(self._heartbeat_seconds, self._send_heartbeats, number)
 
     def _tick(self) -> None:
         assert self._coordinator is not None
         self._coordinator.tick(self.now)
-        self.after(self._beat / 2, self._tick)
+        self.after(self._heartbeat_seconds / 2, self._tick)
 
-    def _tell_lost(self, number: int, why: str) -> None:
+    def _report_loss(self, number: int, why: str) -> None:
         assert self._coordinator is not None
         self._coordinator.lost(number, why)
 
 
-def _taken(message: Message) -> Message:
+def _as_received(message: Message) -> Message:
     """Return a message as received over a wire: with a payload in the receiver's own memory.
 
     The payload is copied on delivery, not on sending, because a real sender reads the payload after

@@ -5,12 +5,12 @@ from penstock.distributed.transport.connection import Connection
 from penstock.distributed.transport.endpoint import Address, Endpoint, own_host
 from penstock.distributed.transport.handshake import connect, new_token
 from penstock.distributed.transport.listener import ConnectionListener
-from penstock.distributed.transport.shared_memory import LEAST_BYTES, RING_BYTES
+from penstock.distributed.transport.shared_memory import LEAST_BYTES, SHM_BYTES
 from penstock.distributed.transport.stream import Stream
 
 __all__ = [
     "LEAST_BYTES",
-    "RING_BYTES",
+    "SHM_BYTES",
     "Address",
     "Connection",
     "ConnectionListener",

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.distributed.protocol import CHUNK_BYTES
 
-_MOST = 8  # buffers of one connection
+_MOST_BUFFERS = 8  # buffers of one connection
 _LEAST_KEPT = 1 << 16  # bytes; below this size new memory is as fast
 
 
@@ -26,19 +26,19 @@ class BufferPool:
         self._held: dict[int, tuple[weakref.ref[np.ndarray], memoryview]] = {}
         self._next = 0
         # The last view may end in any thread, even during `take`: `SimpleQueue.put` is reentrant.
-        self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def take(self, size: int) -> np.ndarray:
         """Return `size` bytes of memory that nothing else refers to."""
         if size < _LEAST_KEPT:
             return np.empty(size, np.uint8)
-        while not self._gone.empty():
-            _, memory = self._held.pop(self._gone.get())
+        while not self._released.empty():
+            _, memory = self._held.pop(self._released.get())
             self._free.append(memory)
-        for place, memory in enumerate(self._free):
+        for index, memory in enumerate(self._free):
             if memory.nbytes >= size:
-                return self._hand_out(self._free.pop(place), size)
-        if len(self._held) + len(self._free) >= _MOST:
+                return self._hand_out(self._free.pop(index), size)
+        if len(self._held) + len(self._free) >= _MOST_BUFFERS:
             return np.empty(size, np.uint8)
         return self._hand_out(np.empty(max(size, CHUNK_BYTES), np.uint8).data, size)
 
@@ -46,7 +46,7 @@ class BufferPool:
         # The base is a memoryview, not an array. So NumPy makes every view of a view refer to this
         # array, and the weak reference ends with the last view.
         payload = np.frombuffer(memory, np.uint8, size)
-        number, gone = self._next, self._gone
+        number, released = self._next, self._released
         self._next += 1
-        self._held[number] = weakref.ref(payload, lambda _: gone.put(number)), memory
+        self._held[number] = weakref.ref(payload, lambda _: released.put(number)), memory
         return payload

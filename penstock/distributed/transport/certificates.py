@@ -189,7 +189,7 @@ def _context(
             context.load_cert_chain(file.name, password=password)
     except OSError as error:
         raise ClusterError(
-            "connections to other hosts need TLS, and its certificate a file of some kilobytes in "
-            f"the temporary folder: {error}; make room there, or set TMPDIR to another folder"
+            "connections to other hosts need TLS, whose certificate is written to the temporary "
+            f"folder: {error}; free some kilobytes there, or set TMPDIR to another folder"
         ) from None
     return context

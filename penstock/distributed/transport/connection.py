@@ -37,16 +37,16 @@ from penstock.distributed.transport.stream import Stream, read_exactly
 from penstock.errors import ProtocolError
 
 _BUFFER_BYTES = 4 << 20
-_BUFFER_BYTES_HERE = 1 << 20  # within a host: kernel buffers of this size stay in the cache
-_CUT_SECONDS = 10.0  # without an acknowledgement of sent data; then the connection ends
+_BUFFER_BYTES_LOCAL = 1 << 20  # within a host: kernel buffers of this size stay in the cache
+_TIMEOUT_SECONDS = 10.0  # without an acknowledgement of sent data; then the connection ends
 _LIMITS = {
-    "TCP_USER_TIMEOUT": int(1000 * _CUT_SECONDS),
+    "TCP_USER_TIMEOUT": int(1000 * _TIMEOUT_SECONDS),
     # Keepalive probes find out on an idle connection whether the peer is alive.
-    "TCP_KEEPIDLE": int(_CUT_SECONDS),
-    "TCP_KEEPINTVL": int(_CUT_SECONDS / 2),
+    "TCP_KEEPIDLE": int(_TIMEOUT_SECONDS),
+    "TCP_KEEPINTVL": int(_TIMEOUT_SECONDS / 2),
     "TCP_KEEPCNT": 2,
 }
-_LOOK_SECONDS = 1.0  # the longest counted wait: in a longer wait this process was not scheduled
+_POLL_SECONDS = 1.0  # the longest counted wait: in a longer wait this process was not scheduled
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,23 @@ class Connection:
         self.shared_bytes = 0  # the part of sent_bytes that went through shared memory
         self._stream, self._socket = stream, stream.socket
         self._take, self._ended, self._shares = take, ended, shares
-        self._todo: queue.SimpleQueue[Message | _SlotsToReturn | _SlotsReturned | None] = (
+        self._queue: queue.SimpleQueue[Message | _SlotsToReturn | _SlotsReturned | None] = (
             queue.SimpleQueue()
         )
         self._buffers = BufferPool()
-        self._once = threading.Lock()
+        self._end_lock = threading.Lock()
         self._has_ended = False
         # Owned by the writer: waiting messages, slots to return, and the offered shared memory.
         self._waiting: deque[Message] = deque()
-        self._used_up: list[int] = []
-        self._ring: ShmSender | None = None
-        self._held_up_seconds = 0.0  # since a slot was returned
+        self._to_return: list[int] = []
+        self._shm_sender: ShmSender | None = None
+        self._blocked_seconds = 0.0  # since a slot was returned
         self._may_offer = stream.is_local  # else the peer cannot map shared memory
-        self._peer_ring: ShmReceiver | None = None  # owned by the reader
+        self._shm_receiver: ShmReceiver | None = None  # owned by the reader
         self._heard_at = time.monotonic()
         _set_options(stream)
         for name, work in (("reads", self._read), ("writes", self._write)):
-            threading.Thread(target=work, name=f"penstock link {name}", daemon=True).start()
+            threading.Thread(target=work, name=f"penstock connection {name}", daemon=True).start()
 
     def send(self, message: Message) -> None:
         """Queue a message after all earlier messages; returns at once.
@@ -111,11 +111,11 @@ class Connection:
         A connection that has ended sends nothing. The payload must not change until its receiver
         has answered.
         """
-        self._todo.put(message)
+        self._queue.put(message)
 
     def close(self, why: Exception | None = None) -> None:
         """End the connection at once; unwritten messages are not sent."""
-        self._end(why or ConnectionError("it was closed here"))
+        self._end(why or ConnectionError("this process closed it"))
 
     @property
     def is_open(self) -> bool:
@@ -150,11 +150,11 @@ class Connection:
                 body, payload = read_exactly(self._stream, body_bytes), None
                 if size or slot_of(header) is not None:
                     payload = self._payload(slot_of(header), size)
-                self._heed(unpack(header, body, payload))
+                self._dispatch(unpack(header, body, payload))
                 self.taken_bytes += size
                 del payload  # a slot is returned after its last view has ended
         except Exception as error:  # after any error the connection has ended
-            payload = self._peer_ring = None  # else the error's traceback keeps the payload's slot
+            payload = self._shm_receiver = None  # else the error's traceback keeps the slot
             self._end(error)
 
     def _payload(self, slot: int | None, size: int) -> np.ndarray:
@@ -163,10 +163,10 @@ class Connection:
             payload = self._buffers.take(size)
             self._stream.read_into(payload.data, self._hear)
             return payload
-        if self._peer_ring is None:
-            raise ProtocolError(f"{size} bytes were announced in slot {slot} of no ring")
-        payload = self._peer_ring.take(slot, size)
-        if not self._peer_ring.is_short:
+        if self._shm_receiver is None:
+            raise ProtocolError(f"the peer announced {size} bytes in slot {slot}, but no memory")
+        payload = self._shm_receiver.take(slot, size)
+        if not self._shm_receiver.is_exhausted:
             return payload
         # The holders of the other slots may wait for the next message. So this slot is returned at
         # once.
@@ -174,120 +174,123 @@ class Connection:
         copy[:] = payload
         return copy
 
-    def _heed(self, message: Message) -> None:
+    def _dispatch(self, message: Message) -> None:
         if message.kind is MessageType.SHM_OFFER:
-            self._find_ring(message)
+            self._open_shared_memory(message)
         elif message.kind is MessageType.BUFFER_CREDIT:
             slots = message.body.get("slots")
             if not isinstance(slots, list) or not all(type(slot) is int for slot in slots):
-                raise ProtocolError(f"slots {str(slots)[:80]} were given back")
-            self._todo.put(_SlotsReturned(tuple(slots)))
+                raise ProtocolError(
+                    f"expected a list of slot numbers to return, got {str(slots)[:80]}"
+                )
+            self._queue.put(_SlotsReturned(tuple(slots)))
         else:
             self._take(self, message)
 
-    def _find_ring(self, message: Message) -> None:
-        if self._peer_ring is not None:
-            raise ProtocolError("shared memory was offered twice over one link")
-        todo = self._todo  # the callback keeps no reference to the connection
+    def _open_shared_memory(self, message: Message) -> None:
+        if self._shm_receiver is not None:
+            raise ProtocolError("the peer offered shared memory twice on one connection")
+        queued = self._queue  # the callback keeps no reference to the connection
         if self._shares():
-            self._peer_ring = ShmReceiver.open(
-                message.body, lambda slot: todo.put(_SlotsToReturn((slot,)))
+            self._shm_receiver = ShmReceiver.open(
+                message.body, lambda slot: queued.put(_SlotsToReturn((slot,)))
             )
-        slots = 0 if self._peer_ring is None else self._peer_ring.slots
-        todo.put(_SlotsToReturn(tuple(range(slots))))
+        slots = 0 if self._shm_receiver is None else self._shm_receiver.slots
+        queued.put(_SlotsToReturn(tuple(range(slots))))
 
     # The writer thread
 
     def _write(self) -> None:
         try:
-            while self._gather():
-                if self._used_up:
-                    slots, self._used_up = self._used_up, []
+            while self._collect():
+                if self._to_return:
+                    slots, self._to_return = self._to_return, []
                     self._put(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
-                if self._waiting and self._has_room(self._waiting[0]):
+                if self._waiting and self._has_free_slot(self._waiting[0]):
                     self._put(self._waiting.popleft())
         except Exception as error:  # an invalid frame ends the connection, too
             self._end(error)
         finally:
-            if self._ring is not None:
-                self._ring.close()
+            if self._shm_sender is not None:
+                self._shm_sender.close()
 
-    def _gather(self) -> bool:
+    def _collect(self) -> bool:
         """Take the queued work, after a wait if needed; False: the connection has ended."""
-        is_held_up = bool(self._waiting) and not self._has_room(self._waiting[0])
-        must_wait = is_held_up or not self._waiting
-        while must_wait or not self._todo.empty():
+        is_blocked = bool(self._waiting) and not self._has_free_slot(self._waiting[0])
+        must_wait = is_blocked or not self._waiting
+        while must_wait or not self._queue.empty():
             must_wait = False
-            match self._next_thing(is_held_up):
+            match self._next_item(is_blocked):
                 case None:
                     return False
                 case _SlotsToReturn(slots) if slots:
-                    self._used_up.extend(slots)
+                    self._to_return.extend(slots)
                 case _SlotsToReturn():
                     self._put(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": []}))
                 case _SlotsReturned(slots):
-                    self._take_room(slots)
+                    self._take_returned(slots)
                 case Message() as message:
                     self._waiting.append(message)
         return True
 
-    def _next_thing(self, is_held_up: bool) -> Message | _SlotsToReturn | _SlotsReturned | None:
+    def _next_item(self, is_blocked: bool) -> Message | _SlotsToReturn | _SlotsReturned | None:
         """Return the next queued item; limits the wait for a peer that returns no slots."""
-        if not is_held_up:
-            return self._todo.get()
-        while self._held_up_seconds < _CUT_SECONDS:
+        if not is_blocked:
+            return self._queue.get()
+        while self._blocked_seconds < _TIMEOUT_SECONDS:
             began = time.monotonic()
             try:
-                return self._todo.get(timeout=_LOOK_SECONDS)
+                return self._queue.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
             finally:
-                self._held_up_seconds += min(_LOOK_SECONDS, time.monotonic() - began)
-        raise ProtocolError(f"the peer has given no slot back in {_CUT_SECONDS:.0f} s")
+                self._blocked_seconds += min(_POLL_SECONDS, time.monotonic() - began)
+        raise ProtocolError(f"the peer has returned no slot for {_TIMEOUT_SECONDS:.0f} s")
 
-    def _take_room(self, slots: tuple[int, ...]) -> None:
-        if self._ring is None:
-            raise ProtocolError(f"slots {slots} were given back of a ring that there is not")
-        self._held_up_seconds = 0.0
+    def _take_returned(self, slots: tuple[int, ...]) -> None:
+        if self._shm_sender is None:
+            raise ProtocolError(f"the peer returned slots {slots} of memory that was not offered")
+        self._blocked_seconds = 0.0
         if slots:
-            self._ring.come_back(slots)
+            self._shm_sender.take_back(slots)
         else:
-            self._ring.close()
+            self._shm_sender.close()
 
-    def _has_room(self, message: Message) -> bool:
+    def _has_free_slot(self, message: Message) -> bool:
         """Whether a message can be sent now; only shared memory can be full."""
-        return self._ring is None or not self._ring.takes(message.size) or self._ring.has_room
+        sender = self._shm_sender
+        return sender is None or not sender.accepts(message.size) or sender.has_free_slot
 
     def _put(self, message: Message) -> None:
         """Send one message, with its payload through shared memory if possible."""
-        payload = message.payload if message.size else None
-        if payload is not None and self._ring is not None and self._ring.takes(message.size):
-            slot = self._ring.claim()
+        payload, sender = message.payload if message.size else None, self._shm_sender
+        if payload is not None and sender is not None and sender.accepts(message.size):
+            slot = sender.claim()
             head = b"".join(pack(message, slot))
-            self._ring.put(slot, payload)
+            sender.put(slot, payload)
             self._stream.send([head])
             self.shared_bytes += message.size
         else:
             if message.size >= LEAST_BYTES and self._may_offer and self._shares():
-                self._offer()
+                self._offer_shared_memory()
             head = b"".join(pack(message))
             self._stream.send([head] if payload is None else [head, payload.data])
         self.sent_bytes += message.size
 
-    def _offer(self) -> None:
+    def _offer_shared_memory(self) -> None:
         """Offer shared memory, once; until the peer answers, payloads go over the socket."""
         self._may_offer = False
-        self._ring = ShmSender.make()
-        if self._ring is not None:
-            offer = Message(MessageType.SHM_OFFER, 0, 0, body=self._ring.offer())
+        self._shm_sender = ShmSender.make()
+        if self._shm_sender is not None:
+            offer = Message(MessageType.SHM_OFFER, 0, 0, body=self._shm_sender.offer())
             self._stream.send([b"".join(pack(offer))])
 
     def _end(self, error: Exception) -> None:
-        with self._once:
+        with self._end_lock:
             if self._has_ended:
                 return
             self._has_ended = True
-        self._todo.put(None)
+        self._queue.put(None)
         with contextlib.suppress(OSError):  # the peer may have closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -302,5 +305,5 @@ def _set_options(stream: Stream) -> None:
         if hasattr(socket, name):  # else the loss of a peer is detected only after minutes
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        size = _BUFFER_BYTES_HERE if stream.is_local else _BUFFER_BYTES
+        size = _BUFFER_BYTES_LOCAL if stream.is_local else _BUFFER_BYTES
         connection.setsockopt(socket.SOL_SOCKET, option, size)

@@ -49,7 +49,7 @@ class _LocalNode:
 
     node: EndpointNode
     jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
-    is_over: bool = False  # jobs that have not begun are dropped
+    is_removed: bool = False  # jobs that have not begun are dropped
     thread: threading.Thread | None = None
 
 
@@ -60,11 +60,11 @@ class Endpoint:
         token: the token of the run.
         host: the interface on which to listen.
         port: the listening port; 0: any free port.
-        on_link_end: is called in the endpoint's thread when a peer's connection has ended.
+        on_connection_end: is called in the endpoint's thread when a peer's connection has ended.
         on_new_peer: receives the messages of a peer whose node is not known yet.
         on_failure: receives an error that no node handles; the endpoint has then ended.
-        every: is called every `beat` seconds in the endpoint's thread, with the time.
-        beat: seconds between two calls of `every`.
+        every: is called every `heartbeat_seconds` seconds in the endpoint's thread, with the time.
+        heartbeat_seconds: seconds between two calls of `every`.
 
     `shares_memory` says whether connections within this host may carry payloads in shared memory.
     It may be set before the first payload.
@@ -79,112 +79,115 @@ class Endpoint:
         token: str,
         host: str,
         *,
-        on_link_end: Callable[[Connection, Exception], None],
+        on_connection_end: Callable[[Connection, Exception], None],
         on_new_peer: Callable[[Connection, Message], None],
         on_failure: Callable[[Exception], None],
         every: Callable[[float], None] = lambda now: None,
-        beat: float = 0.1,
+        heartbeat_seconds: float = 0.1,
         port: int = 0,
     ) -> None:
         self.shares_memory = True
         self._credentials = Credentials(token)
-        self._on_link_end, self._on_stranger = on_link_end, on_new_peer
+        self._on_connection_end, self._on_new_peer = on_connection_end, on_new_peer
         self._on_failure = on_failure
-        self._every, self._beat = every, beat
-        self._places: dict[int, _LocalNode] = {}
-        self._links: dict[int, Connection] = {}
-        self._all_links: set[Connection] = set()
+        self._every, self._heartbeat_seconds = every, heartbeat_seconds
+        self._local_nodes: dict[int, _LocalNode] = {}
+        self._connections: dict[int, Connection] = {}
+        self._all_connections: set[Connection] = set()
         self._addresses: dict[int, Address] = {}
-        self._beside: dict[int, Address] = {}  # the addresses of nodes outside the epoch
+        self._outside_epoch: dict[int, Address] = {}  # the addresses of nodes outside the epoch
         self._opening: dict[int, list[Message]] = {}
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
         try:
-            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+            server_socket = socket.create_server(
+                (host, port), family=_family(host), backlog=_BACKLOG
+            )
         except OSError as error:
             wanted = "an address of this machine"
             if port:
-                wanted += f" and a port that is free and may be used, got {port}"
+                wanted += f" and a free port that this user may use, got port {port}"
             raise ClusterError(
                 f"cannot listen on {host!r}, expected {wanted}: {error.strerror}"
             ) from None
-        self.address: Address = listener.getsockname()[:2]
+        self.address: Address = server_socket.getsockname()[:2]
         if not is_loopback(self.address[0]):
             try:
                 _ = self._credentials.tls  # now, so that no connection waits for it
             except ClusterError:
-                listener.close()
+                server_socket.close()
                 raise
-        self._door = ConnectionListener(listener, self._credentials, self._let_in)
+        self._listener = ConnectionListener(server_socket, self._credentials, self._accept)
         self._thread = threading.Thread(target=self._loop, name="penstock endpoint", daemon=True)
 
     def start(self) -> None:
         """Start the listener and the endpoint's thread."""
         self._thread.start()
-        self._door.open()
+        self._listener.open()
 
     @property
     def refused(self) -> Mapping[str, int]:
         """How many connections were refused, by address."""
-        return self._door.refused
+        return self._listener.refused
 
     def add(self, number: int, node: EndpointNode) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
-        place = self._places[number] = _LocalNode(node, queue.SimpleQueue())
-        place.thread = threading.Thread(
-            target=self._do_jobs, args=(place,), name=f"penstock node {number}", daemon=True
+        local = self._local_nodes[number] = _LocalNode(node, queue.SimpleQueue())
+        local.thread = threading.Thread(
+            target=self._do_jobs, args=(local,), name=f"penstock node {number}", daemon=True
         )
-        place.thread.start()
+        local.thread.start()
 
     def remove(self, number: int) -> None:
         """Remove a node of this process; returns after its worker has finished the current job."""
-        place = self._places.pop(number, None)
-        if place is None:
+        local = self._local_nodes.pop(number, None)
+        if local is None:
             return
-        place.is_over = True
-        place.jobs.put(None)
-        if place.thread is not None and place.thread is not threading.current_thread():
-            place.thread.join()
+        local.is_removed = True
+        local.jobs.put(None)
+        if local.thread is not None and local.thread is not threading.current_thread():
+            local.thread.join()
 
-    def runtime(self, number: int) -> BoundContext:
+    def context(self, number: int) -> BoundContext:
         """Return the context of a node of this process."""
         return BoundContext(self, number)
 
-    def meet(self, addresses: Mapping[int, Address], epoch: int) -> None:
+    def set_addresses(self, addresses: Mapping[int, Address], epoch: int) -> None:
         """Set the addresses of the nodes in other processes that take part from an epoch on.
 
-        The addresses of all other nodes are removed, and connections with them are closed: a host
-        that is gone does not close its connections. A connection stays open if the peer has already
+        The addresses of all other nodes are removed, and connections with them are closed: a lost
+        host does not close its connections. A connection stays open if the peer has already
         sent a message of this epoch or a later one.
         """
-        self._beside = {n: where for n, where in self._beside.items() if n not in addresses}
-        self._addresses = {**self._beside, **addresses}
-        there = {COORDINATOR, *self._addresses}
-        for link in list(self._all_links):  # others may be made meanwhile, by other threads
-            is_known = link.peer is not None
-            if is_known and there.isdisjoint(link.nodes) and link.epoch < epoch:
-                link.close()
-                self._forget(link)
+        outside = self._outside_epoch.items()
+        self._outside_epoch = {n: where for n, where in outside if n not in addresses}
+        self._addresses = {**self._outside_epoch, **addresses}
+        members = {COORDINATOR, *self._addresses}
+        for connection in list(self._all_connections):  # other threads may add connections
+            is_known = connection.peer is not None
+            if is_known and members.isdisjoint(connection.nodes) and connection.epoch < epoch:
+                connection.close()
+                self._forget(connection)
 
-    def reach(self, number: int, address: Address) -> None:
+    def add_address(self, number: int, address: Address) -> None:
         """Set the address of a node in another process that takes no part yet.
 
         The address stays known across changes of the epoch, until the node takes part.
         """
-        self._beside[number] = self._addresses[number] = address
+        self._outside_epoch[number] = self._addresses[number] = address
 
-    def attach(self, number: int, link: Connection) -> None:
+    def attach(self, number: int, connection: Connection) -> None:
         """Record that a node is at the other end of a connection; messages to the node use it.
 
         The first recorded node names the connection.
         """
-        link.peer = number if link.peer is None else link.peer
-        link.nodes.add(number)
-        self._links[number] = link
+        connection.peer = number if connection.peer is None else connection.peer
+        connection.nodes.add(number)
+        self._connections[number] = connection
 
     def call(self, action: Callable[[], None]) -> None:
         """Queue an action for the endpoint's thread."""
-        self._todo.put(action)
+        self._actions.put(action)
 
     def connect(self, address: Address, seconds: float = 5.0) -> Connection:
         """Return a connection to a listener that has the run's token.
@@ -198,7 +201,7 @@ class Endpoint:
         deadline = time.monotonic() + _TRY_SECONDS
         while True:
             try:
-                return self._link(self._proved(address, seconds))
+                return self._add_connection(self._authenticated(address, seconds))
             except ConnectionRejectedError as error:
                 if time.monotonic() > deadline or self._closing:
                     raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
@@ -206,7 +209,7 @@ class Endpoint:
             except (OSError, ClusterError) as error:
                 raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
 
-    def _proved(self, address: Address, seconds: float) -> Stream:
+    def _authenticated(self, address: Address, seconds: float) -> Stream:
         """Return a mutually authenticated connection."""
         connection = socket.create_connection(address, timeout=seconds)
         try:
@@ -216,14 +219,14 @@ class Endpoint:
             raise
 
     def send(self, sender: int, to: int, message: Message) -> None:
-        """Send to a node of any process; a message to a node that is gone is dropped."""
-        place = self._places.get(to)
-        if place is not None:
+        """Send to a node of any process; a message to a lost node is dropped."""
+        local = self._local_nodes.get(to)
+        if local is not None:
             self.call(lambda: self._deliver(to, message))
             return
         addressed = replace(message, to=to)
-        if (link := self._links.get(to)) is not None:
-            link.send(addressed)
+        if (connection := self._connections.get(to)) is not None:
+            connection.send(addressed)
         elif to in self._opening:
             self._opening[to].append(addressed)
         elif to in self._addresses:
@@ -239,139 +242,141 @@ class Endpoint:
         failed: Callable[[Exception], None],
     ) -> None:
         """Run a job of a local node after its earlier jobs; then call `then` or `failed`."""
-        place = self._places.get(number)
-        if place is not None:
-            place.jobs.put((job, then, failed))
+        local = self._local_nodes.get(number)
+        if local is not None:
+            local.jobs.put((job, then, failed))
 
     def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
         """Open a connection to a node; messages to the node wait meanwhile."""
         try:
-            link = self.connect(address)
+            connection = self.connect(address)
         except ClusterError as error:
-            log.warning("node %d has no link to node %d: %s", sender, to, error)
-            self.call(lambda: self._give_up(to))
+            log.warning("node %d cannot connect to node %d: %s", sender, to, error)
+            self.call(lambda: self._drop_waiting(to))
             return
-        link.send(Message(MessageType.HELLO, epoch, sender, body={"node": sender}))
+        connection.send(Message(MessageType.HELLO, epoch, sender, body={"node": sender}))
 
         def opened() -> None:
             waiting = self._opening.pop(to, [])
             if self._addresses.get(to) != address:
-                link.close()  # the node left while the connection was opened
+                connection.close()  # the node left while the connection was opened
                 return
-            self.attach(to, link)
+            self.attach(to, connection)
             for message in waiting:
-                link.send(message)
+                connection.send(message)
 
         self.call(opened)
 
-    def _give_up(self, to: int) -> None:
+    def _drop_waiting(self, to: int) -> None:
         self._opening.pop(to, None)
 
     def close(self) -> None:
         """Stop listening, close all connections, and stop the threads."""
         self._closing = True
-        self._door.close()
-        for link in list(self._all_links):
-            link.close()
-        for number in list(self._places):
+        self._listener.close()
+        for connection in list(self._all_connections):
+            connection.close()
+        for number in list(self._local_nodes):
             self.remove(number)
-        self._todo.put(None)
+        self._actions.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
 
     # The threads
 
-    def _link(self, stream: Stream) -> Connection:
-        link = Connection(stream, self._took, self._link_ended, lambda: self.shares_memory)
-        self._all_links.add(link)
-        if not link.is_open:  # the connection may have ended before it was added
-            self._all_links.discard(link)
-        return link
+    def _add_connection(self, stream: Stream) -> Connection:
+        connection = Connection(
+            stream, self._received, self._connection_ended, lambda: self.shares_memory
+        )
+        self._all_connections.add(connection)
+        if not connection.is_open:  # the connection may have ended before it was added
+            self._all_connections.discard(connection)
+        return connection
 
-    def _took(self, link: Connection, message: Message) -> None:
-        self.call(lambda: self._route(link, message))
+    def _received(self, connection: Connection, message: Message) -> None:
+        self.call(lambda: self._route(connection, message))
 
-    def _link_ended(self, link: Connection, error: Exception) -> None:
+    def _connection_ended(self, connection: Connection, error: Exception) -> None:
         def ended() -> None:
-            self._forget(link)
+            self._forget(connection)
             if not self._closing:
-                self._on_link_end(link, error)
+                self._on_connection_end(connection, error)
 
         self.call(ended)
 
-    def _forget(self, link: Connection) -> None:
-        self._all_links.discard(link)
-        for number in [n for n, other in self._links.items() if other is link]:
-            del self._links[number]
+    def _forget(self, connection: Connection) -> None:
+        self._all_connections.discard(connection)
+        for number in [n for n, other in self._connections.items() if other is connection]:
+            del self._connections[number]
 
-    def _route(self, link: Connection, message: Message) -> None:
+    def _route(self, connection: Connection, message: Message) -> None:
         """Deliver a message; an invalid message closes its connection, and nothing else."""
-        link.epoch = max(link.epoch, message.epoch)
+        connection.epoch = max(connection.epoch, message.epoch)
         try:
-            if link.peer is None:
-                self._take_from_stranger(link, message)
-            elif message.sender not in link.nodes:
+            if connection.peer is None:
+                self._take_from_new_peer(connection, message)
+            elif message.sender not in connection.nodes:
                 raise ProtocolError(
-                    f"node {link.peer} sent a {message.kind.name} message in the name of node "
-                    f"{message.sender}"
+                    f"node {connection.peer} sent a {message.kind.name} message in the name of "
+                    f"node {message.sender}"
                 )
             else:
                 self._deliver(message.to, message)
         except (ProtocolError, CorruptionError) as error:
-            log.warning("a peer is cut off: %s", error)
-            link.close(ProtocolError(str(error)))
+            log.warning("closed the connection to a peer: %s", error)
+            connection.close(ProtocolError(str(error)))
 
-    def _take_from_stranger(self, link: Connection, message: Message) -> None:
+    def _take_from_new_peer(self, connection: Connection, message: Message) -> None:
         if message.kind is not MessageType.HELLO:
-            self._on_stranger(link, message)
+            self._on_new_peer(connection, message)
             return
         node = message.body.get("node")
         if type(node) is not int or node < 0:
-            raise ProtocolError(f"a peer says that it is node {str(node)[:40]!r}")
-        link.peer = node
-        link.nodes.add(node)
+            raise ProtocolError(f"expected the node number of a peer, got {str(node)[:40]!r}")
+        connection.peer = node
+        connection.nodes.add(node)
 
     def _deliver(self, to: int, message: Message) -> None:
-        place = self._places.get(to)
-        if place is not None:
-            place.node.handle(message)
+        local = self._local_nodes.get(to)
+        if local is not None:
+            local.node.handle(message)
 
     def _loop(self) -> None:
         try:
-            self._turn()
+            self._run()
         except Exception as error:  # a defect: the endpoint's owner must know
             self._on_failure(error)
 
-    def _turn(self) -> None:
+    def _run(self) -> None:
         due = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
-                action = self._todo.get(timeout=max(0.0, due - time.monotonic()))
+                action = self._actions.get(timeout=max(0.0, due - time.monotonic()))
                 if action is None:
                     return
                 action()
             if time.monotonic() < due:
                 continue
             # Messages that have arrived by now count before a node is declared silent.
-            for _ in range(self._todo.qsize()):
-                action = self._todo.get_nowait()
+            for _ in range(self._actions.qsize()):
+                action = self._actions.get_nowait()
                 if action is None:
                     return
                 action()
             now = time.monotonic()
-            due = now + self._beat
+            due = now + self._heartbeat_seconds
             self._every(now)
 
-    def _let_in(self, stream: Stream) -> None:
+    def _accept(self, stream: Stream) -> None:
         if self._closing:
             stream.socket.close()
         else:
-            self._link(stream)
+            self._add_connection(stream)
 
-    def _do_jobs(self, place: _LocalNode) -> None:
-        while (task := place.jobs.get()) is not None:
+    def _do_jobs(self, local: _LocalNode) -> None:
+        while (task := local.jobs.get()) is not None:
             job, then, failed = task
-            if place.is_over:
+            if local.is_removed:
                 return
             try:
                 result = job()
@@ -388,9 +393,9 @@ def own_host(address: Address) -> str:
         ClusterError: there is no route.
     """
     try:
-        (family, _, _, _, there), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
+        (family, _, _, _, remote), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
         with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.connect(there)
+            probe.connect(remote)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None

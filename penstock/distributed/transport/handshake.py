@@ -96,7 +96,8 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
         greeting = _read_by(connection, len(_GREETING) + HELLO_BYTES, deadline)
         if greeting[: len(_GREETING)] != _GREETING:
             raise ClusterError(
-                "what listens there is no node of a run, or of another version of Penstock"
+                "expected a process of a run; the listener is another program or another version "
+                "of Penstock"
             )
         theirs = greeting[len(_GREETING) :]
         hello = _hello(not streams.is_within_host(connection))
@@ -104,15 +105,15 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
         proof = _read_by(connection, PROOF_BYTES, deadline)
     except (EOFError, ConnectionError):
         raise ConnectionRejectedError(
-            "it closed the connection before it answered: the run may be ending, or others take "
-            "up all pending connections"
+            "the listener closed the connection before it replied: the run may be ending, or has "
+            "too many pending connections"
         ) from None
     except OSError as error:
-        raise ClusterError(f"it did not answer within {SECONDS:g} s: {error}") from None
+        raise ClusterError(f"the listener did not reply within {SECONDS:g} s: {error}") from None
     if proof == REFUSAL:
-        raise ClusterError("it refused this node's token: is it that of this run?")
+        raise ClusterError("the listener refused the token; use the cluster.json of this run")
     if not hmac.compare_digest(proof, _proof(token, b"accepts", theirs, hello)):
-        raise ClusterError("what listens there does not have this run's token")
+        raise ClusterError("the listener does not have this run's token")
     if _need_tls(theirs, hello):
         stream: Stream = _encrypted(connection, credentials)
     else:
@@ -126,9 +127,9 @@ def _encrypted(connection: socket.socket, credentials: Credentials) -> TlsStream
     try:
         stream.handshake(time.monotonic() + SECONDS)
     except (EOFError, ConnectionError):
-        raise ClusterError("it closed the connection during the handshake of TLS") from None
+        raise ClusterError("the listener closed the connection during the TLS handshake") from None
     except OSError as error:
-        raise ClusterError(f"no handshake of TLS within {SECONDS:g} s: {error}") from None
+        raise ClusterError(f"no TLS handshake within {SECONDS:g} s: {error}") from None
     return stream
 
 
@@ -143,17 +144,17 @@ def _need_tls(*hellos: bytes) -> bool:
 
 def _read_by(connection: socket.socket, size: int, deadline: float) -> bytes:
     """Return the next `size` bytes, if all of them arrive before the deadline."""
-    said = b""
-    while len(said) < size:
+    received = b""
+    while len(received) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(size - len(said))
+        part = connection.recv(size - len(received))
         if not part:
             raise EOFError("the connection was closed")
-        said += part
-    return said
+        received += part
+    return received
 
 
 def _proof(token: str, side: bytes, accepts: bytes, connects: bytes) -> bytes:
     """Return the proof of the token over the hellos of both sides."""
-    said = _GREETING + side + accepts + connects
-    return hmac.new(token.encode(), said, hashlib.sha256).digest()
+    signed = _GREETING + side + accepts + connects
+    return hmac.new(token.encode(), signed, hashlib.sha256).digest()

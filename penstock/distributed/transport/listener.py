@@ -31,10 +31,10 @@ from penstock.errors import ClusterError
 
 log = logging.getLogger("penstock.distributed")
 
-_MOST = 256  # pending connections
+_MOST_PENDING = 256  # pending connections
 _AT_ONCE = 16  # connections accepted in a row before pending connections are read again
 _MOST_ADDRESSES = 1000  # addresses of refused connections that are counted
-_LOOK_SECONDS = 0.5  # the longest wait for bytes
+_POLL_SECONDS = 0.5  # the longest wait for bytes
 _LINES, _LINES_SECONDS = 10, 10.0  # the most warnings in so many seconds
 
 
@@ -58,19 +58,19 @@ class ConnectionListener:
     Args:
         listener: the listening socket; the listener closes it.
         credentials: of the run.
-        let_in: receives the stream of an authenticated peer, in the listener's thread.
+        accept: receives the stream of an authenticated peer, in the listener's thread.
     """
 
     def __init__(
-        self, listener: socket.socket, credentials: Credentials, let_in: Callable[[Stream], None]
+        self, listener: socket.socket, credentials: Credentials, accept: Callable[[Stream], None]
     ) -> None:
         self.refused: Counter[str] = Counter()  # refused connections by address
-        self._listener, self._credentials, self._let_in = listener, credentials, let_in
+        self._listener, self._credentials, self._accept = listener, credentials, accept
         self._pending: dict[socket.socket, _PendingConnection] = {}  # by deadline, first to last
-        self._heard = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()
         self._warnings = _Warnings()
         self._closing = False
-        self._thread = threading.Thread(target=self._keep, name="penstock listener", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="penstock listener", daemon=True)
 
     def open(self) -> None:
         """Start to accept connections."""
@@ -84,32 +84,32 @@ class ConnectionListener:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
         self._listener.close()
-        self._heard.close()
+        self._selector.close()
 
     # The thread
 
-    def _keep(self) -> None:
+    def _serve(self) -> None:
         self._listener.setblocking(False)
-        self._heard.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         while not self._closing:
-            said = {key.fileobj for key, _ in self._heard.select(self._patience())}
+            ready = {key.fileobj for key, _ in self._selector.select(self._select_seconds())}
             # Answers are read before new connections could drop a pending connection.
-            for pending in [s for s in self._pending.values() if s.connection in said]:
-                self._hear(pending)
-            if self._listener in said:
-                self._take_those_who_come()
-            self._send_the_late_away()
+            for pending in [s for s in self._pending.values() if s.connection in ready]:
+                self._receive(pending)
+            if self._listener in ready:
+                self._accept_new()
+            self._refuse_late()
         for pending in list(self._pending.values()):
             self._forget(pending)
             pending.connection.close()
 
-    def _patience(self) -> float:
+    def _select_seconds(self) -> float:
         first = next(iter(self._pending.values()), None)
         if first is None:
-            return _LOOK_SECONDS
-        return min(_LOOK_SECONDS, max(0.0, first.deadline - time.monotonic()))
+            return _POLL_SECONDS
+        return min(_POLL_SECONDS, max(0.0, first.deadline - time.monotonic()))
 
-    def _take_those_who_come(self) -> None:
+    def _accept_new(self) -> None:
         for _ in range(_AT_ONCE):
             try:
                 connection, peer = self._listener.accept()
@@ -119,34 +119,34 @@ class ConnectionListener:
                 if self._closing:
                     return
                 # Such as too many open files; the thread continues.
-                self._warnings.say(f"a connection could not be accepted: {error}")
-                if not self._make_room():
+                self._warnings.log_limited(f"a connection could not be accepted: {error}")
+                if not self._drop_one():
                     time.sleep(0.1)
                 return
-            if len(self._unproved()) >= _MOST:
-                self._make_room()
-            self._ask(connection, peer)
+            if len(self._unauthenticated()) >= _MOST_PENDING:
+                self._drop_one()
+            self._send_challenge(connection, peer)
 
-    def _ask(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+    def _send_challenge(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         wants_tls = not streams.is_within_host(connection)
         challenge = handshake.Challenge(self._credentials.token, wants_tls=wants_tls)
         deadline = time.monotonic() + handshake.SECONDS
         pending = _PendingConnection(connection, (peer[0], peer[1]), challenge, deadline)
         self._pending[connection] = pending
         connection.setblocking(False)
-        self._heard.register(connection, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ)
         try:
             connection.sendall(challenge.question)  # fits into a new socket's buffer
         except OSError as error:
             self._refuse(pending, f"it did not prove that it has the token: {error}")
 
-    def _hear(self, pending: _PendingConnection) -> None:
+    def _receive(self, pending: _PendingConnection) -> None:
         if pending.encrypted is None:
-            self._hear_answer(pending)
+            self._receive_answer(pending)
         else:
-            self._hear_handshake(pending, pending.encrypted)
+            self._advance_handshake(pending, pending.encrypted)
 
-    def _hear_answer(self, pending: _PendingConnection) -> None:
+    def _receive_answer(self, pending: _PendingConnection) -> None:
         connection, challenge = pending.connection, pending.challenge
         try:
             part = connection.recv(challenge.missing_bytes)
@@ -154,7 +154,7 @@ class ConnectionListener:
             self._refuse(pending, f"it did not prove that it has the token: {error}")
             return
         if not part:
-            self._refuse(pending, "it did not prove that it has the token: it hung up")
+            self._refuse(pending, "it closed the connection before it proved that it has the token")
             return
         challenge.take(part)
         if challenge.missing_bytes:
@@ -179,9 +179,9 @@ class ConnectionListener:
         pending.deadline = time.monotonic() + handshake.SECONDS
         self._pending[connection] = self._pending.pop(connection)  # now its deadline is the last
 
-    def _hear_handshake(self, pending: _PendingConnection, stream: TlsStream) -> None:
+    def _advance_handshake(self, pending: _PendingConnection, stream: TlsStream) -> None:
         try:
-            is_complete = stream.advance_by_what_came()
+            is_complete = stream.advance_from_socket()
         except (OSError, EOFError, ClusterError) as error:
             self._refuse(pending, f"it has the token, but {error}")
             return
@@ -191,40 +191,40 @@ class ConnectionListener:
     def _admit(self, pending: _PendingConnection, stream: Stream) -> None:
         self._forget(pending)
         pending.connection.setblocking(True)
-        self._let_in(stream)
+        self._accept(stream)
 
-    def _unproved(self) -> list[_PendingConnection]:
+    def _unauthenticated(self) -> list[_PendingConnection]:
         return [each for each in self._pending.values() if each.encrypted is None]
 
-    def _make_room(self) -> bool:
+    def _drop_one(self) -> bool:
         """Drop the oldest connection of the address with the most pending ones, if there is any."""
-        unproved = self._unproved()
-        if not unproved:
+        unauthenticated = self._unauthenticated()
+        if not unauthenticated:
             return False
-        places = Counter(pending.address[0] for pending in unproved)
-        most = max(places.values())
-        first = next(each for each in unproved if places[each.address[0]] == most)
-        self._refuse(first, f"{len(unproved)} others had not proved themselves")
+        counts = Counter(pending.address[0] for pending in unauthenticated)
+        most = max(counts.values())
+        first = next(each for each in unauthenticated if counts[each.address[0]] == most)
+        self._refuse(first, f"{len(unauthenticated)} connections were waiting for authentication")
         return True
 
-    def _send_the_late_away(self) -> None:
+    def _refuse_late(self) -> None:
         now = time.monotonic()
         late = [pending for pending in self._pending.values() if pending.deadline <= now]
         for pending in late:
             missing = "prove that it has the token" if pending.encrypted is None else "begin TLS"
-            self._refuse(pending, f"it did not {missing}: it took too long")
+            self._refuse(pending, f"it did not {missing} within {handshake.SECONDS:g} s")
 
     def _refuse(self, pending: _PendingConnection, why: str) -> None:
         self._forget(pending)
         pending.connection.close()
         host, port = pending.address
-        self._warnings.say(f"refused a connection from {host}:{port}: {why}")
+        self._warnings.log_limited(f"refused a connection from {host}:{port}: {why}")
         if len(self.refused) < _MOST_ADDRESSES or host in self.refused:
             self.refused[host] += 1
 
     def _forget(self, pending: _PendingConnection) -> None:
         del self._pending[pending.connection]
-        self._heard.unregister(pending.connection)
+        self._selector.unregister(pending.connection)
 
 
 class _Warnings:
@@ -232,17 +232,17 @@ class _Warnings:
 
     def __init__(self) -> None:
         self._since = float("-inf")
-        self._said = self._left_out = 0
+        self._logged = self._suppressed = 0
 
-    def say(self, line: str) -> None:
+    def log_limited(self, line: str) -> None:
         """Log a line, or only count it above the limit."""
         now = time.monotonic()
         if now - self._since > _LINES_SECONDS:
-            if self._left_out:
-                log.warning("%d more connections were not let in", self._left_out)
-            self._since, self._said, self._left_out = now, 0, 0
-        if self._said < _LINES:
-            self._said += 1
+            if self._suppressed:
+                log.warning("%d more connections were refused", self._suppressed)
+            self._since, self._logged, self._suppressed = now, 0, 0
+        if self._logged < _LINES:
+            self._logged += 1
             log.warning("%s", line)
         else:
-            self._left_out += 1
+            self._suppressed += 1

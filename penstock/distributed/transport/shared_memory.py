@@ -27,7 +27,7 @@ from penstock.distributed.protocol import CHUNK_BYTES
 from penstock.errors import ProtocolError
 
 SLOTS = 4  # more slots would only evict each other from the processor's cache
-RING_BYTES = SLOTS * CHUNK_BYTES  # the memory of one connection's sender
+SHM_BYTES = SLOTS * CHUNK_BYTES  # the memory of one connection's sender
 LEAST_BYTES = 1 << 16  # of a payload; below this size a slot saves nothing
 _MOST_BYTES = 1 << 30  # of shared memory that another process offers
 
@@ -75,12 +75,12 @@ class ShmSender:
             "bytes": self._slot_bytes,
         }
 
-    def takes(self, size: int) -> bool:
+    def accepts(self, size: int) -> bool:
         """Whether a payload of so many bytes goes through shared memory."""
         return self.is_open and LEAST_BYTES <= size <= self._slot_bytes
 
     @property
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether a slot is free."""
         return bool(self._free)
 
@@ -93,7 +93,7 @@ class ShmSender:
         begin = slot * self._slot_bytes
         self._memory[begin : begin + payload.nbytes] = payload
 
-    def come_back(self, slots: Iterable[int]) -> None:
+    def take_back(self, slots: Iterable[int]) -> None:
         """Add returned slots to the free slots; the first return has all slots.
 
         Raises:
@@ -102,21 +102,21 @@ class ShmSender:
         for slot in slots:
             if not 0 <= slot < self._slots or slot in self._free:
                 raise ProtocolError(
-                    f"slot {slot} of {self._slots} was given back, which the peer did not have; do "
+                    f"the peer returned slot {slot} of {self._slots}, which it did not hold; do "
                     "all nodes run the same version of Penstock?"
                 )
             self._free.append(slot)
         self.is_open = True
-        self._shut()  # the other end has opened the file
+        self._close_file()  # the other end has opened the file
 
     def close(self) -> None:
         """Release the memory."""
         self.is_open = False
         self._free.clear()
         self._memory = np.zeros(0, np.uint8)
-        self._shut()
+        self._close_file()
 
-    def _shut(self) -> None:
+    def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -126,20 +126,18 @@ class ShmReceiver:
     """The receiver's side: payloads in slots.
 
     Args:
-        given_back: receives a slot's number after its last view has ended; in any thread.
+        on_return: receives a slot's number after its last view has ended; in any thread.
     """
 
     def __init__(
-        self, memory: mmap.mmap, slots: int, slot_bytes: int, given_back: Callable[[int], None]
+        self, memory: mmap.mmap, slots: int, slot_bytes: int, on_return: Callable[[int], None]
     ) -> None:
         self._memory, self.slots, self._slot_bytes = memory, slots, slot_bytes
-        self._given_back = given_back
+        self._on_return = on_return
         self._held: dict[int, weakref.ref[np.ndarray]] = {}
 
     @classmethod
-    def open(
-        cls, offer: Mapping[str, Any], given_back: Callable[[int], None]
-    ) -> ShmReceiver | None:
+    def open(cls, offer: Mapping[str, Any], on_return: Callable[[int], None]) -> ShmReceiver | None:
         """Open the memory that a peer offers; None if it is on another host or not accessible.
 
         Raises:
@@ -150,7 +148,7 @@ class ShmReceiver:
         )
         name = offer.get("name")
         if not slots or not slot_bytes or slots > 255 or slots * slot_bytes > _MOST_BYTES:
-            raise _no_ring(offer)
+            raise _invalid_offer(offer)
         if not hasattr(fcntl, "F_GET_SEALS"):
             return None
         path = f"/proc/{process}/fd/{number}"
@@ -163,13 +161,13 @@ class ShmReceiver:
             return None
         try:
             if os.fstat(file).st_size != slots * slot_bytes or not _is_sealed(file):
-                raise _no_ring(offer)
+                raise _invalid_offer(offer)
             memory = mmap.mmap(file, slots * slot_bytes)
         except OSError:
             return None
         finally:
             os.close(file)
-        return cls(memory, slots, slot_bytes, given_back)
+        return cls(memory, slots, slot_bytes, on_return)
 
     def take(self, slot: int, size: int) -> np.ndarray:
         """Return the bytes in a slot; the slot is returned after the last view has ended.
@@ -178,23 +176,22 @@ class ShmReceiver:
             ProtocolError: the slot does not exist, is smaller than `size`, or is held already.
         """
         if slot >= self.slots or not 0 < size <= self._slot_bytes or slot in self._held:
-            state = "held here" if slot in self._held else f"one of {self.slots}"
             raise ProtocolError(
-                f"{size} bytes were announced in slot {slot}, which is {state}, of "
-                f"{self._slot_bytes} bytes; do all nodes run the same version of Penstock?"
+                f"expected at most {self._slot_bytes} bytes in a free slot of {self.slots}, got "
+                f"{size} bytes in slot {slot}; do all nodes run the same version of Penstock?"
             )
         payload = np.frombuffer(self._memory, np.uint8, size, slot * self._slot_bytes)
-        held, given_back = self._held, self._given_back
+        held, on_return = self._held, self._on_return
 
-        def is_gone(_: object) -> None:
+        def view_ended(_: object) -> None:
             del held[slot]
-            given_back(slot)
+            on_return(slot)
 
-        held[slot] = weakref.ref(payload, is_gone)
+        held[slot] = weakref.ref(payload, view_ended)
         return payload
 
     @property
-    def is_short(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether all slots are held: the sender has none until one is returned."""
         return len(self._held) >= self.slots
 
@@ -209,12 +206,12 @@ def _is_sealed(file: int) -> bool:
 def _integer(offer: Mapping[str, Any], key: str) -> int:
     value = offer.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _no_ring(offer)
+        raise _invalid_offer(offer)
     return value
 
 
-def _no_ring(offer: Mapping[str, Any]) -> ProtocolError:
+def _invalid_offer(offer: Mapping[str, Any]) -> ProtocolError:
     return ProtocolError(
-        f"shared memory was offered as {str(dict(offer))[:160]}, which no node would do; do all "
-        "nodes run the same version of Penstock?"
+        f"expected a valid offer of shared memory, got {str(dict(offer))[:160]}; do all nodes run "
+        "the same version of Penstock?"
     )

@@ -21,8 +21,8 @@ class Stream(Protocol):
     socket: socket.socket
     is_local: bool  # whether the other end is on this host
 
-    def read_into(self, buffer: memoryview, came: Callable[[], None] = ...) -> None:
-        """Fill a buffer with the next bytes; `came` is called after every part.
+    def read_into(self, buffer: memoryview, on_bytes: Callable[[], None] = ...) -> None:
+        """Fill a buffer with the next bytes; `on_bytes` is called after every part.
 
         Raises:
             EOFError: the peer has closed the connection.
@@ -48,14 +48,14 @@ class PlainStream:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
 
-    def read_into(self, buffer: memoryview, came: Callable[[], None] = lambda: None) -> None:
+    def read_into(self, buffer: memoryview, on_bytes: Callable[[], None] = lambda: None) -> None:
         """Fill a buffer with the next bytes."""
         while buffer.nbytes:
             # Large parts: every call costs a wake-up.
             got = self.socket.recv_into(buffer[:_PART_BYTES], 0, socket.MSG_WAITALL)
             if got == 0:
                 raise EOFError("the connection was closed")
-            came()
+            on_bytes()
             buffer = buffer[got:]
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:

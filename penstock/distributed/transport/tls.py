@@ -52,9 +52,9 @@ class TlsStream:
         is_complete = self.advance(b"")
         while not is_complete:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
-            is_complete = self.advance_by_what_came()
+            is_complete = self.advance_from_socket()
 
-    def advance_by_what_came(self) -> bool:
+    def advance_from_socket(self) -> bool:
         """Receive bytes and continue the handshake; return whether it is complete.
 
         Raises as `handshake` does.
@@ -64,9 +64,9 @@ class TlsStream:
             raise EOFError("the connection was closed")
         return self.advance(self._received[:received])
 
-    def advance(self, came: bytes | memoryview) -> bool:
+    def advance(self, received: bytes | memoryview) -> bool:
         """Continue the handshake with received bytes; return whether it is complete."""
-        self._incoming.write(came)
+        self._incoming.write(received)
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -81,7 +81,7 @@ class TlsStream:
 
     # The stream
 
-    def read_into(self, buffer: memoryview, came: Callable[[], None] = lambda: None) -> None:
+    def read_into(self, buffer: memoryview, on_bytes: Callable[[], None] = lambda: None) -> None:
         """Fill a buffer with the next bytes."""
         while buffer.nbytes:
             if got := self._decrypt_into(buffer):
@@ -90,7 +90,7 @@ class TlsStream:
             received = self.socket.recv_into(self._received)
             if not received:
                 raise EOFError("the connection was closed")
-            came()
+            on_bytes()
             with self._lock:
                 self._incoming.write(self._received[:received])
 
@@ -105,7 +105,7 @@ class TlsStream:
             if "ALERT" in (error.reason or ""):
                 raise ClusterError(f"the peer refused the connection: {_reason(error)}") from None
             raise CorruptionError(
-                f"an encrypted record was damaged or changed on the way: {_reason(error)}"
+                f"an encrypted record was damaged or changed in transit: {_reason(error)}"
             ) from None
         if not got:
             raise EOFError("the peer has ended the connection")
@@ -132,7 +132,7 @@ class TlsStream:
 
 def _why_refused(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not one of this run: {error.verify_message}"
+        return f"its certificate does not belong to this run: {error.verify_message}"
     return f"no TLS 1.3 connection with it: {_reason(error)}"
 
 

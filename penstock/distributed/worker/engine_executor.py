@@ -37,11 +37,11 @@ class LocalEngineExecutor:
         self._engine, self._schedule = engine, schedule
         self._shapes: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = []
         for operation in schedule.operations:
-            begin, places = 0, []
+            begin, slices = 0, []
             for spec in (program.weights[name] for name in operation.weights):
-                places.append((begin, spec.stream_dtype, spec.shape))
+                slices.append((begin, spec.stream_dtype, spec.shape))
                 begin += _aligned_bytes(spec)
-            self._shapes.append(places)
+            self._shapes.append(slices)
         _, largest = largest_stage(program, _aligned_bytes)
         self._target = target_of(device)
         self._micro_batches = 0

@@ -42,8 +42,8 @@ log = logging.getLogger("penstock.distributed")
 
 TOKEN = "PENSTOCK_TOKEN"
 NAME = "PENSTOCK_WORKER"
-_PATIENCE = 10.0  # seconds in which a lost coordinator may come back
-_CLOSING = 60.0  # seconds in which a shard should close its files
+_RECONNECT_SECONDS = 10.0  # seconds in which a lost coordinator may come back
+_CLOSE_SECONDS = 60.0  # seconds in which a shard should close its files
 
 
 class RefusedError(ClusterError):
@@ -81,17 +81,17 @@ class Worker:
         self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._node: EngineNode | ShardNode | None = None
-        self._seat: WorkerNode | None = None
+        self._adapter: WorkerNode | None = None
         self._number = 0
-        self._link: Connection | None = None
+        self._connection: Connection | None = None
         self._built: BuiltRole | None = None
         self._endpoint = Endpoint(
             token,
             own_host(address),
-            on_link_end=self._link_ended,
-            on_new_peer=lambda link, message: self._events.put(("message", (link, message))),
+            on_connection_end=self._connection_ended,
+            on_new_peer=lambda *received: self._events.put(("message", received)),
             on_failure=lambda error: self._events.put(("failed", error)),
-            every=self._beat,
+            every=self._send_heartbeat,
             port=port,
         )
 
@@ -103,68 +103,68 @@ class Worker:
         """
         self._endpoint.start()
         try:
-            since = None
+            lost_since = None
             while True:
                 try:
                     self._join()
-                    since = None
+                    lost_since = None
                 except (RefusedError, OwnWorkError):
                     raise  # a retry would fail in the same way
                 except ClusterError:
                     # Before the first join this is an error; afterwards, the run may have ended.
                     if self._built is None:
                         raise
-                    since = since or time.monotonic()
-                    if time.monotonic() - since > _PATIENCE:
+                    lost_since = lost_since or time.monotonic()
+                    if time.monotonic() - lost_since > _RECONNECT_SECONDS:
                         host, port = self._address
-                        log.info("the run has ended: nothing of it listens at %s:%s", host, port)
+                        log.info("the run has ended: nothing listens at %s:%s", host, port)
                         return
                     time.sleep(0.2)
                 if self._built is not None and isinstance(self._built.role, ShardRole):
-                    log.info("the run has ended, or goes on with another in this shard's place")
+                    log.info("the run has ended, or another process holds this shard now")
                     return
         finally:
             self._endpoint.close()
 
     def _join(self) -> None:
         """Join, and serve until the connection ends."""
-        link = self._link = self._endpoint.connect(self._address)
+        connection = self._connection = self._endpoint.connect(self._address)
         body: dict[str, Any] = {"listens": list(self._endpoint.address), "worker": self._name}
         if self._role is not None:
             body |= {"role": self._role, "shard": self._shard}
-        link.send(Message(MessageType.JOIN, 0, 0, body=body))
+        connection.send(Message(MessageType.JOIN, 0, 0, body=body))
         while True:
             what, content = self._events.get()
-            if what == "ended" and content is link:
+            if what == "ended" and content is connection:
                 break
             if what == "failed":
                 raise content
-            if what != "message" or content[0] is not link:
+            if what != "message" or content[0] is not connection:
                 continue  # an event of an earlier connection
             message = content[1]
             if message.kind is MessageType.ASSIGN:
-                self._become(link, Assignment.read(message))
+                self._take_role(connection, Assignment.read(message))
             elif message.kind is MessageType.ADMIN_REPLY:
                 raise RefusedError(str(message.body.get("error")))
         if self._built is None:
             raise ClusterError(
-                f"{self._address[0]}:{self._address[1]}: the run ended the connection before it "
-                "said what this worker is to be; do both run the same version of Penstock?"
+                f"{self._address[0]}:{self._address[1]}: the run closed the connection before it "
+                "assigned a role to this worker; do both run the same version of Penstock?"
             )
         if self._node is not None:
-            self._let_go()
+            self._close_store()
             self._endpoint.remove(self._number)
             node, self._node = self._node, None
             # The worker joins again as another node, so peers must drop the messages of the old
             # node.
-            self._endpoint.call(lambda: self._endpoint.meet({}, node.epoch + 1))
+            self._endpoint.call(lambda: self._endpoint.set_addresses({}, node.epoch + 1))
             if node.failure is not None:
                 raise OwnWorkError(
-                    f"the work of {self._name} failed, and the run goes on without it: "
+                    f"the work of {self._name} failed, and the run continues without it: "
                     f"{type(node.failure).__name__}: {node.failure}"
                 )
 
-    def _let_go(self) -> None:
+    def _close_store(self) -> None:
         """Close the store of a shard after its queued jobs."""
         assert self._built is not None
         role = self._built.role
@@ -173,70 +173,70 @@ class Worker:
         closed = threading.Event()
 
         def close() -> None:
-            role.place.close()
+            role.storage.close()
             closed.set()
 
         def failed(error: Exception) -> None:
-            log.error("the store was not closed in order: %s", error)
+            log.error("the store was not closed cleanly: %s", error)
             closed.set()
 
-        self._endpoint.runtime(self._number).work(close, lambda _: None, failed)
-        if not closed.wait(timeout=_CLOSING):
-            log.error("the store was not closed in %.0f s", _CLOSING)
+        self._endpoint.context(self._number).work(close, lambda _: None, failed)
+        if not closed.wait(timeout=_CLOSE_SECONDS):
+            log.error("the store was not closed within %.0f s", _CLOSE_SECONDS)
 
-    def _become(self, link: Connection, welcome: Assignment) -> None:
-        number, told, place = welcome.node, welcome.run, welcome.place
-        what = "an engine" if place is None else f"shard {place.shard}"
+    def _take_role(self, connection: Connection, assignment: Assignment) -> None:
+        number, spec, slot = assignment.node, assignment.run, assignment.slot
+        what = "an engine" if slot is None else f"shard {slot.shard}"
         log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
-        self._endpoint.shares_memory = told["config"]["cluster"]["shared_memory"] == "auto"
+        self._endpoint.shares_memory = spec["config"]["cluster"]["shared_memory"] == "auto"
         try:
-            if place is not None:
-                self._built = build_shard(told, place, welcome.opens)
-            elif self._built is None or self._built.told != told:
-                self._built = build_engine(told)
+            if slot is not None:
+                self._built = build_shard(spec, slot, assignment.opens)
+            elif self._built is None or self._built.spec != spec:
+                self._built = build_engine(spec)
         except PenstockError as error:
             body = {"error": type(error).__name__, "text": str(error)}
-            link.send(Message(MessageType.FAILURE, 0, number, body=body))
+            connection.send(Message(MessageType.FAILURE, 0, number, body=body))
             return
         built = self._built
 
         def add() -> None:
-            node = built.role.node(number, self._endpoint.runtime(number))
+            node = built.role.node(number, self._endpoint.context(number))
             self._number, self._node = number, node
-            self._endpoint.attach(COORDINATOR, link)
-            for there in welcome.shards_there:
-                self._endpoint.attach(there, link)
-            self._seat = WorkerNode(node, self._endpoint)
+            self._endpoint.attach(COORDINATOR, connection)
+            for shard_node in assignment.shards_there:
+                self._endpoint.attach(shard_node, connection)
+            self._adapter = WorkerNode(node, self._endpoint)
             if isinstance(built.role, ShardRole):
-                self._seat = WorkerShard(node, self._endpoint, built.role.place)
-            self._endpoint.add(number, self._seat)
-            link.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
+                self._adapter = WorkerShard(node, self._endpoint, built.role.storage)
+            self._endpoint.add(number, self._adapter)
+            connection.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
 
-    def _link_ended(self, link: Connection, error: Exception) -> None:
-        if link is self._link:
-            self._events.put(("ended", link))
+    def _connection_ended(self, connection: Connection, error: Exception) -> None:
+        if connection is self._connection:
+            self._events.put(("ended", connection))
         elif isinstance(error, (CorruptionError, ProtocolError)) and self._node is not None:
             # The frame is lost and is not sent again: the step is retried over new connections.
-            body, node = {"text": str(error), "peer": link.peer}, self._node
+            body, node = {"text": str(error), "peer": connection.peer}, self._node
             message = Message(MessageType.CORRUPT_FRAME, node.epoch, node.number, body=body)
             self._endpoint.send(node.number, COORDINATOR, message)
-        if self._seat is not None:
-            self._seat.link_ended(link.peer, str(error))
+        if self._adapter is not None:
+            self._adapter.connection_ended(connection.peer, str(error))
 
-    def _beat(self, now: float) -> None:
-        node, link, built = self._node, self._link, self._built
-        if node is None or link is None or built is None:
+    def _send_heartbeat(self, now: float) -> None:
+        node, connection, built = self._node, self._connection, self._built
+        if node is None or connection is None or built is None:
             return
-        if self._seat is not None:
-            self._seat.tick(now)
+        if self._adapter is not None:
+            self._adapter.tick(now)
         body = {
             "progress": node.progress,
             "busy": node.is_busy,
-            **built.role.figures(),
+            **built.role.metrics(),
         }
-        link.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
+        connection.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))
 
 
 def main() -> None:
@@ -244,32 +244,38 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     token, name = os.environ.pop(TOKEN, None), os.environ.pop(NAME, None)
     try:
-        told = _arguments(sys.argv[1:])
-        if told.port is None:
-            address, token = read_record(Path(told.where))
+        options = _arguments(sys.argv[1:])
+        if options.port is None:
+            address, token = read_record(Path(options.where))
         elif token:
-            address = told.where, told.port
+            address = options.where, options.port
         else:
             raise ConfigError(
-                f"{TOKEN}: expected the run's token in the environment, it is not set"
+                f"{TOKEN}: expected the run's token in this environment variable, which is not "
+                "set; set it, or give the path of the run's cluster.json"
             )
-        Worker(address, token, name, shard=told.shard, port=told.listen).serve()
+        Worker(address, token, name, shard=options.shard, port=options.listen).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
-def _arguments(given: Sequence[str]) -> argparse.Namespace:
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m penstock.cluster.worker", description="Take part in a run until it ends."
+        "python -m penstock.cluster.worker",
+        description="Join a run as an engine or a shard, until the run ends.",
     )
-    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="where the run listens")
-    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="with HOST")
-    parser.add_argument("--shard", type=int, help="the shard of the store that it is to be")
+    parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="host or file of the run")
+    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="port of the run at HOST")
+    parser.add_argument("--shard", type=int, help="number of the shard that this worker holds")
     parser.add_argument(
-        "--port", type=int, default=0, dest="listen", help="on which it listens for other workers"
+        "--port",
+        type=int,
+        default=0,
+        dest="listen",
+        help="port on which this worker listens for other workers; by default any free port",
     )
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

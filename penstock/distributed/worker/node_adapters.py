@@ -30,85 +30,89 @@ class WorkerNode:
         if message.kind is MessageType.VIEW and message.epoch > self._node.epoch:
             listening = addresses_of(message)
             listening.pop(self._node.number, None)
-            self._endpoint.meet(listening, message.epoch)
+            self._endpoint.set_addresses(listening, message.epoch)
         self._node.handle(message)
 
     def tick(self, now: float) -> None:
         """Advance timeouts to the time `now`."""
 
-    def link_ended(self, peer: int | None, why: str) -> None:
+    def connection_ended(self, peer: int | None, why: str) -> None:
         """Handle the end of a connection to another node."""
 
 
 class WorkerShard(WorkerNode):
     """A shard's node that also serves RPCs on its store."""
 
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint, place: OwnedShard) -> None:
+    def __init__(
+        self, node: EngineNode | ShardNode, endpoint: Endpoint, storage: OwnedShard
+    ) -> None:
         super().__init__(node, endpoint)
-        self._place, self._gathered = place, FrameAssembler(lambda number: place.most_bytes)
-        self._runtime = endpoint.runtime(node.number)
-        self._giver = SnapshotSender(node.number, place, self._runtime, endpoint)
-        self._taker = SnapshotReceiver(node.number, place, self._runtime, endpoint, self._answer)
+        self._storage, self._assembler = storage, FrameAssembler(lambda number: storage.most_bytes)
+        self._context = endpoint.context(node.number)
+        self._snapshot_sender = SnapshotSender(node.number, storage, self._context, endpoint)
+        self._snapshot_receiver = SnapshotReceiver(
+            node.number, storage, self._context, endpoint, self._answer
+        )
 
     def handle(self, message: Message) -> None:
         """Handle a message; an RPC runs after the jobs that are queued already."""
         if message.kind is MessageType.RPC_REQUEST:
-            self._take_call(message)
+            self._take_request(message)
         elif message.kind is MessageType.SNAPSHOT_REQUEST:
-            self._giver.take(message)
+            self._snapshot_sender.take(message)
         elif message.kind is MessageType.SNAPSHOT_CHUNK:
-            self._taker.take(message)
+            self._snapshot_receiver.take(message)
         else:
             super().handle(message)
 
     def tick(self, now: float) -> None:
         """Check a running state transfer for a timeout."""
-        self._taker.tick(now)
+        self._snapshot_receiver.tick(now)
 
-    def link_ended(self, peer: int | None, why: str) -> None:
+    def connection_ended(self, peer: int | None, why: str) -> None:
         """Fail a state transfer whose connection has ended."""
-        self._taker.link_ended(peer, why)
+        self._snapshot_receiver.connection_ended(peer, why)
 
-    def _take_call(self, message: Message) -> None:
+    def _take_request(self, message: Message) -> None:
         try:
-            whole = self._gathered.take(message)
+            complete = self._assembler.take(message)
         except CorruptionError as error:
             self._answer_error(message.op, error)
             return
-        if whole is None:
+        if complete is None:
             return
-        number, said = whole
-        if said.body.get("method") == "take_copy":
+        number, content = complete
+        if content.body.get("method") == "take_copy":
             try:
-                self._taker.begin(number, said.body.get("with"))
+                self._snapshot_receiver.begin(number, content.body.get("with"))
             except PenstockError as error:
                 self._answer_error(number, error)
-        elif said.body.get("method") == "give_up_copy":
-            self._taker.give_up("nobody waits for it any more")
+        elif content.body.get("method") == "give_up_copy":
+            self._snapshot_receiver.cancel("the trainer's process cancelled it")
             self._answer(number, RpcMessage())
         else:
-            self._have_done(number, said)
+            self._run_method(number, content)
 
-    def _have_done(self, number: int, said: RpcMessage) -> None:
+    def _run_method(self, number: int, content: RpcMessage) -> None:
         """Run the store method that an RPC requests."""
 
         def pack() -> list[Message]:
-            answer = store_server.answer(self._place, said)
-            return list(frames(MessageType.RPC_REPLY, self._node.number, number, answer))
+            response = store_server.respond(self._storage, content)
+            return list(frames(MessageType.RPC_REPLY, self._node.number, number, response))
 
         def send(messages: list[Message]) -> None:
             for each in messages:
-                self._runtime.send(COORDINATOR, each)
+                self._context.send(COORDINATOR, each)
 
         def failed(error: Exception) -> None:
             text = f"{type(error).__name__}: {error}"
             self._answer_error(number, ClusterError(text))
 
-        self._runtime.work(pack, send, failed)
+        self._context.work(pack, send, failed)
 
     def _answer_error(self, number: int, error: PenstockError) -> None:
         self._answer(number, RpcMessage({"error": type(error).__name__, "text": str(error)}))
 
-    def _answer(self, call: int, said: RpcMessage) -> None:
-        for each in frames(MessageType.RPC_REPLY, self._node.number, call, said):
-            self._runtime.send(COORDINATOR, each)
+    def _answer(self, call: int, content: RpcMessage) -> None:
+        for each in frames(MessageType.RPC_REPLY, self._node.number, call, content):
+            self._context.send(COORDINATOR, each)

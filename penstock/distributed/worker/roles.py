@@ -35,11 +35,11 @@ class EngineRole:
     def __init__(self, work: LocalEngineExecutor, transfers: TransferSchedule) -> None:
         self.work, self.transfers = work, transfers
 
-    def node(self, number: int, runtime: NodeContext) -> EngineNode:
+    def node(self, number: int, context: NodeContext) -> EngineNode:
         """Return the engine's node."""
-        return EngineNode(number, runtime, self.transfers, self.work)
+        return EngineNode(number, context, self.transfers, self.work)
 
-    def figures(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any]:
         """Return the engine's memory and computing time."""
         return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
 
@@ -48,16 +48,16 @@ class ShardRole:
     """The role of a shard of the store: keeps weights and optimizer state."""
 
     def __init__(
-        self, shard: int, place: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
+        self, shard: int, storage: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
     ) -> None:
-        self.place, self.transfers = place, transfers
+        self.storage, self.transfers = storage, transfers
         self._shard, self._work = shard, work
 
-    def node(self, number: int, runtime: NodeContext) -> ShardNode:
+    def node(self, number: int, context: NodeContext) -> ShardNode:
         """Return the shard's node."""
-        return ShardNode(number, self._shard, runtime, self.transfers, self._work)
+        return ShardNode(number, self._shard, context, self.transfers, self._work)
 
-    def figures(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any]:
         """Return no metrics: the run requests a shard's figures by RPC."""
         return {}
 
@@ -66,7 +66,7 @@ class ShardRole:
 class BuiltRole:
     """A role that was built for a run, and the specification that all processes must share."""
 
-    told: Mapping[str, Any]
+    spec: Mapping[str, Any]
     role: EngineRole | ShardRole
     digest: str
 
@@ -80,37 +80,37 @@ class _Compiled:
     transfers: TransferSchedule
 
 
-def _compile(told: Mapping[str, Any], device: str, products: Products) -> _Compiled:
+def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compiled:
     """Compile the run's model for one kind of device, as the run specification says."""
     from penstock.config import Config
     from penstock.engine import set_threads
     from penstock.planning import builders
 
-    config = Config.from_mapping(told["config"])
-    set_threads(told["threads"])
+    config = Config.from_mapping(spec["config"])
+    set_threads(spec["threads"])
     assert config.model is not None
-    kept = None if told["kept"] is None else Path(told["kept"])
+    kept = None if spec["kept"] is None else Path(spec["kept"])
     source = builders.model_source(config.model, kept)
     program = builders.compile_source(
         builders.with_adapters(source, config.lora),
-        micro_batch=told["micro_batch"],
-        length=told["length"],
+        micro_batch=spec["micro_batch"],
+        length=spec["length"],
         precision=config.precision,
         device=device,
         products=products,
         train=config.train,
         freeze=config.freeze,
-        bfloat16=told["bfloat16"],
-        slot_bytes=told["slot_bytes"],
+        bfloat16=spec["bfloat16"],
+        slot_bytes=spec["slot_bytes"],
     )
-    recompute = frozenset(told["recompute"])
-    shards = int(told["shards"])
+    recompute = frozenset(spec["recompute"])
+    shards = int(spec["shards"])
     schedule = StepSchedule.of(program, recompute)
     transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
     return _Compiled(config, program, recompute, schedule, transfers)
 
 
-def build_engine(told: Mapping[str, Any]) -> BuiltRole:
+def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
     """Build an engine from the run specification.
 
     Raises:
@@ -119,21 +119,21 @@ def build_engine(told: Mapping[str, Any]) -> BuiltRole:
     """
     from penstock.engine import EnginePlan, target_of
 
-    device = str(told["device"])
+    device = str(spec["device"])
     _require_device(device)
-    products = _required_products(told, device)
-    made = _compile(told, device, products)
-    if made.config.cluster.has_other_hosts:  # the trainer has counted workers of its own host
-        _require_memory(told, device)
+    products = _required_products(spec, device)
+    compiled = _compile(spec, device, products)
+    if compiled.config.cluster.has_other_hosts:  # the trainer has counted workers of its own host
+        _require_memory(spec, device)
     engine = target_of(device).make_engine(
-        made.program, EnginePlan(made.recompute), budget_bytes=told["engine_bytes"]
+        compiled.program, EnginePlan(compiled.recompute), budget_bytes=spec["engine_bytes"]
     )
-    work = LocalEngineExecutor(engine, made.program, made.schedule, device)
-    digest = engine_digest(made.program, made.transfers, device, products)
-    return BuiltRole(dict(told), EngineRole(work, made.transfers), digest)
+    work = LocalEngineExecutor(engine, compiled.program, compiled.schedule, device)
+    digest = engine_digest(compiled.program, compiled.transfers, device, products)
+    return BuiltRole(dict(spec), EngineRole(work, compiled.transfers), digest)
 
 
-def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> BuiltRole:
+def build_shard(spec: Mapping[str, Any], slot: ReplicaSlot, opens: Opens) -> BuiltRole:
     """Build a shard of the store, on any host: a shard does no arithmetic of an engine.
 
     Args:
@@ -142,16 +142,16 @@ def build_shard(told: Mapping[str, Any], place: ReplicaSlot, opens: Opens) -> Bu
     Raises:
         PenstockError: this machine cannot hold the shard.
     """
-    made, shard = _compile(told, "cpu", "torch"), place.shard
-    apart = OwnedShard(made.config, made.program, shard, told["store_bytes"], place.replica)
+    compiled, shard = _compile(spec, "cpu", "torch"), slot.shard
+    owned = OwnedShard(compiled.config, compiled.program, shard, spec["store_bytes"], slot.replica)
     if opens == "what was left":
-        apart.open(must_hold=True)
+        owned.open(must_hold=True)
     elif opens == "empty":
-        apart.open_empty()
-    has_replica = made.config.store.replicas > 1
-    work = LocalShardExecutor(apart, shard, made.schedule, has_replica)
-    digest = shard_digest(made.program, made.transfers)
-    return BuiltRole(dict(told), ShardRole(shard, apart, work, made.transfers), digest)
+        owned.open_empty()
+    has_replica = compiled.config.store.replicas > 1
+    work = LocalShardExecutor(owned, shard, compiled.schedule, has_replica)
+    digest = shard_digest(compiled.program, compiled.transfers)
+    return BuiltRole(dict(spec), ShardRole(shard, owned, work, compiled.transfers), digest)
 
 
 def _require_device(device: str) -> None:
@@ -159,25 +159,26 @@ def _require_device(device: str) -> None:
 
     if not target_of(device).is_available:
         raise UnfitHostError(
-            f"the run's engines compute on GPUs, and {socket.gethostname()} has none that PyTorch "
-            "finds; start engines on hosts with one, or the run with engine.device: cpu"
+            f"the run's engines compute on GPUs, and PyTorch finds no GPU on "
+            f"{socket.gethostname()}; start engines on hosts with a GPU, or the run with "
+            "engine.device: cpu"
         )
 
 
-def _required_products(told: Mapping[str, Any], device: str) -> Products:
+def _required_products(spec: Mapping[str, Any], device: str) -> Products:
     """Return the run's library of matrix products: another library rounds differently."""
     from penstock.engine import target_of
 
     for products in target_of(device).products:
-        if products == told["products"] and target_of(device).can_multiply_with(products):
+        if products == spec["products"] and target_of(device).can_multiply_with(products):
             return products
     raise UnfitHostError(
-        f"the run's engines multiply float32 matrices by {told['products']}, which PyTorch lacks "
-        f"on {socket.gethostname()}; install there the PyTorch that the run was started with"
+        f"the run's engines multiply float32 matrices by {spec['products']}, which PyTorch lacks "
+        f"on {socket.gethostname()}; install the PyTorch version of the trainer's host there"
     )
 
 
-def _require_memory(told: Mapping[str, Any], device: str) -> None:
+def _require_memory(spec: Mapping[str, Any], device: str) -> None:
     """Refuse an engine that would exhaust memory in the middle of a step.
 
     Free memory may be even less by then.
@@ -185,9 +186,9 @@ def _require_memory(told: Mapping[str, Any], device: str) -> None:
     from penstock.planning import Machine
 
     machine = Machine.here((device,))
-    free = {"memory": (machine.available_bytes, int(told["engine_host"]))}
+    free = {"memory": (machine.available_bytes, int(spec["engine_host"]))}
     if device in machine.devices:
-        free["GPU memory"] = machine.devices[device].free, int(told["engine_peak"])
+        free["GPU memory"] = machine.devices[device].free, int(spec["engine_peak"])
     for what, (has, needs) in free.items():
         if has < needs:
             raise UnfitHostError(

@@ -33,31 +33,32 @@ class LocalShardExecutor:
 
     def __init__(
         self,
-        place: ShardStorage,
+        storage: ShardStorage,
         shard: int,
         schedule: StepSchedule,
         has_replica: bool = False,
     ) -> None:
         self._schedule = schedule
-        self._place, self._shard, self._has_replica = place, shard, has_replica
+        self._storage, self._shard, self._has_replica = storage, shard, has_replica
 
     @property
     def _store(self) -> Store:
-        return self._place.store
+        return self._storage.store
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back."""
-        return self._place.held_steps()
+        return self._storage.held_steps()
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll the store back to one of the held steps."""
-        self._place.go_back(step)
+        self._storage.roll_back(step)
 
     def begin(self, step: int) -> None:
         """Discard the results of a step that was not committed."""
         if self._store.step != step - 1:
             raise ClusterError(
-                f"shard {self._shard} stands at step {self._store.step}, step {step} was begun"
+                f"shard {self._shard}: step {step} expects the state of step {step - 1}, the "
+                f"store has step {self._store.step}"
             )
         self._store.discard()
 
@@ -68,9 +69,9 @@ class LocalShardExecutor:
     def fetch(self, operation: TransferOperation) -> Sequence[np.ndarray]:
         """Return the bytes of every chunk of this shard."""
         names, held = self._schedule.operations[operation.number].weights, self._store.program
-        here = held.stages[operation.stage].weights
-        wanted = [name for name in names if name in here]
-        views = self._store.fetch(operation.stage, [here.index(name) for name in wanted])
+        held_names = held.stages[operation.stage].weights
+        wanted = [name for name in names if name in held_names]
+        views = self._store.fetch(operation.stage, [held_names.index(name) for name in wanted])
         flat = {
             name: view.view(-1).view(torch.uint8).numpy()
             for name, view in zip(wanted, views, strict=True)
@@ -91,18 +92,18 @@ class LocalShardExecutor:
         """Add this shard's gradients of an operation."""
         trained = self._schedule.operations[operation.number].gradients
         held = self._store.program
-        here = trainable_weights(held, held.stages[operation.stage])
-        whole: dict[str, torch.Tensor] = {}
+        held_names = trainable_weights(held, held.stages[operation.stage])
+        tensors: dict[str, torch.Tensor] = {}
         for number, gradient in gradients.items():
             piece = operation.gradients[number]
             if gradient is None:
                 continue
             spec = held.weights[trained[piece.tensor]]
-            if spec.name not in whole:
-                whole[spec.name] = torch.empty(spec.shape)
+            if spec.name not in tensors:
+                tensors[spec.name] = torch.empty(spec.shape)
             begin, end = piece.begin - spec.begin, piece.end - spec.begin
-            whole[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
-        self._store.receive(operation.stage, [whole.get(name) for name in here])
+            tensors[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
+        self._store.receive(operation.stage, [tensors.get(name) for name in held_names])
 
     def prepare(self) -> Mapping[str, Any]:
         """Report the shard's gradients and the state that the shard holds."""
@@ -116,7 +117,7 @@ class LocalShardExecutor:
         decided = decision_of(decision)
         if decided.step != step:
             raise ProtocolError(
-                f"shard {self._shard} is to commit step {step} by a decision for step "
+                f"shard {self._shard}: expected a decision for step {step}, got one for step "
                 f"{decided.step}; do all nodes run the same version of Penstock?"
             )
         self._store.decide(decided)

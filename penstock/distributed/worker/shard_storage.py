@@ -50,7 +50,7 @@ class OwnedShard:
         **Raises:** `StorageError` while the store is closed.
         """
         if self._open is None:
-            raise StorageError(f"shard {self._shard} of the store is shut")
+            raise StorageError(f"shard {self._shard} of the store is closed")
         return self._open
 
     def open(self, must_hold: bool = False) -> Store:
@@ -97,7 +97,7 @@ class OwnedShard:
         durable = store.durable_steps if isinstance(store, FlashStore) else []
         return sorted({*durable, store.step})
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll back to one of the held steps; later steps are discarded durably."""
         store = self.store
         if store.step == step or not isinstance(store, FlashStore):
@@ -118,7 +118,7 @@ class ShardStorage(Protocol):
         """Return the steps to which the store can roll back."""
         ...
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Roll the store back to one of the held steps."""
         ...
 
@@ -133,7 +133,7 @@ class InProcessShard:
         """Return the current step of the store."""
         return [self.store.step]
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Require that the store is at this step."""
         require_at(self.store, step)
 
@@ -142,6 +142,6 @@ def require_at(store: Store, step: int) -> None:
     """Raise an error unless the store is at this step."""
     if store.step != step:
         raise ClusterError(
-            f"{store.program.name} stands at step {store.step} and cannot go back to step {step}; "
+            f"{store.program.name} is at step {store.step} and cannot roll back to step {step}; "
             "resume the run"
         )

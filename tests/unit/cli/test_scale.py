@@ -30,7 +30,7 @@ def test_run_without_cluster_is_refused(tmp_path):
 def test_malformed_rendezvous_file_is_refused(tmp_path):
     for text in ("", "[]", '{"address": "here", "token": 1}', "x" * 5000):
         (tmp_path / NAME).write_text(text)
-        with pytest.raises(ConfigError, match="expected the record of a run"):
+        with pytest.raises(ConfigError, match="expected the rendezvous file of a run"):
             scale(tmp_path, "engines=8")
 
 
@@ -38,5 +38,5 @@ def test_rendezvous_file_of_a_killed_run_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     write_record(tmp_path, address, "a token")
-    with pytest.raises(ClusterError, match=r"it does not train now.*Connection refused"):
+    with pytest.raises(ClusterError, match=r"the run is not training now.*Connection refused"):
         scale(tmp_path, "engines=8")

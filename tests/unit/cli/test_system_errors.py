@@ -76,9 +76,9 @@ def test_too_small_address_space_is_refused_before_loading(tmp_path):
     found = run("train", "run.yaml", cwd=tmp_path, preexec_fn=lambda: limited(10**9))
     assert found.returncode == 5
     assert found.stderr == (
-        "error: this process may have 1,000,000,000 bytes of address space (ulimit -v); the "
-        "libraries and the smallest run need 1,342,177,280; raise that limit, or remove it and set "
-        "`memory` to what the process may take\n"
+        "error: the address space of this process is limited to 1,000,000,000 bytes (ulimit -v); "
+        "the libraries and the smallest run need 1,342,177,280; raise that limit, or remove it "
+        "and limit the run with `memory`\n"
     )
 
 

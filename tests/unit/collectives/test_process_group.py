@@ -46,7 +46,7 @@ def together(kind, size, act, timeout=timedelta(seconds=60)):
 
 @pytest.mark.parametrize(("kind", "size"), GROUPS)
 @pytest.mark.parametrize("piece", [1, 3, 512, 70_001])
-def test_everyone_gets_everyones_piece(piece, kind, size):
+def test_all_gather_returns_all_pieces(piece, kind, size):
     def act(member, device, _):
         whole = torch.full((size * piece,), 255, dtype=torch.uint8, device=device)
         own = whole[member.rank * piece : (member.rank + 1) * piece]
@@ -61,7 +61,7 @@ def test_everyone_gets_everyones_piece(piece, kind, size):
 
 @pytest.mark.parametrize(("kind", "size"), GROUPS)
 @pytest.mark.parametrize("piece", [1, 129, 40_000])
-def test_everyone_gets_what_all_have_for_it_of_whatever_size(piece, kind, size):
+def test_exchange_with_unequal_sizes(piece, kind, size):
     sizes = [(1 + rank % 3) * piece for rank in range(size)]  # what a device has for each other
 
     def act(member, device, _):
@@ -80,7 +80,7 @@ def test_everyone_gets_what_all_have_for_it_of_whatever_size(piece, kind, size):
         assert torch.equal(incoming, torch.cat(wanted))
 
 
-def test_nobody_waits_for_a_group_that_was_aborted():
+def test_abort_ends_all_waits():
     def act(member, device, meeting):
         if member.rank == 1:
             time.sleep(0.2)
@@ -97,7 +97,7 @@ def test_nobody_waits_for_a_group_that_was_aborted():
     assert time.monotonic() - began < 30
 
 
-def test_a_device_that_waits_too_long_says_so():
+def test_timeout_is_reported():
     has_failed = threading.Event()
 
     def act(member, device, meeting):
@@ -112,7 +112,7 @@ def test_a_device_that_waits_too_long_says_so():
 
     first, _ = together("cpu", 2, act, timeout=timedelta(seconds=2))
     assert isinstance(first, GroupError)
-    assert "an operation of the devices together has failed" in str(first)
+    assert "a collective operation of the devices failed" in str(first)
 
 
 def listening():
@@ -131,14 +131,14 @@ def listening():
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's tables")
-def test_it_listens_on_the_loopback_interface_alone():
+def test_group_listens_on_loopback_only():
     before = listening()
     for opened in together("cpu", 2, lambda *_: listening() - before):
         assert opened
         assert all(place.startswith("0100007F:") for place in opened)  # 127.0.0.1
 
 
-def test_the_fabric_takes_one_root_of_each_device_and_counts_each_byte_once():
+def test_fabric_requires_one_root_per_device_and_counts_bytes_once():
     fabric = GroupFabric(3)
     weights = [torch.zeros(5), torch.zeros(2, 2, dtype=torch.bfloat16)]
     assert fabric.broadcast(weights) == [weights] * 3
@@ -153,10 +153,11 @@ def test_the_fabric_takes_one_root_of_each_device_and_counts_each_byte_once():
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this PyTorch has NCCL")
-def test_gpus_without_nccl_are_refused_with_what_to_do():
+def test_gpus_without_nccl_are_refused():
     with pytest.raises(GroupError) as caught:
         DeviceRendezvous("nccl", 1).join(0)
     assert str(caught.value) == (
-        "engine.devices: GPUs find each other through NCCL, which this PyTorch was built without; "
-        "install one for CUDA on Linux, or set engine.device: cuda for one GPU"
+        "engine.devices: expected a PyTorch with NCCL, which connects the GPUs; this PyTorch was "
+        "built without NCCL; install PyTorch for CUDA on Linux, or set engine.device: cuda to use "
+        "one GPU"
     )

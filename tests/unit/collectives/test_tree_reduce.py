@@ -40,7 +40,7 @@ def by_hand(values, low, high):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", range(1, 18))
-def test_any_order_gives_the_bits_of_the_tree(count, dtype):
+def test_arrival_order_does_not_change_bits(count, dtype):
     values = leaves(count, count, dtype)
     expected = by_hand(values, 0, count)
     for seed in range(6):
@@ -54,7 +54,7 @@ def test_any_order_gives_the_bits_of_the_tree(count, dtype):
     assert torch.allclose(expected.double(), exact, rtol=1e-5, atol=1e-3)
 
 
-def test_the_order_of_additions_is_what_decides_the_bits():
+def test_order_of_additions_changes_bits():
     """Or the test above would show nothing."""
     values = leaves(16, 3)
     one_by_one = values[0][0].clone()
@@ -64,13 +64,13 @@ def test_the_order_of_additions_is_what_decides_the_bits():
 
 
 @pytest.mark.parametrize("count", range(1, 18))
-def test_leaves_in_order_hold_few_sums(count):
+def test_ordered_leaves_keep_logarithmic_sums(count):
     _, most = summed(leaves(count, 0), range(count))
     assert most <= 1 + math.log2(count)
 
 
 @pytest.mark.parametrize("count", range(1, 18))
-def test_any_division_over_engines_gives_the_same_bits(count):
+def test_number_of_engines_does_not_change_bits(count):
     values = leaves(count, 100 + count)
     expected = by_hand(values, 0, count)
     for engines in range(1, count + 1):
@@ -91,7 +91,7 @@ def test_any_division_over_engines_gives_the_same_bits(count):
 
 
 @pytest.mark.parametrize("count", [8, 16])
-def test_engines_of_a_power_of_two_send_one_sum_each(count):
+def test_power_of_two_engines_send_one_sum_each(count):
     values = leaves(count, 0)
     for engines in (1, 2, 4, 8):
         for part in partition(count, engines):
@@ -101,7 +101,7 @@ def test_engines_of_a_power_of_two_send_one_sum_each(count):
             assert len(own.nodes()) == 1
 
 
-def test_what_is_missing_is_named():
+def test_incomplete_sum_names_present_nodes():
     total = TreeReduction(4)
     with pytest.raises(ValueError, match=r"^the sum over 4 micro-batches is incomplete: nothing$"):
         total.root()

@@ -1,5 +1,4 @@
-"""A layout that all cluster managers of these tests share, and visits to them; shards with
-replicas."""
+"""A shared execution plan, cluster managers with fake workers, and replicated shards."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_visitors import Guest, Visited, config
+from fake_workers import FakeWorker, OpenedManager, config
 from replicated_run import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
@@ -25,23 +24,23 @@ def layout(tmp_path_factory) -> ExecutionPlan:
 
 
 @pytest.fixture
-def visit(tmp_path, layout) -> Iterator:
-    made: list[Visited] = []
-    registry: list[Guest] = []
+def open_manager(tmp_path, layout) -> Iterator:
+    made: list[OpenedManager] = []
+    registry: list[FakeWorker] = []
 
-    def open_cluster(is_in_vain: bool = False, **cluster) -> Visited:
-        made.append(Visited(tmp_path, layout, is_in_vain, **cluster))
+    def open_cluster(always_fails: bool = False, **cluster) -> OpenedManager:
+        made.append(OpenedManager(tmp_path, layout, always_fails, **cluster))
         return made[-1]
 
-    def arrive(visited: Visited, host: str = "127.0.0.1", **says) -> Guest:
-        registry.append(Guest(visited.manager))
+    def arrive(opened: OpenedManager, host: str = "127.0.0.1", **says) -> FakeWorker:
+        registry.append(FakeWorker(opened.manager))
         registry[-1].say(
             MessageType.JOIN, worker=f"guest-{len(registry)}", listens=[host, 1], **says
         )
         return registry[-1]
 
-    def join(visited: Visited, **says) -> tuple[Guest, Message]:
-        member = arrive(visited, **says)
+    def join(opened: OpenedManager, **says) -> tuple[FakeWorker, Message]:
+        member = arrive(opened, **says)
         return member, member.hear()
 
     open_cluster.arrive, open_cluster.join = arrive, join
@@ -49,8 +48,8 @@ def visit(tmp_path, layout) -> Iterator:
     for member in registry:
         member.endpoint.close()
         assert not member.failures
-    for visited in made:
-        visited.manager.close()
+    for opened in made:
+        opened.manager.close()
 
 
 @pytest.fixture

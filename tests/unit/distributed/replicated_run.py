@@ -111,7 +111,7 @@ class Nodes:
         elif method == "take_copy":
             self.of(node)[1].begin(number, arguments)
         elif method == "give_up_copy":
-            self.of(node)[1].give_up("the run's process said so")
+            self.of(node)[1].cancel("the run's process said so")
             self.answers[number] = RpcMessage()
 
         def answer(meanwhile=lambda: None) -> RpcMessage:
@@ -119,7 +119,7 @@ class Nodes:
                 if node in self.gone:
                     raise ShardLostError(f"node {node} was lost")
                 if method != "take_copy":
-                    self.answers[number] = store_server.answer(Kept(self.stores, node), said)
+                    self.answers[number] = store_server.respond(Kept(self.stores, node), said)
                 elif self.todo:
                     self.todo.popleft()()
                     meanwhile()
@@ -146,7 +146,7 @@ class _NetworkOf:
     def __init__(self, nodes: Nodes, node: int) -> None:
         self._nodes, self._node = nodes, node
 
-    def reach(self, number: int, address) -> None:
+    def add_address(self, number: int, address) -> None:
         assert address == self.address
         self._nodes.reached.add((self._node, number))
 
@@ -196,7 +196,7 @@ class Run:
         self.is_stopped = False
         self.coordinator = Coordinator()
         self.calls = Nodes(self.stores)
-        house = ManagerHooks(
+        hooks = ManagerHooks(
             self.coordinator,
             lambda kind, text, node=None: self.said.append((kind, text)),
             self.failed.append,
@@ -212,9 +212,9 @@ class Run:
                 "store": {"replicas": 2, **store},
             }
         )
-        self.apart = ReplicaManager(config, [PROGRAM], self.calls, house)
+        self.apart = ReplicaManager(config, [PROGRAM], self.calls, hooks)
         for node in (1, 2):
-            self.apart.places.take(ReplicaSlot(0, node - 1), node)
+            self.apart.assignment.take(ReplicaSlot(0, node - 1), node)
         (self.shard,) = self.apart.remote()
         self.shard.open()
 
@@ -230,14 +230,14 @@ class Run:
     def come(self, node: int, replica: int) -> None:
         """A learner takes a place, with nothing."""
         self.stores[node] = self.make(node, replica)
-        self.apart.places.wait_for_copy(ReplicaSlot(0, replica), node)
+        self.apart.assignment.add_learner(ReplicaSlot(0, replica), node)
 
     def copy(self, on_flash=None) -> None:
         self.apart.copy_to_learners(on_flash)
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        return self.apart.places.nodes(0)
+        return self.apart.assignment.nodes(0)
 
 
 def trained(run: Run, steps: int = 2) -> Run:

@@ -43,11 +43,11 @@ from penstock.progress.figures import (
         (show_duration(math.inf), "unknown"),
     ],
 )
-def test_figures(shown, expected):
+def test_number_formats(shown, expected):
     assert shown == expected
 
 
-def test_a_sparkline_rises_and_falls_with_its_values():
+def test_sparkline_follows_values():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([7, 0], 10) == "█▁"
     assert sparkline([1.0, 1.0, 1.0], 3) == "▁▁▁"

@@ -41,7 +41,7 @@ def lines_of(every, events, quiet=False, clock=None):
     return console.export_text().splitlines()
 
 
-def test_a_log_has_one_line_every_few_steps_and_one_per_event(clock):
+def test_log_has_line_per_interval_and_event(clock):
     events = [
         started(),
         *(step(number) for number in range(1, 24)),
@@ -78,7 +78,7 @@ def test_a_log_has_one_line_every_few_steps_and_one_per_event(clock):
     ]
 
 
-def test_a_resumed_run_says_from_where_and_a_loss_of_the_users_own_has_no_unit():
+def test_resumed_run_names_step_and_custom_loss_has_no_unit():
     own = replace(
         started(resumed_from=30), loss_unit="", row_name="rows", steps_per_epoch=None,
         micro_batches=1, flash_bytes=3 << 30,
@@ -99,7 +99,7 @@ def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
     assert lines_of(10, [tuned])[0].startswith(expected)
 
 
-def test_what_a_step_moved_on_flash_and_waited_for_it():
+def test_step_line_shows_flash_traffic():
     on_flash = replace(
         step(10), flash_read_bytes=3 << 20, flash_written_bytes=2 << 20, flash_wait_seconds=0.5
     )
@@ -107,17 +107,17 @@ def test_what_a_step_moved_on_flash_and_waited_for_it():
     assert "  flash 3.00 MiB read, 2.00 MiB written per step, 25% waiting  " in line
 
 
-def test_the_last_step_always_has_a_line():
+def test_last_step_always_has_line():
     lines = lines_of(10, [started(steps=3), step(1), step(2), step(3)])
     assert [line.split()[1] for line in lines[3:]] == ["1/3", "3/3"]
     assert "left" not in lines[-1]
 
 
-def test_steps_outside_of_a_run_have_no_line():
+def test_steps_outside_run_have_no_line():
     assert lines_of(1, [step(1), step(2)]) == []
 
 
-def test_quiet_says_only_what_must_be_read():
+def test_quiet_view_shows_only_required_events():
     events = [
         started(),
         step(1),
@@ -133,7 +133,7 @@ def test_quiet_says_only_what_must_be_read():
     ]
 
 
-def test_time_left_is_not_shown_before_steps_repeat_and_leaves_compilation_out():
+def test_time_left_excludes_compilation():
     progress = Progress()
     progress(started(steps=100))
     for number, seconds in ((1, 60.0), (2, 30.0)):
@@ -145,7 +145,7 @@ def test_time_left_is_not_shown_before_steps_repeat_and_leaves_compilation_out()
     assert step_line(progress).endswith("  1 min 37 s left")
 
 
-def test_speed_is_that_of_recent_steps():
+def test_speed_is_mean_of_recent_steps():
     progress = Progress()
     progress(started(steps=1000))
     for number in range(1, 101):
@@ -157,7 +157,7 @@ def test_speed_is_that_of_recent_steps():
     assert progress.seconds_left == 870
 
 
-def test_a_runs_end_says_its_traffic_in_one_sentence_and_all_sizes_in_binary_units():
+def test_end_of_run_reports_traffic_disk_and_memory():
     measured = RunMeasured(
         step=10, steps=10, seconds=86400.0, step_seconds=10.0, compute_seconds=9.0,
         flash_wait_seconds=0.0, weight_seconds=1.0, update_seconds=0.0, snapshot_seconds=0.0,
@@ -167,11 +167,11 @@ def test_a_runs_end_says_its_traffic_in_one_sentence_and_all_sizes_in_binary_uni
     )  # fmt: skip
     assert event_lines(measured) == [
         "a step's time: compute 90%, moving weights and gradients 10%",
-        "a step's traffic: 24.0 MiB of weights went from the store to the engine, for the forward "
-        "and again for the backward pass, and 29.0 MiB of gradients came back once",
+        "a step's traffic: 24.0 MiB of weights were sent from the store to the engine, for the "
+        "forward and again for the backward pass, and 29.0 MiB of gradients were returned once",
         "disk: 1.00 TiB written; at this rate 1.00 TiB per day, and a disk rated for 546 TiB "
-        "written (its maker says 600 TB) lasts 545 d 16 h",
-        "memory: the process had 1.00 GiB at its peak",
+        "written (600 TB in its data sheet) lasts 545 d 16 h",
+        "memory: the process used 1.00 GiB at its peak",
     ]
     little = replace(measured, checkpoint_bytes=2**30)  # a disk would last for centuries
     assert event_lines(little)[2] == "disk: 1.00 GiB written; at this rate 1.00 GiB per day"
@@ -181,5 +181,5 @@ def test_a_runs_end_says_its_traffic_in_one_sentence_and_all_sizes_in_binary_uni
     ("loss", "shown"),
     [(6.25, "6.2500"), (0.01, "0.0100"), (0.0003124, "0.000312"), (0.0, "0.0000")],
 )
-def test_a_small_loss_keeps_three_digits(loss, shown):
+def test_small_loss_keeps_three_digits(loss, shown):
     assert show_loss(loss, "") == shown

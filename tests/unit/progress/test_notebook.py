@@ -24,7 +24,7 @@ class Display:
         return SimpleNamespace(update=lambda new, raw: shown.append(new["text/plain"]))
 
 
-def test_one_output_is_updated_at_most_four_times_a_second_and_other_events_stay(capsys):
+def test_notebook_output_updates_at_most_four_times_a_second(capsys):
     now = [0.0]
     display = Display()
     view = NotebookView(display, lambda: now[0])
@@ -47,7 +47,7 @@ def test_one_output_is_updated_at_most_four_times_a_second_and_other_events_stay
     ]
 
 
-def test_a_second_call_of_train_has_an_output_of_its_own():
+def test_second_train_call_has_own_output():
     display = Display()
     view = NotebookView(display)
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_a_second_call_of_train_has_an_output_of_its_own():
     assert len(display.outputs) == 2
 
 
-def test_the_view_is_chosen_by_where_the_process_is(monkeypatch):
+def test_view_is_chosen_by_environment(monkeypatch):
     assert isinstance(view_from_python(10, quiet=True), SilentView)
     assert isinstance(view_from_python(10, quiet=False), LineView)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

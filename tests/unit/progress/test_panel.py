@@ -37,7 +37,7 @@ WHOLE = (
 )
 
 
-def test_the_panel_shows_loss_speed_time_epochs_traffic_and_memory_in_80_columns():
+def test_panel_fits_80_columns():
     text = shown(panel(progress_of(*WHOLE, seconds=125.0)))
     for part in (
         "gpt2  124M parameters",
@@ -61,7 +61,7 @@ def test_the_panel_shows_loss_speed_time_epochs_traffic_and_memory_in_80_columns
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_labels_are_whole_at_any_width_and_only_values_wrap(width):
+def test_only_values_wrap_at_any_width(width):
     lines = shown(panel(progress_of(*WHOLE)), width).splitlines()
     assert max(map(cell_len, lines)) <= min(width, 80)
     labels = [
@@ -74,7 +74,7 @@ def test_labels_are_whole_at_any_width_and_only_values_wrap(width):
     assert "…" not in "".join(lines)
 
 
-def test_no_line_wraps_at_80_columns_with_the_longest_figures():
+def test_longest_values_fit_80_columns():
     longest = replace(
         step(199_999, loss=123.4567), flash_read_bytes=123 << 20, flash_written_bytes=123 << 20,
         flash_wait_seconds=2.0, learning_rate=1.23e-05, grad_norm=123.0, clip_scale=0.0123,
@@ -94,19 +94,19 @@ def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
     assert "124M parameters, 295k of them trained" in shown(panel(progress_of(tuned)))
 
 
-def test_the_panel_before_the_first_step():
+def test_panel_before_first_step():
     assert shown(panel(Progress())).strip() == "preparing ..."
     text = shown(panel(progress_of(started(resumed_from=30))))
     assert "30 / 100   resumed from step 30" in text
     assert " left" not in text
 
 
-def test_what_is_urgent_stands_at_the_end():
+def test_urgent_message_is_last_row():
     text = shown(panel(progress_of(started()), "stopping after this step"))
     assert "│           stopping after this step" in text.splitlines()[-2]
 
 
-def test_the_losses_of_a_long_run_take_little_memory_and_keep_their_shape():
+def test_loss_history_is_bounded():
     history = LossHistory()
     for number in range(100_000):
         history.add(100.0 - number / 1000)

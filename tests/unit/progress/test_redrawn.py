@@ -43,7 +43,7 @@ def borders(screen):
     return sum(row.startswith("╭") for row in screen), sum(row.startswith("╰") for row in screen)
 
 
-def test_a_narrower_and_a_wider_terminal_shows_one_panel(terminal, console):
+def test_resized_terminal_shows_one_panel(terminal, console):
     terminal.write("$ penstock train x.yaml\n")
     view = LiveView(console)
     with view:
@@ -62,7 +62,7 @@ def test_a_narrower_and_a_wider_terminal_shows_one_panel(terminal, console):
     assert terminal.wraps
 
 
-def test_an_echoed_ctrl_c_is_drawn_over_and_the_panel_says_that_it_stops(terminal, console):
+def test_echoed_ctrl_c_is_overwritten_and_stop_is_shown(terminal, console):
     view = LiveView(console)
     with view:
         view(started())
@@ -85,7 +85,7 @@ def test_an_echoed_ctrl_c_is_drawn_over_and_the_panel_says_that_it_stops(termina
     assert "stopping after" not in "".join(screen)
 
 
-def test_what_the_process_prints_goes_above_the_lines(terminal, console, monkeypatch, tmp_path):
+def test_printed_text_goes_above_panel(terminal, console, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", terminal)
     with (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stderr", log)
@@ -101,7 +101,7 @@ def test_what_the_process_prints_goes_above_the_lines(terminal, console, monkeyp
     assert (tmp_path / "log").read_text() == "no terminal\n"
 
 
-def test_a_terminal_that_is_gone_stops_the_drawing_and_nothing_else(terminal, console, monkeypatch):
+def test_lost_terminal_stops_only_drawing(terminal, console, monkeypatch):
     with closing(opened(RedrawnLines(console, lambda: "a line"))) as lines:
 
         def gone(text):

@@ -109,7 +109,7 @@ def test_decision_keeps_all_bits_in_a_message(seed):
 def test_malformed_decision_is_refused(change):
     body = {**body_of_decision(Decision(1, 2.0, 0.5, 1e-3)), **change}
     said = {key: value for key, value in body.items() if value is not ...}
-    with pytest.raises(ProtocolError, match=r"came for a decision .* same version of Penstock"):
+    with pytest.raises(ProtocolError, match=r"expected a decision, got .* same version"):
         decision_of(said)
 
 
@@ -120,7 +120,7 @@ def test_a_shard_refuses_a_commit_whose_decision_is_for_another_step():
     send(store, gradients_of(program, 1))
     work = LocalShardExecutor(SimpleNamespace(store=store), 0, StepSchedule.of(program))
     decision = CommitRule(LINEAR).decide(program, 1, store.prepare()).decision
-    with pytest.raises(ProtocolError, match="to commit step 2 by a decision for step 1"):
+    with pytest.raises(ProtocolError, match="expected a decision for step 2, got one for step 1"):
         work.commit(2, body_of_decision(decision))
     assert store.step == 0
     assert work.commit(1, body_of_decision(decision)) == {"step": 1}

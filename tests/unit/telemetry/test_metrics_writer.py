@@ -31,7 +31,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_object_per_step_evaluation_and_checkpoint(tmp_path):
+def test_metrics_have_one_object_per_event(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     metrics = MetricsFile(path)
     for event in (
@@ -49,7 +49,7 @@ def test_one_object_per_step_evaluation_and_checkpoint(tmp_path):
     assert (third["event"], third["path"]) == ("checkpoint", "checkpoints/step-00000001")
 
 
-def test_after_a_resume_each_step_stands_once(tmp_path):
+def test_resumed_run_records_each_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     interrupted = MetricsFile(path)
     interrupted(started())
@@ -68,14 +68,14 @@ def test_after_a_resume_each_step_stands_once(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_new_run_starts_its_file_anew(tmp_path):
+def test_new_run_starts_new_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "step", "step": 3}\n')
     MetricsFile(path)(started(resumed_from=None))
     assert rows(path) == []
 
 
-def test_nothing_is_rewritten_where_nothing_is_dropped(tmp_path):
+def test_file_without_dropped_rows_is_not_rewritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event":   "step", "step": 3}\n')
     assert drop_after(path, 3) == 0
@@ -83,7 +83,7 @@ def test_nothing_is_rewritten_where_nothing_is_dropped(tmp_path):
     assert drop_after(tmp_path / "absent", 3) == 0
 
 
-def test_drop_after_keeps_the_events_of_a_cluster_and_ends_the_last_line(tmp_path):
+def test_drop_after_keeps_cluster_events_and_ends_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     kinds = ["step", "cluster", "step", "checkpoint", "cluster", "step", "cluster", "step"]
     lines = [json.dumps({"event": kind, "step": at}) for at, kind in enumerate(kinds)]
@@ -97,7 +97,7 @@ def test_drop_after_keeps_the_events_of_a_cluster_and_ends_the_last_line(tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_lines_are_the_same_from_both_ends(tmp_path, seed):
+def test_lines_are_equal_from_both_ends(tmp_path, seed):
     """Against Python's own splitting, with lines around the size of the pieces that are read."""
     draw = random.Random(seed)
     sizes = [draw.choice([0, 1, 40, 65_535, 65_536, 65_537, 200_000]) for _ in range(12)]
@@ -116,7 +116,7 @@ def read_bytes():
 
 
 @pytest.mark.long
-def test_the_figures_of_a_long_run_take_little_memory(tmp_path):
+def test_reading_long_metrics_uses_bounded_memory(tmp_path):
     """300,000 steps, as much as a week of small steps writes: 220 MB."""
     path = tmp_path / "metrics.jsonl"
     row = json.dumps({"event": "step", **vars(step(1234567))})
@@ -135,7 +135,7 @@ def test_the_figures_of_a_long_run_take_little_memory(tmp_path):
 
 
 @pytest.mark.long
-def test_a_line_without_end_takes_little_memory(tmp_path):
+def test_endless_line_uses_bounded_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         file.write('{"event": "step", "step": 1}\n')
@@ -158,7 +158,7 @@ class Full:
             raise StorageError("metrics.jsonl: cannot write metrics: No space left on device")
 
 
-def test_figures_that_cannot_be_written_ask_once_for_a_stop():
+def test_unwritable_metrics_request_one_stop():
     asked, full, other = [], Full(), []
     recorder = RunFiles([full, other.append], asked.append)
     for event in (started(), step(1), step(2), step(3)):
@@ -166,14 +166,14 @@ def test_figures_that_cannot_be_written_ask_once_for_a_stop():
     assert asked == ["metrics.jsonl: cannot write metrics: No space left on device"]
     assert str(recorder.failure) == (
         "metrics.jsonl: cannot write metrics: No space left on device; the run was saved and "
-        "stopped: make room there, and give the same command to go on"
+        "stopped: free space there, then give the same command again to resume"
     )
     assert len(full.told) == 3
     assert len(other) == 2
 
 
 @pytest.mark.parametrize("at", ["events", "step"])
-def test_a_full_disk_under_tensorboard_is_an_error_of_storage(tmp_path, monkeypatch, at):
+def test_full_disk_under_tensorboard_is_storage_error(tmp_path, monkeypatch, at):
     board, write = TensorBoard(tmp_path), durable.write
 
     def refuse(descriptor, data):
@@ -186,12 +186,12 @@ def test_a_full_disk_under_tensorboard_is_an_error_of_storage(tmp_path, monkeypa
         board(step(1) if at == "step" else started())
     monkeypatch.setattr(durable, "write", write)
     assert str(caught.value) == (
-        f"{tmp_path}: cannot write TensorBoard's figures: No space left on device"
+        f"{tmp_path}: cannot write the metrics for TensorBoard: No space left on device"
     )
     board.close()
 
 
-def test_what_json_lacks_is_null(tmp_path):
+def test_non_finite_numbers_are_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path)(step(1, loss=math.nan))
     MetricsFile(path)(step(2, loss=math.inf))
@@ -200,7 +200,7 @@ def test_what_json_lacks_is_null(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_gets_the_same_figures(tmp_path):
+def test_tensorboard_gets_same_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)
@@ -218,7 +218,7 @@ def test_tensorboard_gets_the_same_figures(tmp_path):
     assert read.Scalars("evaluation/loss")[0].value == 1.5
 
 
-def test_a_missing_tensorboard_is_named_with_what_installs_it(tmp_path, monkeypatch):
+def test_missing_tensorboard_names_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ConfigError) as raised:
         TensorBoard(tmp_path)

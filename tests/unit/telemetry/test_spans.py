@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def test_seconds_are_the_sum_of_a_lane_s_spans():
+def test_seconds_are_sum_of_lane_spans():
     clock = Clock()
     spans = Spans(clock)
     for seconds, lane in ((1.0, "store"), (0.5, "compute"), (2.25, "store")):
@@ -33,7 +33,7 @@ def test_seconds_are_the_sum_of_a_lane_s_spans():
     assert spans.drain() == Measured()
 
 
-def test_spans_are_kept_with_what_is_known_of_them_up_to_the_number_asked_for():
+def test_spans_are_kept_up_to_limit():
     clock = Clock(0.0)
     spans = Spans(clock, keep=2)
     for op in range(3):
@@ -52,7 +52,7 @@ def test_spans_are_kept_with_what_is_known_of_them_up_to_the_number_asked_for():
     assert len(spans.drain().spans) == 1  # there is room again
 
 
-def test_a_span_ends_where_an_error_leaves_it():
+def test_span_ends_at_error():
     clock = Clock()
     spans = Spans(clock)
 
@@ -66,7 +66,7 @@ def test_a_span_ends_where_an_error_leaves_it():
     assert spans.seconds("store") == 2.0
 
 
-def test_a_span_that_is_running_counts_where_it_ends():
+def test_running_span_counts_in_drain_after_its_end():
     clock = Clock()
     spans = Spans(clock)
     with spans.span("store", "fetch"):
@@ -76,7 +76,7 @@ def test_a_span_that_is_running_counts_where_it_ends():
     assert spans.drain() == Measured({"store": 3.0})
 
 
-def test_lanes_nest_and_each_counts_its_own():
+def test_nested_lanes_count_separately():
     clock = Clock()
     spans = Spans(clock)
     with spans.span("step", "run"):
@@ -106,11 +106,11 @@ def test_threads_lose_no_span():
         assert own == list(range(count))
 
 
-def test_a_negative_number_to_keep_is_refused():
+def test_negative_limit_is_refused():
     with pytest.raises(ValueError, match="keep: expected 0 or more spans, got -1"):
         Spans(keep=-1)
 
 
-def test_the_clock_is_the_host_s_unless_another_is_given():
+def test_default_clock_is_host_clock():
     before = time.perf_counter()
     assert before <= Spans().clock() <= time.perf_counter()

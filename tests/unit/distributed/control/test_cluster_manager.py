@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from cluster_visitors import TOKEN, PretendLauncher, config
+from fake_workers import TOKEN, FakeLauncher, config
 from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager
@@ -20,83 +20,84 @@ from penstock.errors import BudgetError, ClusterError
 from penstock.planning.memory_budget import HostCapacity
 
 
-def test_so_many_workers_are_started_as_engines_spare_ones_and_shards_apart(visit):
-    assert visit().launcher.roles == ["engine"] * 3
-    assert visit(shards="apart").launcher.roles == ["shard"] * 2 + ["engine"] * 3
+def test_workers_start_for_engines_spares_and_shards(open_manager):
+    assert open_manager().launcher.roles == ["engine"] * 3
+    assert open_manager(shards="apart").launcher.roles == ["shard"] * 2 + ["engine"] * 3
 
 
-def test_a_run_whose_workers_all_end_before_they_are_shards_ends_and_says_so(visit):
-    visited = visit(is_in_vain=True, shards="apart")
+def test_run_ends_when_no_worker_becomes_shard(open_manager):
+    opened = open_manager(always_fails=True, shards="apart")
     with pytest.raises(
         ClusterError, match=r"in a row ended before they could compute, .*; worker-"
     ):
-        visited.manager.remote_shards()
-    visited.manager.close()
-    assert {"worker ended", "not replaced"} <= {*visited.told}
-    assert visited.tellers == {threading.current_thread()}
+        opened.manager.remote_shards()
+    opened.manager.close()
+    assert {"worker ended", "not replaced"} <= {*opened.event_kinds}
+    assert opened.threads == {threading.current_thread()}
 
 
-def test_a_run_whose_workers_all_end_before_they_are_engines_ends_and_says_so(visit):
-    visited = visit(is_in_vain=True)
+def test_run_ends_when_no_worker_becomes_engine(open_manager):
+    opened = open_manager(always_fails=True)
     with pytest.raises(
         ClusterError, match=r"in a row ended before they could compute, .*; worker-"
     ):
-        visited.manager.await_engines()
+        opened.manager.await_engines()
 
 
-def test_a_place_of_a_shard_for_which_nobody_comes_ends_a_run_that_has_engines(visit):
-    visited = visit(start="listen", shards="apart", lease=10.0)
-    member, welcome = visit.join(visited)
-    member.become(visited.manager, welcome)
-    wait_until(lambda: visited.manager.coordinator.ready)
-    visited.launcher.ended = [WorkerExit(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
+def test_run_ends_when_replica_slot_stays_vacant(open_manager):
+    opened = open_manager(start="listen", shards="apart", lease=10.0)
+    member, assignment = open_manager.join(opened)
+    member.report_ready(opened.manager, assignment)
+    wait_until(lambda: opened.manager.coordinator.ready)
+    opened.launcher.ended = [WorkerExit(f"worker-{n}", f"worker-{n} fell") for n in range(3)]
     with pytest.raises(ClusterError, match=r"3 workers in a row ended before .*; worker-2 fell"):
-        visited.manager.remote_shards()
-    assert len(visited.manager.coordinator.ready) == 1
+        opened.manager.remote_shards()
+    assert len(opened.manager.coordinator.ready) == 1
 
 
-def test_a_stop_ends_waiting_for_engines(visit):
-    visited = visit()
-    visited.is_stopped = True
+def test_stop_ends_wait_for_engines(open_manager):
+    opened = open_manager()
+    opened.is_stopped = True
     with pytest.raises(InterruptedError):
-        visited.manager.await_engines()
+        opened.manager.await_engines()
 
 
 @pytest.mark.parametrize("engines", [0, 5, "2", None])
-def test_a_number_of_engines_that_cannot_be_is_refused(visit, engines):
+def test_invalid_number_of_engines_is_refused(open_manager, engines):
     with pytest.raises(ClusterError, match=r"expected 1 .* to 4 \(one micro-batch each\), got"):
-        visit().manager.scale(engines)
+        open_manager().manager.scale(engines)
 
 
-def test_more_engines_than_the_machine_has_room_for_are_refused(tmp_path, layout, visit):
-    visited = visit()
+def test_engines_beyond_host_memory_are_refused(tmp_path, layout, open_manager):
+    opened = open_manager()
     one = layout.room.engine
-    visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 7 * one, one))
-    visited.manager.scale(3)
+    opened.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 7 * one, one))
+    opened.manager.scale(3)
     with pytest.raises(BudgetError, match=r"engines: 4 on this machine need 4 x .* room for 3"):
-        visited.manager.scale(4)
-    assert visited.manager._take_order({"engines": 4})["error"].endswith("there is room for 3")
-    assert visited.manager.coordinator.wanted == 3
-    visited.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 9 * one, one))
-    visited.manager.scale(2)  # fewer are always possible
+        opened.manager.scale(4)
+    reply = opened.manager._handle_admin_request({"engines": 4})
+    assert reply["error"].endswith("there is room for 3")
+    assert opened.manager.coordinator.wanted == 3
+    opened.manager._layout = dataclasses.replace(layout, room=HostCapacity(10 * one, 9 * one, one))
+    opened.manager.scale(2)  # fewer are always possible
 
 
-def test_more_engines_are_started_beside_the_shards(visit):
-    visited = visit(shards="apart")
-    visited.manager.scale(4)
-    assert visited.launcher.started == 7
-    visited.manager.scale(1)
-    visited.manager.scale(3)
-    assert visited.launcher.started == 7
+def test_scaling_up_starts_engines_beside_shards(open_manager):
+    opened = open_manager(shards="apart")
+    opened.manager.scale(4)
+    assert opened.launcher.started == 7
+    opened.manager.scale(1)
+    opened.manager.scale(3)
+    assert opened.launcher.started == 7
 
 
-def test_a_worker_that_waits_for_a_processor_is_not_lost_before_ten_leases(visit):
-    visited = visit(start="local", lease=0.2)
-    member, welcome = visit.join(visited)
-    visited.launcher.starving = ("guest-1",)
+def test_starved_worker_is_kept_for_ten_leases(open_manager):
+    opened = open_manager(start="local", lease=0.2)
+    member, assignment = open_manager.join(opened)
+    opened.launcher.starving = ("guest-1",)
     began = time.monotonic()
-    member.become(visited.manager, welcome)
-    wait_until(lambda: visited.manager.event_queue.counts["engine lost"])  # it never says a word
+    member.report_ready(opened.manager, assignment)
+    wait_until(lambda: opened.manager.event_queue.counts["engine lost"])  # it never says a word
     assert time.monotonic() - began > 1.0
 
 
@@ -104,7 +105,7 @@ def ours() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("penstock")}
 
 
-class FailingLauncher(PretendLauncher):
+class FailingLauncher(FakeLauncher):
     """Starts one worker, and then something goes wrong that nobody has foreseen."""
 
     is_closed = False
@@ -120,7 +121,7 @@ class FailingLauncher(PretendLauncher):
 
 
 @pytest.mark.parametrize("fails", ["making the launcher", "starting workers"])
-def test_a_hall_that_cannot_be_opened_leaves_nothing(tmp_path, layout, fails):
+def test_failed_cluster_manager_leaves_no_resources(tmp_path, layout, fails):
     before = ours()
     launcher, addresses = FailingLauncher(False), []
 

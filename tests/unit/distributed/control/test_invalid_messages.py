@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from any_message import messages
-from cluster_visitors import Guest, Visited
+from fake_workers import FakeWorker, OpenedManager
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
@@ -23,7 +23,7 @@ from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
 from penstock.errors import CorruptionError, ProtocolError
 
 
-class PretendLink:
+class FakeConnection:
     """A link that leads nowhere."""
 
     def __init__(self, *nodes: int) -> None:
@@ -39,91 +39,91 @@ class PretendLink:
         self.refused.append(why)
 
 
-def hand_in(manager: ClusterManager, link: PretendLink, *messages: Message) -> None:
+def hand_in(manager: ClusterManager, connection: FakeConnection, *messages: Message) -> None:
     """Have messages taken as if they had come over a link that then ends."""
 
     def take() -> None:
         for message in messages:
-            manager._endpoint._route(link, message)
-        manager._link_ended(link, ConnectionError())
+            manager._endpoint._route(connection, message)
+        manager._connection_ended(connection, ConnectionError())
 
-    manager._do(take)
+    manager._run_in_endpoint(take)
 
 
 @pytest.fixture(scope="module")
 def open_for_all(tmp_path_factory, layout) -> Iterator[ClusterManager]:
-    visited = Visited(
+    opened = OpenedManager(
         tmp_path_factory.mktemp("all"), layout, False, start="listen", shards="apart", lease=3600.0
     )
-    registry = [Guest(visited.manager) for _ in range(4)]
+    registry = [FakeWorker(opened.manager) for _ in range(4)]
     for number, member in enumerate(registry):  # two shards and an engine that stay; one that joins
         says = {"shard": number} if number < 2 else {}
         member.say(MessageType.JOIN, worker=f"guest-{number}", listens=["127.0.0.1", 1], **says)
-        welcome = member.hear()
+        assignment = member.hear()
         if number < 3:
-            member.become(visited.manager, welcome)
+            member.report_ready(opened.manager, assignment)
     wait_until(
-        lambda: visited.manager.coordinator.ready and not visited.manager._places.are_missing
+        lambda: opened.manager.coordinator.ready and not opened.manager._assignment.is_incomplete
     )
-    yield visited.manager
+    yield opened.manager
     for member in registry:
         member.endpoint.close()
-    visited.manager.close()
+    opened.manager.close()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(messages([0, 1, 2, 1000, 7]), max_size=5), st.sampled_from([None, 1, 1000, 7]))
-def test_no_message_can_end_the_endpoint_of_a_run(open_for_all, received, peer):
+def test_random_messages_do_not_end_endpoint_of_trainer(open_for_all, received, peer):
     """Of strangers, of those who are about to join, and of nodes of the run."""
-    link = PretendLink() if peer is None else PretendLink(peer)
+    connection = FakeConnection() if peer is None else FakeConnection(peer)
     join = Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["127.0.0.1", 1]})
     also = [dataclasses.replace(message, sender=peer or 0) for message in received]
-    hand_in(open_for_all, link, *([] if peer else [join]), *received, *also)
+    hand_in(open_for_all, connection, *([] if peer else [join]), *received, *also)
     # Whoever lost its place by it may have been one that the run cannot do without.
     event_queue = open_for_all.event_queue
-    failed, event_queue._failed = event_queue._failed, None
+    failed, event_queue._error = event_queue._error, None
     assert "network failed" not in str(failed)
     assert open_for_all._endpoint._thread.is_alive()
-    assert all(isinstance(why, ProtocolError) for why in link.refused)
+    assert all(isinstance(why, ProtocolError) for why in connection.refused)
 
 
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (Message(MessageType.JOIN, 0, 0), "says 'None' for 'worker'"),
-        (Message(MessageType.JOIN, 0, 0, body={"worker": "w"}), "says 'None' for an address"),
+        (Message(MessageType.JOIN, 0, 0), "has 'None' as 'worker'"),
+        (Message(MessageType.JOIN, 0, 0, body={"worker": "w"}), "has 'None' as 'address'"),
         (
             Message(MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 70000]}),
-            "says .* for an address",
+            "has .* as 'address'",
         ),
         (
             Message(
                 MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "role": "king"}
             ),
-            "says 'king' for 'role'",
+            "has 'king' as 'role'",
         ),
         (
             Message(
                 MessageType.JOIN, 0, 0, body={"worker": "w", "listens": ["h", 1], "shard": "0"}
             ),
-            "says '0' for 'shard'",
+            "has '0' as 'shard'",
         ),
-        (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "says that it is node '1'"),
+        (Message(MessageType.HELLO, 0, 0, body={"node": "1"}), "number of a peer, got '1'"),
     ],
 )
-def test_a_stranger_that_makes_no_sense_is_cut_off(open_for_all, message, text):
-    link = PretendLink()
-    hand_in(open_for_all, link, message)
-    (why,) = link.refused
+def test_invalid_message_of_new_peer_closes_connection(open_for_all, message, text):
+    connection = FakeConnection()
+    hand_in(open_for_all, connection, message)
+    (why,) = connection.refused
     assert isinstance(why, ProtocolError)
     assert re.search(text, str(why))
 
 
-def test_who_speaks_in_the_name_of_another_is_cut_off(open_for_all):
-    link = PretendLink(7)
+def test_message_in_name_of_another_node_closes_connection(open_for_all):
+    connection = FakeConnection(7)
     trouble = {"error": "StorageError", "text": "I am shard 0, and broken"}
-    hand_in(open_for_all, link, Message(MessageType.FAILURE, 0, 1, body=trouble))
-    assert "node 7 sent a FAILURE message in the name of node 1" in str(link.refused[0])
+    hand_in(open_for_all, connection, Message(MessageType.FAILURE, 0, 1, body=trouble))
+    assert "node 7 sent a FAILURE message in the name of node 1" in str(connection.refused[0])
     open_for_all.event_queue.require_sound()
 
 
@@ -153,13 +153,13 @@ class PretendEndpoint:
         else:
             then(result)
 
-    def runtime(self, number: int) -> BoundContext:
+    def context(self, number: int) -> BoundContext:
         return BoundContext(self, number)
 
-    def meet(self, addresses: dict, epoch: int) -> None:
+    def set_addresses(self, addresses: dict, epoch: int) -> None:
         assert all(isinstance(number, int) for number in addresses)
 
-    def reach(self, number: int, address: tuple[str, int]) -> None:
+    def add_address(self, number: int, address: tuple[str, int]) -> None:
         host, port = address
         assert isinstance(host, str)
         assert 0 < port < 1 << 16
@@ -167,14 +167,14 @@ class PretendEndpoint:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(messages([0, 1, 1000, 7]), max_size=6), st.booleans())
-def test_no_message_can_end_the_endpoint_of_a_worker(open_for_all, received, is_shard):
-    plan, work = open_for_all.plan.transfers, PretendWork()
+def test_random_messages_do_not_end_endpoint_of_worker(open_for_all, received, is_shard):
+    plan, work = open_for_all.spec.transfers, PretendWork()
     endpoint = PretendEndpoint()
-    runtime = BoundContext(endpoint, 1)
+    context = BoundContext(endpoint, 1)
     if is_shard:
-        member = WorkerShard(ShardNode(1, 0, runtime, plan, work), endpoint, work)
+        member = WorkerShard(ShardNode(1, 0, context, plan, work), endpoint, work)
     else:
-        member = WorkerNode(EngineNode(1000, runtime, plan, work), endpoint)
+        member = WorkerNode(EngineNode(1000, context, plan, work), endpoint)
     for message in received:
         with contextlib.suppress(ProtocolError, CorruptionError):  # the endpoint cuts these off
             member.handle(message)

@@ -35,9 +35,7 @@ def settings(tmp_path, monkeypatch) -> dict:
     }
 
 
-def test_a_second_run_in_the_folder_is_refused_before_it_writes_where_it_listens(
-    settings, tmp_path, monkeypatch
-):
+def test_second_run_in_folder_is_refused_before_rendezvous_file(settings, tmp_path, monkeypatch):
     record = tmp_path / "run" / "cluster.json"
     first = Trainer(settings)
     try:

@@ -10,140 +10,141 @@ from penstock.distributed.run_spec import engine_digest, placement_of, shard_dig
 from penstock.errors import ClusterError, ConfigError
 
 
-def test_places_of_shards_are_given_first_then_those_of_engines(visit):
-    visited = visit(shards="apart")
-    given = [visit.join(visited)[1].body for _ in range(3)]
+def test_shard_slots_are_assigned_before_engines(open_manager):
+    opened = open_manager(shards="apart")
+    given = [open_manager.join(opened)[1].body for _ in range(3)]
     assert [body["place"] for body in given] == [[0, 0], [1, 0], None]
     assert [body["node"] for body in given] == [1, 2, 1000]
     assert {body["opens"] for body in given} == {"when asked"}
 
 
-def test_a_replica_that_is_lost_leaves_its_place_to_a_learner_that_waits_for_a_copy(visit):
-    visited = visit(shards="apart", replicas=2, lease=60.0)
-    assert visited.launcher.started == 7
-    joined = [visit.join(visited) for _ in range(7)]
+def test_lost_replica_is_replaced_by_learner(open_manager):
+    opened = open_manager(shards="apart", replicas=2, lease=60.0)
+    assert opened.launcher.started == 7
+    joined = [open_manager.join(opened) for _ in range(7)]
     # On one host: a shard's second place is given when no engine is wanted any more.
-    places = [welcome.body["place"] for _, welcome in joined]
+    places = [assignment.body["place"] for _, assignment in joined]
     assert places == [[0, 0], [1, 0], None, None, None, [0, 1], [1, 1]]
-    for member, welcome in joined:
-        member.become(visited.manager, welcome)
-    wait_until(lambda: not visited.manager._places.are_missing)
-    wait_until(lambda: len(visited.manager.coordinator.ready) == 3)
-    assert visited.manager.coordinator.holders == ((1, 3), (2, 4))
-    joined[1][0].link.close()
-    wait_until(lambda: visited.manager.coordinator.holders == ((1, 3), (4,)))
-    member, welcome = visit.join(visited)
-    assert (welcome.body["place"], welcome.body["opens"]) == ([1, 0], "empty")
-    node = welcome.body["node"]
-    member.become(visited.manager, welcome)
-    wait_until(lambda: visited.manager._places.learners == [(1, node)])
-    assert visited.manager.coordinator.holders == ((1, 3), (4,))  # until it has its copy
-    member.link.close()
-    wait_until(lambda: not visited.manager._places.learners)
-    visited.manager.event_queue.poll()
-    assert visited.told.count("replica lost") == 2
-    assert visit.join(visited)[1].body["place"] == [1, 0]
+    for member, assignment in joined:
+        member.report_ready(opened.manager, assignment)
+    wait_until(lambda: not opened.manager._assignment.is_incomplete)
+    wait_until(lambda: len(opened.manager.coordinator.ready) == 3)
+    assert opened.manager.coordinator.holders == ((1, 3), (2, 4))
+    joined[1][0].connection.close()
+    wait_until(lambda: opened.manager.coordinator.holders == ((1, 3), (4,)))
+    member, assignment = open_manager.join(opened)
+    assert (assignment.body["place"], assignment.body["opens"]) == ([1, 0], "empty")
+    node = assignment.body["node"]
+    member.report_ready(opened.manager, assignment)
+    wait_until(lambda: opened.manager._assignment.learners == [(1, node)])
+    assert opened.manager.coordinator.holders == ((1, 3), (4,))  # until it has its copy
+    member.connection.close()
+    wait_until(lambda: not opened.manager._assignment.learners)
+    opened.manager.event_queue.poll()
+    assert opened.event_kinds.count("replica lost") == 2
+    assert open_manager.join(opened)[1].body["place"] == [1, 0]
 
 
-def test_a_learner_that_cannot_be_made_does_not_end_the_run(visit):
-    visited = visit(shards="apart", replicas=2, lease=60.0)
-    joined = [visit.join(visited) for _ in range(7)]
-    for member, welcome in joined:
-        member.become(visited.manager, welcome)
-    wait_until(lambda: not visited.manager._places.are_missing)
-    joined[0][0].link.close()
-    wait_until(lambda: visited.manager.coordinator.holders[0] == (3,))
-    member, welcome = visit.join(visited)
+def test_failed_learner_does_not_end_run(open_manager):
+    opened = open_manager(shards="apart", replicas=2, lease=60.0)
+    joined = [open_manager.join(opened) for _ in range(7)]
+    for member, assignment in joined:
+        member.report_ready(opened.manager, assignment)
+    wait_until(lambda: not opened.manager._assignment.is_incomplete)
+    joined[0][0].connection.close()
+    wait_until(lambda: opened.manager.coordinator.holders[0] == (3,))
+    member, assignment = open_manager.join(opened)
     text = {"error": "StorageError", "text": "no space left"}
-    member.say(MessageType.FAILURE, welcome.body["node"], **text)
+    member.say(MessageType.FAILURE, assignment.body["node"], **text)
     assert member.hear().kind is MessageType.ADMIN_REPLY
-    visited.manager.event_queue.poll()
-    assert "refused" in visited.told
+    opened.manager.event_queue.poll()
+    assert "refused" in opened.event_kinds
 
 
-def test_who_leaves_before_it_is_ready_leaves_its_place_to_the_next(visit):
-    visited = visit(shards="apart")
-    member, first = visit.join(visited)
+def test_slot_of_worker_lost_before_ready_is_reassigned(open_manager):
+    opened = open_manager(shards="apart")
+    member, first = open_manager.join(opened)
     assert first.body["place"] == [0, 0]
-    member.link.close()
-    wait_until(lambda: not visited.manager.registry.joining)
-    assert visit.join(visited)[1].body["place"] == [0, 0]
+    member.connection.close()
+    wait_until(lambda: not opened.manager.registry.joining)
+    assert open_manager.join(opened)[1].body["place"] == [0, 0]
 
 
-def test_a_shard_that_is_not_wanted_is_told_so_and_the_run_goes_on(visit):
-    visited = visit(start="listen", shards="apart")
-    assert visit.join(visited, shard=1)[1].body["place"] == [1, 0]
-    answer = visit.join(visited, shard=1)[1]
+def test_superfluous_shard_is_refused_and_run_continues(open_manager):
+    opened = open_manager(start="listen", shards="apart")
+    assert open_manager.join(opened, shard=1)[1].body["place"] == [1, 0]
+    answer = open_manager.join(opened, shard=1)[1]
     assert answer.kind is MessageType.ADMIN_REPLY
-    assert answer.body["error"] == "shard 1 of the store is not wanted: it is there"
-    visited.manager.event_queue.poll()
-    assert visited.told == ["refused"]
+    expected = "shard 1 of the store needs no other process: all its replicas run"
+    assert answer.body["error"] == expected
+    opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["refused"]
 
 
 @pytest.mark.parametrize("shards", ["here", "apart"])
-def test_who_has_compiled_another_program_is_told_so_and_the_run_needs_it(visit, shards):
-    visited = visit(shards=shards)
-    member, welcome = visit.join(visited)
-    member.say(MessageType.READY, welcome.body["node"], digest="another")
+def test_worker_with_other_program_ends_run(open_manager, shards):
+    opened = open_manager(shards=shards)
+    member, assignment = open_manager.join(opened)
+    member.say(MessageType.READY, assignment.body["node"], digest="another")
     answer = member.hear()
     assert answer.kind is MessageType.ADMIN_REPLY
-    assert "has compiled another program: are its versions the same?" in answer.body["error"]
+    assert "compiled another program than this process" in answer.body["error"]
     with pytest.raises(ClusterError, match="another program"):
-        visited.manager.event_queue.poll()
-    assert visited.told == ["refused"]
+        opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["refused"]
 
 
-def test_what_keeps_a_worker_from_being_made_is_raised_as_what_it_was_there(visit):
-    visited = visit(shards="apart")
-    member, welcome = visit.join(visited)
+def test_error_of_worker_keeps_its_class(open_manager):
+    opened = open_manager(shards="apart")
+    member, assignment = open_manager.join(opened)
     text = {"error": "ConfigError", "text": "model.hf: is not on this host"}
-    member.say(MessageType.FAILURE, welcome.body["node"], **text)
+    member.say(MessageType.FAILURE, assignment.body["node"], **text)
     assert member.hear().kind is MessageType.ADMIN_REPLY
-    with pytest.raises(ConfigError, match=r"shard 0 could not be made: model\.hf: is not on"):
-        visited.manager.remote_shards()
+    with pytest.raises(ConfigError, match=r"shard 0 could not be created: model\.hf: is not on"):
+        opened.manager.remote_shards()
 
 
-def test_who_was_started_as_an_engine_or_a_shard_is_one(visit):
-    visited = visit(shards="apart")
+def test_worker_gets_requested_role(open_manager):
+    opened = open_manager(shards="apart")
     roles = ("engine", "shard", "engine", "shard")
-    given = [visit.join(visited, role=role)[1].body["place"] for role in roles]
+    given = [open_manager.join(opened, role=role)[1].body["place"] for role in roles]
     assert given == [None, [0, 0], None, [1, 0]]
 
 
-def test_a_shard_waits_for_a_place_as_long_as_another_may_take_one_on_another_host(visit):
-    visited = visit(shards="apart", replicas=2, lease=60.0)
-    joined = [visit.join(visited, role="shard") for _ in range(2)]
-    waiting = visit.arrive(visited, role="shard")
-    wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)  # beside those of its host
-    elsewhere = visit.arrive(visited, host="127.0.0.2", role="shard")
+def test_shard_waits_for_slot_while_other_hosts_may_join(open_manager):
+    opened = open_manager(shards="apart", replicas=2, lease=60.0)
+    joined = [open_manager.join(opened, role="shard") for _ in range(2)]
+    waiting = open_manager.arrive(opened, role="shard")
+    wait_until(lambda: len(opened.manager._rendezvous._waiting) == 1)  # beside those of its host
+    elsewhere = open_manager.arrive(opened, host="127.0.0.2", role="shard")
     assert elsewhere.hear().body["place"] == [0, 1]
     assert waiting.hear().body["place"] == [1, 1]  # nobody else is to come
-    late = visit.arrive(visited, role="shard")
-    wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)
-    joined[0][0].link.close()
+    late = open_manager.arrive(opened, role="shard")
+    wait_until(lambda: len(opened.manager._rendezvous._waiting) == 1)
+    joined[0][0].connection.close()
     assert late.hear().body["place"] == [0, 0]
-    gone = visit.arrive(visited, role="shard")
-    wait_until(lambda: len(visited.manager._rendezvous._waiting) == 1)
-    gone.link.close()
-    wait_until(lambda: not visited.manager._rendezvous._waiting)
+    gone = open_manager.arrive(opened, role="shard")
+    wait_until(lambda: len(opened.manager._rendezvous._waiting) == 1)
+    gone.connection.close()
+    wait_until(lambda: not opened.manager._rendezvous._waiting)
 
 
 @pytest.mark.parametrize("role", ["engine", "shard"])
-def test_a_host_that_is_not_fit_costs_its_place_and_not_the_run(visit, role):
-    visited = visit(shards="apart")
-    member, welcome = visit.join(visited, role=role)
+def test_unfit_host_is_refused_and_run_continues(open_manager, role):
+    opened = open_manager(shards="apart")
+    member, assignment = open_manager.join(opened, role=role)
     text = {"error": "UnfitHostError", "text": "host7 has no GPU"}
-    member.say(MessageType.FAILURE, welcome.body["node"], **text)
+    member.say(MessageType.FAILURE, assignment.body["node"], **text)
     answer = member.hear()
     assert answer.kind is MessageType.ADMIN_REPLY
-    assert answer.body["error"].endswith("could not be made: host7 has no GPU")
-    visited.manager.event_queue.poll()
-    assert visited.told == ["refused"]
-    _, again = visit.join(visited, role=role)
-    assert again.body["place"] == welcome.body["place"]
+    assert answer.body["error"].endswith("could not be created: host7 has no GPU")
+    opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["refused"]
+    _, again = open_manager.join(opened, role=role)
+    assert again.body["place"] == assignment.body["place"]
 
 
-def test_engines_on_another_device_or_with_another_library_have_compiled_another_program(layout):
+def test_device_and_library_change_engine_digest(layout):
     program = layout.program
     transfers = transfers_of(program, layout.schedule, placement_of(program, 2), 2)
     ways = [("cpu", "torch"), ("cpu", "onednn"), ("cuda", "torch")]

@@ -8,7 +8,7 @@ def after(steps: int, seconds: dict[int, float], micro_batches: int = 4) -> dict
     return {e: (steps * s, steps * micro_batches) for e, s in seconds.items()}
 
 
-def test_the_slow_one_is_named_again_and_again_until_it_is_as_fast():
+def test_straggler_is_reported_until_it_recovers():
     watch = StragglerDetector(2.0)
     pace = {1: 2.0, 2: 2.2, 3: 5.0}
     assert watch.look(after(1, pace)) == []  # nothing to compare with yet
@@ -22,20 +22,20 @@ def test_the_slow_one_is_named_again_and_again_until_it_is_as_fast():
     assert slow.looks == 1  # it begins anew
 
 
-def test_of_two_engines_the_slow_one_is_found():
+def test_straggler_of_two_engines_is_found():
     watch = StragglerDetector(2.0)
     watch.look(after(1, {1: 2.0, 2: 5.0}))
     (slow,) = watch.look(after(2, {1: 2.0, 2: 5.0}))
     assert slow.engine == 2
 
 
-def test_an_engine_that_has_more_to_do_is_not_slow():
+def test_engine_with_more_micro_batches_is_not_slow():
     watch = StragglerDetector(2.0)
     for steps in (1, 2, 3):
         assert watch.look({1: (2.0 * steps, 2 * steps), 2: (6.0 * steps, 6 * steps)}) == []
 
 
-def test_short_steps_are_judged_over_several():
+def test_short_steps_are_compared_over_several_steps():
     watch = StragglerDetector(2.0)
     pace = {1: 0.3, 2: 0.9}
     found = [len(watch.look(after(steps, pace))) for steps in range(1, 9)]
@@ -43,14 +43,14 @@ def test_short_steps_are_judged_over_several():
     assert not any(found[:4])
 
 
-def test_one_engine_alone_is_never_slow_and_those_who_come_are_given_time():
+def test_single_and_new_engines_are_not_slow():
     watch = StragglerDetector(2.0)
     assert watch.look(after(1, {1: 9.0})) == []
     assert watch.look(after(2, {1: 9.0})) == []
     assert watch.look({1: (27.0, 12), 2: (1.5, 1)}) == []
 
 
-def test_nothing_is_kept_of_engines_that_have_gone():
+def test_state_of_lost_engines_is_dropped():
     watch = StragglerDetector(2.0)
     for slow in range(10, 60):  # each is slow for two steps, and another comes in its place
         pace = {1: 2.0, 2: 2.0, slow: 9.0}

@@ -11,7 +11,7 @@ from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.base import WorkerExit
 
 
-class PretendLauncher:
+class FakeLauncher:
     lacks: str | None = None
     starving: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ class PretendLauncher:
 class Made:
     def __init__(self, wanted: int) -> None:
         self.said: list[str] = []
-        self.launcher = PretendLauncher()
+        self.launcher = FakeLauncher()
         self.supervisor = WorkerSupervisor(self.launcher, lambda kind, text: self.said.append(kind))
         self.supervisor.fill({"engine": wanted})
 
@@ -57,19 +57,19 @@ class Made:
         self.supervisor.replace({"engine": wanted})
 
 
-def test_who_ends_is_replaced_as_long_as_so_many_are_wanted():
+def test_ended_worker_is_replaced_while_wanted():
     made = Made(4)
-    made.supervisor.is_of_use("worker-1")
+    made.supervisor.mark_ready("worker-1")
     made.lose("worker-1", wanted=4)
     assert made.launcher.started == 5
-    made.supervisor.is_of_use("worker-2")
+    made.supervisor.mark_ready("worker-2")
     made.lose("worker-2", wanted=3)  # three are left, and wanted
     assert made.launcher.started == 5
     made.supervisor.fill({"engine": 6})
     assert made.launcher.started == 8
 
 
-def test_who_ends_is_replaced_by_one_of_its_role():
+def test_ended_worker_is_replaced_in_its_role():
     made = Made(0)
     wanted = {"shard": 2, "engine": 3}
     made.supervisor.fill(wanted)
@@ -77,13 +77,13 @@ def test_who_ends_is_replaced_by_one_of_its_role():
     made.launcher.ended = [WorkerExit("worker-2", "it fell"), WorkerExit("worker-4", "it fell")]
     made.supervisor.replace(wanted)
     assert made.launcher.roles[5:] == ["shard", "engine"]
-    made.supervisor.is_of_use("worker-7")
+    made.supervisor.mark_ready("worker-7")
     made.launcher.ended = [WorkerExit("worker-7", "it fell")]
     made.supervisor.replace({"shard": 3, "engine": 2})
     assert made.launcher.roles[7:] == ["shard"]
 
 
-def test_after_three_that_ended_in_vain_no_more_are_started():
+def test_no_worker_starts_after_three_failures():
     made = Made(4)
     made.lose("worker-1", "worker-2", wanted=4)
     assert made.launcher.started == 6
@@ -97,19 +97,19 @@ def test_after_three_that_ended_in_vain_no_more_are_started():
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_one_that_is_of_use_begins_the_count_anew(place):
+def test_ready_worker_resets_failure_count(place):
     made = Made(4)
     for worker in range(place):
         made.lose(f"worker-{worker + 1}", wanted=4)
-    made.supervisor.is_of_use("worker-4")
+    made.supervisor.mark_ready("worker-4")
     made.lose("worker-4", "worker-5", "worker-6", wanted=4)
     assert made.supervisor.given_up is None
 
 
-def test_a_worker_that_cannot_be_started_is_told_of_and_tried_again_later(monkeypatch):
+def test_failed_start_is_reported_and_retried_later(monkeypatch):
     made = Made(2)
     made.launcher.has_room = False
-    made.supervisor.is_of_use("worker-1")
+    made.supervisor.mark_ready("worker-1")
     made.lose("worker-1", wanted=2)
     assert made.said == ["worker ended", "not started"]
     made.launcher.has_room = True
@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_be_started_is_told_of_and_tried_again_later(monkey
     assert made.launcher.started == 3
 
 
-def test_when_no_worker_can_be_started_that_is_said_and_no_more_is_tried():
+def test_three_failed_starts_are_reported_and_end_retries():
     made = Made(0)
     made.launcher.has_room = False
     made.supervisor.fill({"engine": 5})
@@ -135,7 +135,7 @@ def test_when_no_worker_can_be_started_that_is_said_and_no_more_is_tried():
     assert made.said[3:] == ["not replaced"]
 
 
-def test_what_workers_wait_for_is_said_once_as_long_as_it_is_the_same():
+def test_unchanged_wait_is_reported_once():
     made = Made(2)
     for lacks in ("2 find no room", "2 find no room", "1 finds no room", None, "1 finds no room"):
         made.launcher.lacks = lacks

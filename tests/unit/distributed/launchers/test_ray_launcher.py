@@ -34,30 +34,30 @@ def deaf_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def test_without_ray_it_is_said_how_to_install_it(monkeypatch):
+def test_missing_ray_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[cluster\]'"):
         RayConnection(config(), "cpu")
 
 
-def test_a_variable_that_is_not_set(monkeypatch):
+def test_unset_environment_variable_is_refused(monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
-    with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set here"):
+    with pytest.raises(ConfigError, match=r"cluster\.environment: NOT_THERE is not set in"):
         RayConnection(config(environment=["NOT_THERE"]), "cpu")
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_nobody_listens_at_the_address(scheme, deaf_port):
+def test_address_without_listener_is_refused(scheme, deaf_port):
     address = f"{scheme}127.0.0.1:{deaf_port}"
     with pytest.raises(ClusterError, match=rf"cluster\.address: {address}: .*refused"):
         RayConnection(config(address=address), "cpu")
 
 
-def test_a_worker_that_cannot_reach_the_run_says_so(deaf_port):
+def test_worker_reports_unreachable_run(deaf_port):
     run = ("127.0.0.1", deaf_port)
     said = RayWorker("/nowhere").serve(run, "a token", "worker-1", "engine")
     assert "refused" in said
-    assert said.endswith("the run's process must be reachable from there, see cluster.host")
+    assert said.endswith("must be able to reach the run's process, see cluster.host")
 
 
 class IdleRay:
@@ -78,7 +78,7 @@ class IdleRay:
         ("cpu", None, (0, 0), (0, 0)),
     ],
 )
-def test_engines_ask_for_a_gpu_and_their_threads_and_shards_for_neither(
+def test_engines_request_gpu_and_threads_and_shards_do_not(
     device, address, engine, shard, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "ray", IdleRay())
@@ -141,10 +141,10 @@ class FullRay:
 
 
 STARTING = (
-    "their processes are still starting, which takes long on a busy machine, or where Python's "
+    "their processes are still starting, which takes long on a busy machine and when Python's "
     "packages are read for the first time"
 )
-EACH = "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (engine.threads)"
+EACH = "each shard needs 1 CPU(s) and each engine needs 16 CPU(s) and 1 GPU(s) (engine.threads)"
 
 
 @pytest.mark.parametrize(
@@ -154,24 +154,22 @@ EACH = "each shard for 1 CPU(s) and each engine for 16 CPU(s) and 1 GPU(s) (engi
             {"CPU": 16.0, "GPU": 1.0},
             {"CPU": 0.0},
             None,
-            f"the Ray cluster is too small for all. They ask it, {EACH}, and come when there is "
-            "room: see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads",
+            f"the Ray cluster is too small for all workers, {EACH}. They start when resources are "
+            "free: see `ray status`; add nodes, or lower engines, cluster.spare or engine.threads",
         ),
         ({"CPU": 64.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 2.0}, None, STARTING),
         (
             {"CPU": 64.0, "GPU": 4.0},
             {"CPU": 8.0},  # taken by others, or by these while their processes start
             None,
-            f"they ask the Ray cluster, {EACH}, and are still starting, or wait for a place that "
-            "other work has: see `ray status`",
+            f"{EACH}. They are still starting, or other jobs use these resources of the Ray "
+            "cluster: see `ray status`",
         ),
         # Started here for the run alone: nobody asks for anything, and there is always room.
         ({"CPU": 1.0}, {}, {"num_cpus": 0, "num_gpus": 0}, STARTING),
     ],
 )
-def test_why_actors_have_not_begun_is_said_after_some_seconds(
-    there, free, wants, expected, monkeypatch
-):
+def test_late_actors_are_reported_with_reason(there, free, wants, expected, monkeypatch):
     ray = FullRay()
     ray.resources, ray.free = there, free
     connection = pretended(ray)
@@ -186,7 +184,7 @@ def test_why_actors_have_not_begun_is_said_after_some_seconds(
         wait_until(lambda: ray.made == 2)
         assert launcher.waits_for() is None
         later[0] = 20.0
-        expected = f"2 of 2 workers have not begun in 15 s: {expected}"
+        expected = f"2 of 2 workers have not started in 15 s: {expected}"
         # The launcher's thread looks at what is free.
         wait_until(lambda: launcher.waits_for() == expected, expected)
         if wants is None:
@@ -198,7 +196,7 @@ def test_why_actors_have_not_begun_is_said_after_some_seconds(
 
 
 @pytest.mark.parametrize("is_one_node", [True, False])
-def test_who_waits_for_a_processor_is_known_of_a_ray_of_one_node_alone(is_one_node, monkeypatch):
+def test_starvation_is_known_only_on_single_node_ray(is_one_node, monkeypatch):
     """Elsewhere the process of that number is another one."""
     asked = []
     monkeypatch.setattr(on_ray, "would_run", lambda pid: asked.append(pid) or True)
@@ -247,7 +245,7 @@ class CutRay(FullRay):
 
 
 @pytest.mark.parametrize("kind", [RayError, ActorUnavailableError])
-def test_an_actor_that_cannot_be_reached_is_ended_too(kind):
+def test_unreachable_actor_is_killed(kind):
     """It may be alive, and would compute for nobody, or come back as one more engine."""
     text = "It is unavailable: RPC error. Some common causes include: (1) many, and many more"
     ray = CutRay(kind(f"a heading\n{text}\n"))

@@ -22,36 +22,36 @@ def spreading() -> PlacementPolicy:
     return PlacementPolicy()
 
 
-def test_workers_fill_the_nodes_evenly(spreading):
+def test_workers_are_spread_evenly(spreading):
     nodes, here = [node("a"), node("b"), node("c")], []
     for _ in range(7):
         here.append(spreading.choose(nodes, WANTED, here))
     assert sorted(map(here.count, "abc")) == [2, 2, 3]
 
 
-def test_the_node_that_has_lost_one_gets_the_next(spreading):
+def test_node_that_lost_worker_gets_next(spreading):
     """Otherwise both replicas of a shard would soon be on one host."""
     nodes = [node("a"), node("b")]
     assert spreading.choose(nodes, WANTED, ["a", "b", "a"]) == "b"
-    spreading.gone("b", was_ended=False)
+    spreading.worker_left("b", was_ended=False)
     assert spreading.choose(nodes, WANTED, ["a", "b"]) == "b"
-    spreading.gone("a", was_ended=False)
+    spreading.worker_left("a", was_ended=False)
     assert spreading.choose(nodes, WANTED, ["a", "b"]) == "a"
 
 
-def test_a_node_that_may_be_dead_comes_last_for_a_minute(spreading, monkeypatch):
+def test_suspect_node_is_chosen_last_for_a_minute(spreading, monkeypatch):
     nodes = [node("a"), node("b"), node("c")]
-    spreading.gone("a", was_ended=True)
+    spreading.worker_left("a", was_ended=True)
     assert spreading.choose(nodes, WANTED, ["b", "c", "c"]) == "b"
-    spreading.gone("b", was_ended=True)
-    spreading.gone("c", was_ended=True)
+    spreading.worker_left("b", was_ended=True)
+    spreading.worker_left("c", was_ended=True)
     assert spreading.choose(nodes, WANTED, ["a", "c"]) == "b"  # any may be dead
     later = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert spreading.choose(nodes, WANTED, ["b", "c", "c"]) == "a"
 
 
-def test_a_node_that_is_dead_or_too_small_is_never_chosen():
+def test_dead_or_small_node_is_never_chosen():
     spreading, wanted = PlacementPolicy(), {"CPU": 2, "GPU": 1}
     nodes = [
         node("head", cpus=0),
@@ -65,13 +65,13 @@ def test_a_node_that_is_dead_or_too_small_is_never_chosen():
     assert spreading.choose(nodes, wanted, ["b", "b", "a"]) == "a"
 
 
-def test_where_there_is_no_choice_ray_has_it(spreading):
+def test_ray_chooses_when_only_one_node_fits(spreading):
     assert spreading.choose([], WANTED, []) is None
     assert spreading.choose([node("a")], WANTED, []) is None
     assert spreading.choose([node("a"), node("b", alive=False)], WANTED, ["a", None]) is None
 
 
-def test_engines_and_shards_are_each_spread_for_themselves(spreading):
+def test_engines_and_shards_are_spread_separately(spreading):
     """Else the replicas of a shard would go where no engine finds room, all to one node."""
     gpu, cpu = {"CPU": 4, "GPU": 1}, {"CPU": 1, "GPU": 0}
     nodes = [node("a", gpus=2), node("b", gpus=2), node("c"), node("d")]

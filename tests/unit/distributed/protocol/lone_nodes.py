@@ -99,7 +99,7 @@ class Shard(Engine):
     def held_steps(self) -> list[int]:
         return [0, 1]
 
-    def go_back(self, step) -> None:
+    def roll_back(self, step) -> None:
         self.done.append(("go back", step))
 
     def fetch(self, operation) -> list[np.ndarray]:
@@ -145,14 +145,14 @@ def gradient(op: int, chunk: int, level: int = 0, index: int = 0, **changes) -> 
 
 
 def engine(number: int = 100, engines=ENGINES) -> tuple[EngineNode, Runtime, Engine]:
-    runtime, work = Runtime(), Engine()
-    node = EngineNode(number, runtime, PLAN, work)
+    context, work = Runtime(), Engine()
+    node = EngineNode(number, context, PLAN, work)
     node.handle(view(engines=engines))
-    return node, runtime, work
+    return node, context, work
 
 
 def shard(place: int = 0) -> tuple[ShardNode, Runtime, Shard]:
-    runtime, work = Runtime(), Shard()
-    node = ShardNode(1 + place, place, runtime, PLAN, work)
+    context, work = Runtime(), Shard()
+    node = ShardNode(1 + place, place, context, PLAN, work)
     node.handle(view())
-    return node, runtime, work
+    return node, context, work

@@ -12,7 +12,7 @@ from penstock.distributed.protocol.messages import MessageType
 from penstock.errors import NonFiniteError
 
 
-def test_a_step_is_made_and_told_to_all():
+def test_step_runs_and_is_committed_on_all_shards():
     play = Play()
     play.start(2)
     assert sorted(play.begun()) == [*SHARDS, *ENGINES]  # without a new epoch
@@ -28,13 +28,13 @@ def test_a_step_is_made_and_told_to_all():
     assert list(outcome.answers) == [{"shard": 1}, {"shard": 2}]
 
 
-def test_no_more_engines_than_micro_batches_take_part():
+def test_engines_are_limited_by_micro_batches():
     play = Play(tuple(range(100, 110)), agreed=False)
     play.start(1, micro_batches=4)
     assert play.coordinator.engines == (100, 101, 102, 103)
 
 
-def test_only_so_many_engines_take_part_as_are_wanted_and_spare_ones_replace_them():
+def test_spare_engines_replace_lost_engines():
     play = Play(wanted=2)
     assert play.coordinator.engines == (100, 101)
     play.start(2)
@@ -45,7 +45,7 @@ def test_only_so_many_engines_take_part_as_are_wanted_and_spare_ones_replace_the
     assert sorted(play.begun()) == [1, 2, 101, 102]
 
 
-def test_another_number_of_engines_counts_from_the_next_step_on():
+def test_changed_number_of_engines_applies_from_next_step():
     play = Play()
     play.start(2)
     play.coordinator.wanted = 1
@@ -53,11 +53,11 @@ def test_another_number_of_engines_counts_from_the_next_step_on():
     assert play.ended[-1].error is None
     play.start(3)
     assert play.coordinator.engines == (100,)
-    with pytest.raises(ValueError, match="0 engines are wanted; a run needs at least one"):
+    with pytest.raises(ValueError, match="expected at least 1 engine, got 0"):
         play.coordinator.wanted = 0
 
 
-def test_without_engines_it_waits_for_the_first():
+def test_step_waits_for_first_engine():
     play = Play(engines=())
     play.start(1)
     assert not play.sent
@@ -66,7 +66,7 @@ def test_without_engines_it_waits_for_the_first():
 
 
 @pytest.mark.parametrize("last", [*SHARDS, *ENGINES])
-def test_nobody_begins_before_all_have_seen_the_epoch(last):
+def test_step_begins_after_all_acknowledge_epoch(last):
     play = Play(agreed=False)
     play.start(1)
     for node in (to for to, _ in play.take(MessageType.VIEW) if to != last):
@@ -78,7 +78,7 @@ def test_nobody_begins_before_all_have_seen_the_epoch(last):
     assert play.take(MessageType.HELD_STEPS)
 
 
-def test_a_step_that_was_refused_begins_in_a_new_epoch_if_it_is_tried_again():
+def test_refused_step_is_retried_in_new_epoch():
     play = Play()
     order = play.start(2)
     order.forbidden = NonFiniteError("the loss is NaN")
@@ -93,7 +93,7 @@ def test_a_step_that_was_refused_begins_in_a_new_epoch_if_it_is_tried_again():
     assert play.ended[-1].error is None
 
 
-def test_what_other_steps_epochs_and_nodes_say_does_not_count():
+def test_messages_of_other_steps_epochs_and_nodes_are_ignored():
     play = Play()
     play.start(2)
     play.say(999, MessageType.LOSSES, body={"losses": []})
@@ -110,7 +110,7 @@ def test_what_other_steps_epochs_and_nodes_say_does_not_count():
     assert play.take(MessageType.COMMIT)
 
 
-def test_after_the_decision_an_engine_does_not_matter_and_a_shard_does():
+def test_after_decision_only_shard_loss_matters():
     play = Play()
     play.start(2)
     play.begun()
@@ -129,7 +129,7 @@ def test_after_the_decision_an_engine_does_not_matter_and_a_shard_does():
     assert play.begun()
 
 
-def test_a_damaged_message_is_said_again_when_nothing_else_is_lost():
+def test_decision_is_resent_after_corrupt_frame():
     play = Play()
     play.start(2)
     play.begun()
@@ -144,7 +144,7 @@ def test_a_damaged_message_is_said_again_when_nothing_else_is_lost():
     assert play.ended[-1].error is None
 
 
-def test_a_damaged_message_costs_the_attempt():
+def test_corrupt_frame_retries_step_in_new_epoch():
     play = Play()
     play.start(2)
     play.say(1, MessageType.CORRUPT_FRAME, step=0, body={"text": "checksum"})
@@ -153,7 +153,7 @@ def test_a_damaged_message_costs_the_attempt():
     assert play.ended[-1].error is None
 
 
-def test_a_commit_that_stands_still_is_said_again_to_those_who_have_not_answered():
+def test_stalled_commit_is_resent_to_unacknowledged_nodes():
     play = Play()
     play.start(2)
     play.begun()
@@ -164,7 +164,7 @@ def test_a_commit_that_stands_still_is_said_again_to_those_who_have_not_answered
     assert {to for to, _ in play.take(MessageType.COMMIT)} == {1}
 
 
-def test_a_step_that_is_given_up_leaves_the_coordinator_at_rest():
+def test_cancelled_step_leaves_coordinator_idle():
     play = Play()
     play.start(2)
     play.coordinator.cancel()
@@ -175,7 +175,7 @@ def test_a_step_that_is_given_up_leaves_the_coordinator_at_rest():
     assert play.ended.pop().error is None
 
 
-def test_after_a_step_that_failed_all_are_told_of_an_epoch_in_which_nobody_begins():
+def test_failed_step_is_fenced_by_new_epoch():
     play = Play()
     play.start(2)
     play.see()
@@ -196,7 +196,7 @@ def test_after_a_step_that_failed_all_are_told_of_an_epoch_in_which_nobody_begin
     assert play.ended.pop().error is None
 
 
-def test_before_the_first_view_there_is_nothing_to_disband():
+def test_no_epoch_is_fenced_before_first_view():
     play = Play(engines=(), wanted=1)
     play.start(1)
     play.coordinator.cancel()
@@ -205,7 +205,7 @@ def test_before_the_first_view_there_is_nothing_to_disband():
     assert not play.take(MessageType.VIEW)  # one without engines would be refused as damaged
 
 
-def test_a_step_that_is_decided_is_not_given_up():
+def test_decided_step_is_not_cancelled():
     play = Play()
     play.start(2)
     play.work()

@@ -13,7 +13,7 @@ from penstock.distributed.protocol.messages import MessageType
 from penstock.errors import StorageError
 
 
-def test_a_silent_engine_is_lost_and_the_step_begins_anew():
+def test_silent_engine_is_lost_and_step_is_retried():
     play = Play()
     play.start(2)
     play.pass_time(1.3, silent=[101])
@@ -21,7 +21,7 @@ def test_a_silent_engine_is_lost_and_the_step_begins_anew():
     assert play.coordinator.engines == (100, 102)
 
 
-def test_a_silent_shard_is_lost():
+def test_silent_shard_is_lost():
     play = Play()
     play.start(2)
     play.pass_time(0.2)
@@ -31,7 +31,7 @@ def test_a_silent_shard_is_lost():
     assert error.node == 2
 
 
-def test_silence_while_this_process_itself_stood_still_is_nobodys():
+def test_pause_of_coordinator_is_not_silence():
     play = Play()
     play.start(2)
     play.pass_time(0.4)
@@ -43,14 +43,14 @@ def test_silence_while_this_process_itself_stood_still_is_nobodys():
 
 
 @pytest.mark.parametrize("node", [2, 101])
-def test_who_is_silent_and_known_to_be_there_is_not_lost(node):
+def test_silent_node_known_to_be_alive_is_kept(node):
     play, asked = Play(), []
 
-    def is_there(which: int, silent: float) -> bool:
+    def is_alive(which: int, silent: float) -> bool:
         asked.append((which, silent > 1.0))
         return play.now < 105.0
 
-    play.coordinator._is_there = is_there
+    play.coordinator._is_alive = is_alive
     play.start(2)
     play.pass_time(4.0, silent=[node])
     assert node in play.coordinator.membership
@@ -59,7 +59,7 @@ def test_who_is_silent_and_known_to_be_there_is_not_lost(node):
     assert set(asked) == {(node, True)}
 
 
-def test_of_a_pause_of_this_process_only_the_usual_part_is_silence_of_others():
+def test_only_usual_part_of_pause_counts_as_silence():
     play = Play()
     play.start(2)
     play.pass_time(0.2)
@@ -71,7 +71,7 @@ def test_of_a_pause_of_this_process_only_the_usual_part_is_silence_of_others():
     assert not play.coordinator.ready
 
 
-def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
+def test_busy_node_may_exceed_stall_but_not_longest_job():
     play = Play()
     play.start(2)
     play.begun()
@@ -80,10 +80,10 @@ def test_who_computes_may_take_longer_than_a_standstill_but_not_for_ever():
     assert play.coordinator.epoch == epoch
     play.pass_time(4.0, busy=[101])
     assert play.coordinator.ready == (100, 102)
-    assert "which is over cluster.longest_job" in play.happened[-1].text
+    assert "longer than cluster.longest_job" in play.happened[-1].text
 
 
-def test_when_two_engines_take_too_long_for_a_stage_the_run_ends_and_says_what_to_raise():
+def test_two_engines_over_longest_job_end_run():
     play = Play()
     play.start(2)
     for engine in (101, 100):
@@ -93,11 +93,11 @@ def test_when_two_engines_take_too_long_for_a_stage_the_run_ends_and_says_what_t
     error = play.ended[-1].error
     assert isinstance(error, UnrecoverableError)
     assert (error.node, error.kind) == (100, "ClusterError")
-    assert "engines 101 and 100 have met the same error" in str(error)
-    assert "over cluster.longest_job; if a stage of its share" in str(error)
+    assert "engines 101 and 100 failed with the same error" in str(error)
+    assert "longer than cluster.longest_job; if a stage" in str(error)
 
 
-def test_a_lost_shard_ends_the_step_and_the_next_waits_until_it_is_back():
+def test_step_after_lost_shard_waits_for_replacement():
     play = Play()
     play.start(2)
     play.begun()
@@ -128,7 +128,7 @@ def test_a_lost_shard_ends_the_step_and_the_next_waits_until_it_is_back():
         (([5], [4, 5]), 5, 5),
     ],
 )
-def test_all_shards_go_back_to_the_newest_step_that_all_hold(held, step, to):
+def test_shards_roll_back_to_newest_common_step(held, step, to):
     play = Play(agreed=False)
     play.start(step)
     play.see()
@@ -145,7 +145,7 @@ def test_all_shards_go_back_to_the_newest_step_that_all_hold(held, step, to):
     assert play.coordinator.epoch == epoch
 
 
-def test_shards_that_hold_no_step_in_common_are_an_error_that_says_what_they_hold():
+def test_shards_without_common_step_are_refused():
     play = Play(agreed=False)
     play.start(3)
     play.see()
@@ -156,7 +156,7 @@ def test_shards_that_hold_no_step_in_common_are_an_error_that_says_what_they_hol
     )
 
 
-def test_nothing_is_kept_of_nodes_that_have_gone():
+def test_state_of_lost_nodes_is_dropped():
     play = Play()
     for step in range(2, 102):
         play.start(step)

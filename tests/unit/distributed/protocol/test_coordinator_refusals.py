@@ -28,30 +28,30 @@ from penstock.errors import PenstockError
         {"losses": ["one", "two"]},
     ],
 )
-def test_losses_that_make_no_sense_cost_the_engine_its_place(body):
+def test_invalid_losses_evict_engine(body):
     play = Play()
     play.start(2)
     play.say(100, MessageType.LOSSES, body=body)
     assert play.coordinator.ready == (101, 102)
-    assert "node 100 sent a LOSSES message that has other than" in play.happened[-1].text
+    assert "node 100 sent a LOSSES message that has" in play.happened[-1].text
     play.see()
     play.finish()
     assert play.ended.pop().error is None
 
 
 @pytest.mark.parametrize("steps", [None, "all", [1, "two"], {"1": 2}])
-def test_held_steps_that_make_no_sense_cost_the_shard_its_place(steps):
+def test_invalid_held_steps_evict_shard(steps):
     play = Play(agreed=False)
     play.start(2)
     play.see()
     play.say(1, MessageType.HELD_STEPS, step=0, body={"steps": steps})
     assert isinstance(play.ended[-1].error, UnrecoverableError)
     assert play.happened[-1].kind == "shard lost"
-    assert "node 1 sent a HELD_STEPS message that holds" in play.happened[-1].text
+    assert "node 1 sent a HELD_STEPS message that has" in play.happened[-1].text
 
 
 @pytest.mark.parametrize("kind", [MessageType.PREPARED, MessageType.COMMITTED])
-def test_what_a_shard_says_of_its_gradients_or_commit_must_make_sense(kind):
+def test_invalid_report_or_acknowledgement_evicts_shard(kind):
     play = Play()
     play.start(2)
     if kind is MessageType.COMMITTED:
@@ -62,7 +62,7 @@ def test_what_a_shard_says_of_its_gradients_or_commit_must_make_sense(kind):
 
 
 @pytest.mark.parametrize("body", [{}, {"progress": "far"}, {"progress": -1}, {"progress": None}])
-def test_a_beat_that_makes_no_sense_costs_the_engine_its_place(body):
+def test_invalid_heartbeat_evicts_engine(body):
     play = Play()
     play.start(2)
     play.say(101, MessageType.HEARTBEAT, epoch=0, body=body)
@@ -71,7 +71,7 @@ def test_a_beat_that_makes_no_sense_costs_the_engine_its_place(body):
     assert play.coordinator.ready == (100, 102)
 
 
-def test_a_message_that_makes_no_sense_to_an_engine_costs_its_sender_the_place():
+def test_sender_of_invalid_message_is_evicted():
     play = Play()
     play.start(2)
     body = {"error": "ProtocolError", "text": "node 102 sent a GRADIENT message", "about": 102}
@@ -79,7 +79,7 @@ def test_a_message_that_makes_no_sense_to_an_engine_costs_its_sender_the_place()
     assert play.coordinator.ready == (100, 101)
 
 
-def test_trouble_of_one_who_takes_no_part_counts_for_nothing():
+def test_failure_of_node_outside_view_is_ignored():
     play = Play(wanted=2)
     play.start(2)
     for sender in (102, 999):
@@ -90,7 +90,7 @@ def test_trouble_of_one_who_takes_no_part_counts_for_nothing():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(messages([0, *SHARDS, *ENGINES, 7]), max_size=6), st.integers(0, 3))
-def test_no_message_can_make_the_coordinator_raise(received, phase):
+def test_random_messages_do_not_raise_in_coordinator(received, phase):
     play = Play(agreed=False)
     play.start(1)
     for advance in (play.see, play.agree, play.work)[:phase]:

@@ -21,7 +21,7 @@ def told(play: Play, kind: str) -> list[str]:
     return [happened.text for happened in play.happened if happened.kind == kind]
 
 
-def test_all_nodes_of_all_shards_make_the_step():
+def test_all_replicas_execute_step():
     play = two()
     play.start(2)
     assert sorted(play.begun()) == [1, 2, 3, 4, *ENGINES]
@@ -39,7 +39,7 @@ def test_all_nodes_of_all_shards_make_the_step():
     assert play.ended[-1].answers == [{"node": 1}, {"node": 2}]  # one for each shard
 
 
-def test_the_decision_is_made_of_one_report_of_each_shard():
+def test_decision_uses_one_report_per_shard():
     play = two()
     order = play.start(2)
     heard: list[list] = []
@@ -51,7 +51,7 @@ def test_the_decision_is_made_of_one_report_of_each_shard():
     assert heard == [[{"sum": 1}, {"sum": 0}]]
 
 
-def test_two_that_should_hold_the_same_and_say_different_things_end_the_run_before_the_commit():
+def test_different_replicas_end_run_before_commit():
     play = two()
     play.start(2)
     for engine in ENGINES:
@@ -61,15 +61,16 @@ def test_two_that_should_hold_the_same_and_say_different_things_end_the_run_befo
     assert not play.take(MessageType.COMMIT)
     error = play.ended[-1].error
     assert isinstance(error, CorruptionError)
-    assert str(error).startswith("shard 1: node 2 and its replica, node 4, should hold the same")
+    assert str(error).startswith("shard 1: the replicas on nodes 2 and 4 must be equal")
 
 
 @pytest.mark.parametrize("node", [1, 4])
-def test_a_node_that_is_lost_between_steps_is_left_out_of_the_next(node):
+def test_replica_lost_between_steps_is_left_out(node):
     play = two()
     play.coordinator.lost(node, "killed")
     other = {1: 3, 4: 2}[node]
-    assert play.happened[-1].text.endswith(f"node {node}: killed; node {other} goes on with it")
+    text = play.happened[-1].text
+    assert text.endswith(f"node {node}: killed; the shard continues on node {other}")
     play.start(2)
     play.see()
     assert sorted(play.begun()) == sorted({1, 2, 3, 4, *ENGINES} - {node})
@@ -77,7 +78,7 @@ def test_a_node_that_is_lost_between_steps_is_left_out_of_the_next(node):
     assert play.ended[-1].error is None
 
 
-def test_the_loss_of_the_one_that_streams_begins_the_step_anew_with_the_other():
+def test_loss_of_streaming_replica_retries_step():
     play = two()
     play.start(2)
     play.begun()
@@ -88,7 +89,7 @@ def test_the_loss_of_the_one_that_streams_begins_the_step_anew_with_the_other():
     assert not play.take(MessageType.HELD_STEPS), "nobody needs to go back"
 
 
-def test_the_loss_of_one_that_does_not_stream_costs_nothing():
+def test_loss_of_other_replica_does_not_retry_step():
     play = two()
     play.start(2)
     play.begun()
@@ -106,7 +107,7 @@ def test_the_loss_of_one_that_does_not_stream_costs_nothing():
 
 
 @pytest.mark.parametrize("node", [1, 2, 3, 4])
-def test_a_step_that_is_decided_ends_with_the_others(node):
+def test_decided_step_ends_with_remaining_replicas(node):
     play = two()
     play.start(2)
     play.begun()
@@ -121,13 +122,13 @@ def test_a_step_that_is_decided_ends_with_the_others(node):
     assert play.begun()
 
 
-def test_an_error_of_one_costs_its_place_and_that_of_the_last_ends_the_step():
+def test_error_evicts_replica_and_error_of_last_ends_step():
     play = two()
     play.start(2)
     play.begun()
     play.say(3, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
     assert told(play, "replica lost") == [
-        "shard 0: node 3: it cannot go on: disk full; node 1 goes on with it"
+        "shard 0: node 3: it reported an error: disk full; the shard continues on node 1"
     ]
     assert not play.ended
     play.say(1, MessageType.FAILURE, body={"error": "StorageError", "text": "disk full"})
@@ -136,7 +137,7 @@ def test_an_error_of_one_costs_its_place_and_that_of_the_last_ends_the_step():
     assert (error.node, str(error)) == (1, "disk full")
 
 
-def test_when_the_last_is_lost_the_shard_is():
+def test_shard_is_lost_with_last_replica():
     play = two()
     play.start(2)
     play.begun()
@@ -153,7 +154,7 @@ def test_when_the_last_is_lost_the_shard_is():
     assert sorted(play.begun()) == [2, 4, 9, *ENGINES]
 
 
-def test_a_step_that_one_node_of_every_shard_holds_is_gone_back_to_without_those_that_do_not():
+def test_rollback_evicts_replicas_without_common_step():
     play = two(agreed=False)
     play.start(6)
     play.see()
@@ -162,13 +163,14 @@ def test_a_step_that_one_node_of_every_shard_holds_is_gone_back_to_without_those
         play.say(node, MessageType.HELD_STEPS, step=0, body={"steps": held[node]})
     assert not play.take(MessageType.ROLLBACK)
     assert play.coordinator.holders == ((1,), (4,))
-    assert "node 2: it does not hold step 5, to which all go back" in told(play, "replica lost")[1]
+    text = told(play, "replica lost")[1]
+    assert "node 2: it does not hold step 5, to which all shards roll back" in text
     play.see()
     assert play.agree(([4, 5], [5])) == [5, 5]
     assert sorted(play.begun()) == [1, 4, *ENGINES]
 
 
-def test_a_learner_takes_part_when_it_is_whole_and_nobody_goes_back():
+def test_promoted_learner_takes_part_without_rollback():
     play = two()
     play.coordinator.lost(1, "killed")
     play.coordinator.learner_joined(0, 9)
@@ -183,7 +185,7 @@ def test_a_learner_takes_part_when_it_is_whole_and_nobody_goes_back():
     assert sorted(play.begun()) == [2, 3, 4, 9, *ENGINES]
 
 
-def test_a_learner_that_is_lost_or_whose_shard_is_is_not_whole():
+def test_lost_learner_is_not_promoted():
     play = two()
     play.coordinator.learner_joined(0, 9)
     play.pass_time(1.4, silent=[9])
@@ -196,7 +198,7 @@ def test_a_learner_that_is_lost_or_whose_shard_is_is_not_whole():
     assert not play.coordinator.promote(11)
 
 
-def test_who_lacks_gradients_that_the_other_has_loses_its_place_and_no_engine_does():
+def test_replica_without_gradients_is_evicted_instead_of_engine():
     play = two()
     play.start(2)
     play.begun()
@@ -209,12 +211,13 @@ def test_who_lacks_gradients_that_the_other_has_loses_its_place_and_no_engine_do
         play.see()
         play.begun()
     assert told(play, "replica lost") == [
-        "shard 0: node 3: the others of its shard have got on, it has not; node 1 goes on with it"
+        "shard 0: node 3: the other replica of its shard has all gradients, it has not; "
+        "the shard continues on node 1"
     ]
     assert play.coordinator.ready == ENGINES
 
 
-def test_after_a_standstill_another_node_of_every_shard_streams():
+def test_stall_rotates_streaming_replica():
     play = two()
     play.start(2)
     play.begun()
@@ -222,7 +225,7 @@ def test_after_a_standstill_another_node_of_every_shard_streams():
     assert play.coordinator.holders == ((3, 1), (4, 2))
 
 
-def test_the_last_node_of_a_shard_has_more_time_to_answer():
+def test_last_replica_has_more_time():
     play = two()
     play.coordinator.lost(1, "killed")
     play.start(2)
@@ -241,12 +244,12 @@ def test_the_last_node_of_a_shard_has_more_time_to_answer():
 @pytest.mark.parametrize(
     "shards", [None, [], [1, 2], [[]], [[1], []], [[1], [1]], [[100]], [["1"]], [[True]], "1"]
 )
-def test_a_view_that_makes_no_sense_is_refused(shards):
-    with pytest.raises(ProtocolError, match="a view has"):
+def test_invalid_view_is_refused(shards):
+    with pytest.raises(ProtocolError, match="a view"):
         MembershipView.read({"shards": shards, "engines": [100]})
 
 
-def test_a_view_is_read_as_it_was_said():
+def test_view_round_trip():
     view = MembershipView(SHARDS, ENGINES)
     assert MembershipView.read(view.as_body()) == view
     assert view.shard_nodes == (1, 3, 2, 4)

@@ -17,39 +17,39 @@ from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.errors import CorruptionError
 
 
-def test_weights_pass_on_at_once_and_are_placed_when_no_earlier_job_can_use_their_memory():
-    node, runtime, work = engine(engines=[100, 101])
+def test_weights_are_forwarded_at_once_and_placed_after_earlier_jobs():
+    node, context, work = engine(engines=[100, 101])
     node.handle(begin())
     node.handle(weights(0, 0))
     node.handle(weights(0, 1, sender=101))
-    runtime.do(1)  # the rows; the first operation has not been computed yet
+    context.do(1)  # the rows; the first operation has not been computed yet
     node.handle(view(2, engines=[100, 101]))
     node.handle(begin(epoch=2))
-    runtime.sent.clear()
+    context.sent.clear()
     node.handle(weights(0, 0, epoch=2))
-    assert [to for to, _ in runtime.sent] == [101]
+    assert [to for to, _ in context.sent] == [101]
     assert node.is_busy
-    runtime.do(1)
+    context.do(1)
     assert work.done[-1] == ("compute", 0)  # of the epoch before: it counts for nothing
-    assert MessageType.LOSSES not in runtime.kinds()
-    runtime.do()
+    assert MessageType.LOSSES not in context.kinds()
+    context.do()
     assert work.done[-2:] == [("begin", 1), ("place", 0, 0)]
     node.handle(weights(0, 1, epoch=2, sender=101))
-    runtime.do()
+    context.do()
     assert work.done[-1] == ("compute", 0)
     assert not node.is_busy
 
 
-def test_an_operation_is_computed_once_whatever_comes_again():
-    node, runtime, work = engine(engines=[100])
+def test_operation_is_computed_once_despite_repeats():
+    node, context, work = engine(engines=[100])
     node.handle(begin())
-    runtime.do()
+    context.do()
     for op in (0, 1):
         for chunk in (0, 0, 1, 1, 0):
             node.handle(weights(op, chunk))
-        runtime.do()
+        context.do()
         node.handle(weights(op, 1))
-        runtime.do()
+        context.do()
     assert [entry for entry in work.done if entry[0] == "compute"] == [
         ("compute", 0),
         ("compute", 1),
@@ -57,60 +57,60 @@ def test_an_operation_is_computed_once_whatever_comes_again():
     assert len([entry for entry in work.done if entry[0] == "place"]) == 4
 
 
-def test_a_gradient_that_comes_before_the_rows_waits_for_them():
+def test_gradient_before_begin_is_kept():
     # Three engines: the second adds what it and the first have; the third adds that to its own.
-    node, runtime, _ = engine(101)
+    node, context, _ = engine(101)
     node.handle(gradient(2, 0, 0, 0, sender=100))
     node.handle(begin(first=1))
-    runtime.sent.clear()
+    context.sent.clear()
     node.handle(gradient(2, 0, 0, 1, sender=101))
-    (to, sent), *more = runtime.sent
+    (to, sent), *more = context.sent
     assert not more
     assert (to, sent.level, sent.index) == (102, 1, 0)
     np.testing.assert_array_equal(sent.payload.view(np.float32), [2.0] * 3)
 
 
-def test_a_gradient_counts_once():
-    node, runtime, _ = engine(101)
+def test_repeated_gradient_is_added_once():
+    node, context, _ = engine(101)
     node.handle(begin(first=1))
-    runtime.sent.clear()
+    context.sent.clear()
     for _ in range(2):
         node.handle(gradient(2, 0, 0, 0, sender=100))
-    assert not runtime.sent
+    assert not context.sent
     for _ in range(2):
         node.handle(gradient(2, 0, 0, 1, sender=101))
     node.handle(gradient(2, 0, 0, 0, sender=100))
-    assert runtime.kinds() == [MessageType.GRADIENT]
+    assert context.kinds() == [MessageType.GRADIENT]
 
 
-def test_room_is_said_up_the_tree_only_when_all_below_have_it():
-    node, runtime, _ = engine(100)  # of the tree of shard 0 the root; 101 and 102 are below
+def test_credit_is_sent_when_whole_subtree_has_it():
+    node, context, _ = engine(100)  # of the tree of shard 0 the root; 101 and 102 are below
     node.handle(begin())
-    runtime.do()
-    runtime.sent.clear()
+    context.do()
+    context.sent.clear()
     release = {"kind": MessageType.WEIGHT_CREDIT, "epoch": 1, "step": 1, "op": 1, "chunk": 0}
     node.handle(Message(sender=101, **release))
     node.handle(Message(sender=102, **release))
-    assert not runtime.sent
+    assert not context.sent
     node.handle(weights(0, 0))
     node.handle(weights(0, 1, sender=101))
-    runtime.do()
+    context.do()
     assert [
-        (to, m.op, m.chunk) for to, m in runtime.sent if m.kind is MessageType.WEIGHT_CREDIT
+        (to, m.op, m.chunk) for to, m in context.sent if m.kind is MessageType.WEIGHT_CREDIT
     ] == [
         (1, 1, 0),  # to shard 0; of shard 1 this engine is a leaf below 101
         (101, 1, 1),
     ]
 
 
-def test_an_engine_says_what_its_work_ran_into():
-    node, runtime, work = engine(engines=[100])
+def test_engine_reports_error_of_its_work():
+    node, context, work = engine(engines=[100])
     work.fails = CorruptionError("a broken device")
     node.handle(begin())
     node.handle(weights(0, 0))
     node.handle(weights(0, 1))
-    runtime.do()
-    (trouble,) = [m for _, m in runtime.sent if m.kind is MessageType.FAILURE]
+    context.do()
+    (trouble,) = [m for _, m in context.sent if m.kind is MessageType.FAILURE]
     assert trouble.step == 1
     assert trouble.body == {"error": "CorruptionError", "text": "a broken device"}
 
@@ -120,37 +120,37 @@ def test_an_engine_says_what_its_work_ran_into():
     [
         (weights(3, 0), "names operation 3 of 3"),
         (weights(0, 2), "names chunk 2 of 2"),
-        (weights(0, 0, payload=np.zeros(4, np.float32)), "has 16 bytes for 12"),
-        (weights(0, 0, payload=None), "has 0 bytes for 12"),
+        (weights(0, 0, payload=np.zeros(4, np.float32)), "has 16 bytes, expected 12"),
+        (weights(0, 0, payload=None), "has 0 bytes, expected 12"),
         (gradient(9, 0), "names operation 9 of 3"),
         (gradient(0, 0), "names gradient 0 of 0"),
-        (gradient(2, 0, payload=np.zeros(2, np.float32)), "has 8 bytes for 12"),
+        (gradient(2, 0, payload=np.zeros(2, np.float32)), "has 8 bytes, expected 12"),
         (gradient(2, 0, 0, 2), "sums micro-batches 2 to 3; this engine adds those of 0 to 2"),
         (gradient(2, 0, 2, 7), "sums micro-batches 28 to 3; this engine adds those of 0 to 2"),
         (gradient(2, 0, 60000, 7), "names level 60000 of a tree over 3"),
-        (begin(2, total=0), "says '0' for 'total'"),
-        (begin(2, total="all"), "says 'all' for 'total'"),
-        (begin(2, seed=None), "says 'None' for 'seed'"),
+        (begin(2, total=0), "has '0' as 'total'"),
+        (begin(2, total="all"), "has 'all' as 'total'"),
+        (begin(2, seed=None), "has 'None' as 'seed'"),
         (
             Message(MessageType.WEIGHT_CREDIT, 1, 7, 1, 1, 5),
-            "is not from below in the tree of shard 5",
+            "is not from a child of this node in the tree of shard 5",
         ),
         (
             Message(MessageType.WEIGHT_CREDIT, 1, 102, 1, 1, 0),
-            "is not from below in the tree of shard 0",
+            "is not from a child of this node in the tree of shard 0",
         ),
         (Message(MessageType.WEIGHT_CREDIT, 1, 102, 1, 9, 1), "counts 9 operations"),
     ],
 )
-def test_what_makes_no_sense_to_an_engine_is_reported_and_changes_nothing(message, text):
-    node, runtime, work = engine(101)
+def test_invalid_message_to_engine_is_reported_without_effect(message, text):
+    node, context, work = engine(101)
     node.handle(begin(first=1))
-    runtime.do()
-    runtime.sent.clear()
+    context.do()
+    context.sent.clear()
     before = list(work.done)
     node.handle(message)
-    runtime.do()
-    ((to, said),) = runtime.sent
+    context.do()
+    ((to, said),) = context.sent
     assert to == COORDINATOR
     assert (said.kind, said.body["error"]) == (MessageType.FAILURE, "ProtocolError")
     assert text in said.body["text"]

@@ -13,7 +13,7 @@ NUMBERS = [1, 2, 3, 4, 5, 7, 8, 12, 31, 64, 192]
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize("engines", NUMBERS)
-def test_every_chunk_reaches_every_engine_once_and_in_a_logarithm_of_steps(engines, shards):
+def test_chunk_reaches_every_engine_once_in_logarithmic_depth(engines, shards):
     for shard in range(shards):
         for chunk in range(2):
             begin = root(shard, chunk, shards, engines)
@@ -32,7 +32,7 @@ def test_every_chunk_reaches_every_engine_once_and_in_a_logarithm_of_steps(engin
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize("engines", [8, 12, 64, 192])
-def test_no_engine_sends_much_more_than_it_takes(engines, shards):
+def test_engines_send_about_as_much_as_they_receive(engines, shards):
     sent = [0] * engines
     for shard in range(shards):
         for chunk in range(2):
@@ -43,7 +43,7 @@ def test_no_engine_sends_much_more_than_it_takes(engines, shards):
 
 
 @pytest.mark.parametrize("engines", NUMBERS)
-def test_every_sum_is_one_node_of_the_tree_over_micro_batches(engines):
+def test_every_sum_is_node_of_micro_batch_tree(engines):
     # One micro-batch each: what an engine adds is then a whole node, which travels as one sum.
     made = summing(engines)
     came = [0] * engines

@@ -16,7 +16,7 @@ from penstock.distributed.control_messages import ReplicaSlot
 from penstock.errors import ConfigError, StorageError
 
 
-def test_reading_goes_on_with_the_other_and_what_changes_the_shard_goes_to_who_is_left(run):
+def test_reads_and_writes_continue_on_remaining_replica(run):
     trained(run)
     name = "block.0.weight"
     expected = run.stores[1].master(name)
@@ -28,7 +28,7 @@ def test_reading_goes_on_with_the_other_and_what_changes_the_shard_goes_to_who_i
     assert run.calls.came[2, "remember"] == run.calls.came[2, "discard"] == 1
 
 
-def test_a_store_that_holds_nothing_of_what_the_other_holds_is_given_a_copy_when_it_is_opened(
+def test_empty_replica_receives_copy_at_open(
     on_flash,
 ):
     run = trained(on_flash)
@@ -38,7 +38,7 @@ def test_a_store_that_holds_nothing_of_what_the_other_holds_is_given_a_copy_when
     assert_same_state(run.stores[2], run.stores[1])
 
 
-def test_sizes_and_traffic_are_those_of_all(run):
+def test_sizes_and_traffic_include_all_replicas(run):
     trained(run)
     assert run.shard.memory_bytes == {k: 2 * v for k, v in run.stores[1].memory_bytes.items()}
     assert run.shard.flash_bytes == 2 * run.stores[1].flash_bytes
@@ -56,7 +56,7 @@ def test_sizes_and_traffic_are_those_of_all(run):
     assert taken.streamed_bytes >= sum(map(PROGRAM.stage_stream_bytes, PROGRAM.stages))
 
 
-def test_the_last_one_that_is_lost_ends_a_run_in_memory_and_says_how_to_go_on(in_memory):
+def test_loss_of_last_replica_in_memory_ends_run(in_memory):
     run = trained(in_memory)
     run.lose(1)
     assert not run.failed
@@ -65,7 +65,7 @@ def test_the_last_one_that_is_lost_ends_a_run_in_memory_and_says_how_to_go_on(in
         run.shard.take_traffic()
 
 
-def test_a_stop_while_nobody_holds_a_shard_on_flash_is_answered(on_flash):
+def test_stop_ends_wait_for_lost_shard_on_flash(on_flash):
     run = trained(on_flash)
     run.lose(1)
     run.lose(2)
@@ -75,38 +75,38 @@ def test_a_stop_while_nobody_holds_a_shard_on_flash_is_answered(on_flash):
     assert not run.failed
 
 
-def test_the_place_that_was_lost_last_is_taken_first_and_then_the_others(on_flash):
+def test_slot_lost_last_is_taken_first(on_flash):
     run = trained(on_flash)
     run.lose(2)
     run.lose(1)
-    places = run.apart.places
-    assert places.are_missing
-    assert places.free([]) == [ReplicaSlot(0, 0)]  # what replica 1 has stored may be old
-    assert places.free([ReplicaSlot(0, 0)]) == []
-    places.take(ReplicaSlot(0, 0), 7)
-    assert places.free([]) == [ReplicaSlot(0, 1)]
-    assert not places.are_missing
-    assert places.is_replaced(1)
+    assignment = run.apart.assignment
+    assert assignment.is_incomplete
+    assert assignment.free([]) == [ReplicaSlot(0, 0)]  # what replica 1 has stored may be old
+    assert assignment.free([ReplicaSlot(0, 0)]) == []
+    assignment.take(ReplicaSlot(0, 0), 7)
+    assert assignment.free([]) == [ReplicaSlot(0, 1)]
+    assert not assignment.is_incomplete
+    assert assignment.is_replaced(1)
 
 
-def test_two_of_one_host_hold_the_same_only_where_nobody_else_is_to_come(in_memory):
-    places = in_memory.apart.places
-    places.lose(2)
+def test_replicas_share_host_only_when_no_other_is_expected(in_memory):
+    assignment = in_memory.apart.assignment
+    assignment.lose(2)
     here = [(ReplicaSlot(0, 0), "host-1")]
     in_memory.coordinator.lost_nodes.clear()
 
-    def place_for(host, others_expected, asked=None):
-        return in_memory.apart.place_for(None, asked, host, here, others_expected)
+    def slot_for(host, others_expected, asked=None):
+        return in_memory.apart.slot_for(None, asked, host, here, others_expected)
 
-    assert place_for("host-2", True) == ReplicaSlot(0, 1)
-    assert place_for("host-1", True) is None  # an engine then, and another takes the place
-    assert place_for("host-1", False) == ReplicaSlot(0, 1)
-    assert place_for("host-1", True, asked=0) == ReplicaSlot(0, 1)
-    assert place_for("host-1", True, asked=1) is None
+    assert slot_for("host-2", True) == ReplicaSlot(0, 1)
+    assert slot_for("host-1", True) is None  # an engine then, and another takes the place
+    assert slot_for("host-1", False) == ReplicaSlot(0, 1)
+    assert slot_for("host-1", True, asked=0) == ReplicaSlot(0, 1)
+    assert slot_for("host-1", True, asked=1) is None
 
 
 @pytest.mark.parametrize("replicas", [0, 3, 1.5, "two"])
-def test_one_or_two_replicas(replicas):
+def test_replicas_must_be_one_or_two(replicas):
     with pytest.raises(ConfigError, match=r"store\.replicas"):
         Config.from_mapping(
             {
@@ -118,13 +118,13 @@ def test_one_or_two_replicas(replicas):
 
 
 @pytest.mark.parametrize("cluster", [{}, {"start": "local"}])
-def test_a_replica_in_the_same_process_is_refused(cluster):
+def test_replica_in_same_process_is_refused(cluster):
     told = r"store\.replicas: expected 1 with cluster\.shards: here, got 2; .* to apart"
     with pytest.raises(ConfigError, match=told):
         Config.from_mapping({"model": "gpt2", "cluster": cluster, "store": {"replicas": 2}})
 
 
-def test_replicas_on_flash_keep_two_durable_steps():
+def test_replicas_on_flash_require_two_durable_steps():
     store = {"replicas": 2, "flash": {"path": "x", "keep_steps": 1}}
     cluster = {"start": "local", "shards": "apart"}
     with pytest.raises(ConfigError, match=r"2 or more with store\.replicas above 1, got 1"):

@@ -20,7 +20,7 @@ from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.store.flash.shards import durable_records
 
 
-def test_what_is_loaded_goes_to_both_and_a_learner_gets_every_bit(run):
+def test_learner_receives_exact_copy(run):
     trained(run)
     assert_same_state(run.stores[1], run.stores[2])
     run.lose(1)
@@ -30,13 +30,13 @@ def test_what_is_loaded_goes_to_both_and_a_learner_gets_every_bit(run):
     assert_same_state(run.stores[3], run.stores[2])
     ((kind, text),) = run.said
     assert kind == "replica copied"
-    assert "the replica of shard 0 is whole: node 3 was given the" in text
+    assert "shard 0: node 3 received" in text
     for store in (run.stores[2], run.stores[3]):
         train(store, 2, seed=5)
     assert_same_state(run.stores[3], run.stores[2])
 
 
-def test_a_learner_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_flash):
+def test_learner_on_flash_holds_step_durably(on_flash):
     run = trained(on_flash)
     run.shard.remember({"best": 3})
     run.lose(1)
@@ -63,7 +63,7 @@ def test_a_learner_on_flash_holds_the_step_and_what_is_kept_with_it_durably(on_f
         ("finish_restore", 1),
     ],
 )
-def test_a_learner_that_is_lost_during_the_copy_makes_room_for_the_next(run, what, times):
+def test_learner_lost_during_copy_is_replaced(run, what, times):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -77,7 +77,7 @@ def test_a_learner_that_is_lost_during_the_copy_makes_room_for_the_next(run, wha
     assert not run.failed
 
 
-def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on_flash):
+def test_source_lost_during_copy_on_flash_restarts_copy(on_flash):
     run = trained(on_flash)
     run.lose(1)
     run.come(3, 0)
@@ -86,24 +86,25 @@ def test_on_flash_the_one_that_is_copied_may_be_lost_and_the_copy_begins_anew(on
     assert run.nodes == ()
     run.copy()  # nobody is there
     run.stores[4] = run.stores[2]
-    run.apart.places.take(ReplicaSlot(0, 1), 4)  # another process has opened what that had stored
+    # Another process has opened the stored state of the lost node.
+    run.apart.assignment.take(ReplicaSlot(0, 1), 4)
     run.copy()
     assert run.nodes == (4, 3)
     assert_same_state(run.stores[3], run.stores[4])
 
 
-def test_in_memory_the_run_ends_if_the_one_that_is_copied_is_lost(in_memory):
+def test_source_lost_during_copy_in_memory_ends_run(in_memory):
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
     run.calls.before[2, "SNAPSHOT_REQUEST", 4] = lambda: run.lose(2)
     run.copy()
     assert run.nodes == ()
-    with pytest.raises(StorageError, match="goes on from the last checkpoint"):
+    with pytest.raises(StorageError, match="resumes from the last checkpoint"):
         run.shard.take_traffic()
 
 
-def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(run, monkeypatch):
+def test_learner_that_cannot_store_copy_is_refused(run, monkeypatch):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -117,16 +118,16 @@ def test_a_learner_that_cannot_take_it_is_refused_and_none_is_asked_for_again(ru
     assert run.said == [
         (
             "replica refused",
-            "shard 0 goes on without a replica, node 3 cannot be one: no space left on node 3",
+            "shard 0 continues without node 3 as a replica: no space left on node 3",
         )
     ]
     assert run.coordinator.lost_nodes == [1, 3]
     run.apart.lost(ReplicaSlot(0, 0), 3)  # as its link ends
-    assert not run.apart.places.free([])
-    assert run.apart.places.given_up == 1
+    assert not run.apart.assignment.free([])
+    assert run.apart.assignment.retired == 1
 
 
-def test_a_stop_during_the_copy_ends_it_and_harms_nobody(run):
+def test_stop_cancels_copy(run):
     trained(run)
     run.lose(2)
     run.come(3, 1)
@@ -155,7 +156,7 @@ def with_changed_portions(store, monkeypatch, **changed) -> None:
     monkeypatch.setattr(store, "portions", portions)
 
 
-def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_way(run):
+def test_copy_bypasses_trainer_within_window(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -170,7 +171,7 @@ def test_what_is_copied_does_not_come_to_the_run_and_few_portions_are_on_their_w
     assert run.calls.most_waiting <= state_transfer.WINDOW
 
 
-def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
+def test_changed_portion_restarts_copy(run, monkeypatch):
     """Whatever the links say: the checksums of all that both hold are what counts."""
     trained(run)
     run.lose(1)
@@ -197,34 +198,34 @@ def test_what_came_otherwise_than_it_was_sent_is_copied_again(run, monkeypatch):
     assert_same_state(run.stores[3], run.stores[2])
     again, copied = run.said
     assert again[0] == "replica copied again"
-    assert "what node 3 was given has checksum" in again[1]
+    assert "the copy on node 3 has checksum" in again[1]
     assert copied[0] == "replica copied"
 
 
-def test_a_copy_that_breaks_again_and_again_is_refused(run):
+def test_repeatedly_failed_copy_refuses_learner(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
     taker = run.calls.of(3)[1]
     for count in (3, 6, 9):
-        run.calls.before[3, "SNAPSHOT_CHUNK", count] = lambda: taker.link_ended(
+        run.calls.before[3, "SNAPSHOT_CHUNK", count] = lambda: taker.connection_ended(
             2, "a cable was cut"
         )
     run.copy()
     assert run.nodes == (2,)
     assert [kind for kind, _ in run.said] == [*["replica copied again"] * 2, "replica refused"]
-    assert "3 copies in a row broke, the last one: from node 2 to node 3: the" in run.said[2][1]
+    assert "3 copies in a row failed; the last error: from node 2 to node 3: the" in run.said[2][1]
     assert not run.failed
 
 
-def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_no_copy(run):
+def test_unrelated_connection_or_late_portion_does_not_fail_copy(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
     taker = run.calls.of(3)[1]
     stale = Message(MessageType.SNAPSHOT_CHUNK, 0, 2, op=0, index=77)
     run.calls.before[3, "SNAPSHOT_CHUNK", 3] = lambda: (
-        taker.link_ended(9, "gone"),
+        taker.connection_ended(9, "gone"),
         taker.take(stale),
     )
     run.copy()
@@ -232,7 +233,7 @@ def test_a_link_to_somebody_else_that_ends_or_a_portion_that_comes_late_breaks_n
     assert [kind for kind, _ in run.said] == ["replica copied"]
 
 
-def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
+def test_silent_copy_is_restarted(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -244,11 +245,11 @@ def test_a_copy_of_which_nothing_comes_is_begun_anew(run):
     )
     run.copy()
     assert run.nodes == (2, 3)
-    assert "node 2 to node 3: nothing came for 60 s" in run.said[0][1]
+    assert "node 2 to node 3: no data arrived for 60 s" in run.said[0][1]
     assert_same_state(run.stores[3], run.stores[2])
 
 
-def test_a_node_that_cannot_read_what_it_holds_ends_the_copy_with_its_own_error(run, monkeypatch):
+def test_read_error_of_source_ends_copy(run, monkeypatch):
     trained(run)
     run.lose(1)
     run.come(3, 0)
@@ -262,12 +263,12 @@ def test_a_node_that_cannot_read_what_it_holds_ends_the_copy_with_its_own_error(
     assert run.nodes == (2,)
 
 
-def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
+def test_source_that_changes_step_ends_copy(run):
     trained(run)
     run.lose(1)
     run.come(3, 0)
     run.calls.before[2, "SNAPSHOT_REQUEST", 6] = lambda: train(run.stores[2], 1, seed=8)
-    with pytest.raises(ClusterError, match="node 2: it went from step 2 to step 3 while it was"):
+    with pytest.raises(ClusterError, match="node 2: its step changed from 2 to 3 during the"):
         run.copy()
     assert run.nodes == (2,)
 
@@ -281,7 +282,7 @@ def test_a_node_that_goes_on_while_it_is_copied_ends_the_copy(run):
         (3, "take_copy", {"copied": True}),
     ],
 )
-def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, method, says):
+def test_invalid_response_during_copy_evicts_node(in_memory, node, method, says):
     run = trained(in_memory)
     run.lose(1)
     run.come(3, 0)
@@ -294,13 +295,13 @@ def test_a_node_whose_answer_makes_no_sense_loses_its_place(in_memory, node, met
 @pytest.mark.parametrize(
     "given", [None, {}, {"source": 2, "step": 1}, {"source": 2, "step": 1, "listens": ["h", 0]}]
 )
-def test_a_copy_of_nobody_is_refused(in_memory, given):
+def test_copy_with_invalid_source_is_refused(in_memory, given):
     taker = in_memory.calls.of(2)[1]
-    with pytest.raises(ClusterError, match="which is no node"):
+    with pytest.raises(ClusterError, match="expected the source, step and address of a copy"):
         taker.begin(1, given)
 
 
-def test_without_a_learner_or_an_agreement_nothing_is_copied(run):
+def test_no_copy_without_learner_or_agreed_step(run):
     trained(run)
     run.copy()
     run.lose(1)

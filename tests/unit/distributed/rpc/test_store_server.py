@@ -45,20 +45,20 @@ class Place:
 
 
 def call(place: Place, method: object, **arguments) -> RpcMessage:
-    return store_server.answer(place, RpcMessage({"method": method, "with": arguments}))
+    return store_server.respond(place, RpcMessage({"method": method, "with": arguments}))
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_what_is_not_in_the_table_is_refused_and_the_store_does_not_see_it(name):
+def test_unknown_method_is_refused(name):
     place = Place()
     said = call(place, name, name="w", role="master", begin=0, end=1)
     assert said.body["error"] == ClusterError.__name__
-    assert "which it does not do" in said.body["text"]
+    assert "expected a method of a shard's store" in said.body["text"]
     assert not place.store.given
     assert not place.is_closed
 
 
-def test_an_answer_says_at_which_step_the_store_stands_after_it():
+def test_response_has_step_of_store():
     place = Place()
     assert call(place, "finish_restore", step=9).body["step"] == 9
     said = call(place, "read", name="w", role="master", begin=2, end=5)
@@ -67,13 +67,13 @@ def test_an_answer_says_at_which_step_the_store_stands_after_it():
     assert place.store.given == [9, ("w", "master", 2, 5)]
 
 
-def test_a_shard_that_is_shut_has_no_step():
+def test_response_to_close_has_no_step():
     place = Place()
     assert dict(call(place, "close").body) == {}
     assert place.is_closed
 
 
-def test_an_error_is_an_answer_by_its_name_and_text():
+def test_error_response_has_name_and_text():
     said = call(Place(), "read", name="lost", role="master", begin=0, end=1)
     assert dict(said.body) == {
         "error": "StorageError",
@@ -82,14 +82,14 @@ def test_an_error_is_an_answer_by_its_name_and_text():
 
 
 @pytest.mark.parametrize("arguments", [{}, {"name": "w", "role": "m", "begin": "x", "end": 2}])
-def test_arguments_that_make_no_sense_are_an_error_and_not_the_end(arguments):
+def test_invalid_arguments_give_error_response(arguments):
     place = Place()
     assert call(place, "read", **arguments).body["error"] == "ClusterError"
     assert not place.store.given
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_tensors_go_as_their_bytes(dtype):
+def test_tensors_are_sent_as_bytes(dtype):
     values = torch.arange(12).to(dtype).view(3, 4)
     flat = store_server.bytes_of(values)
     assert flat.ndim == 1

@@ -37,9 +37,7 @@ HOLDS = {
 
 @pytest.mark.parametrize("fewer", [0, 1], ids=["counts all", "borrows"])
 @pytest.mark.parametrize("how", HOLDS)
-def test_what_is_held_in_any_way_is_not_handed_out_and_is_once_it_is_let_go(
-    how, fewer, monkeypatch
-):
+def test_buffer_is_reused_only_after_last_view_ends(how, fewer, monkeypatch):
     """However an interpreter counts references: CPython 3.14 borrows where others count one."""
     count = sys.getrefcount
     # What holds it is counted once more by the function that stands before the real one.
@@ -62,7 +60,7 @@ def test_what_is_held_in_any_way_is_not_handed_out_and_is_once_it_is_let_go(
     assert begin in found
 
 
-def test_memory_is_used_again_and_no_more_of_it_than_is_kept():
+def test_pool_reuses_memory_up_to_its_limit():
     buffers = BufferPool()
     held = [buffers.take(SIZE) for _ in range(12)]
     for number, part in enumerate(held):
@@ -74,12 +72,12 @@ def test_memory_is_used_again_and_no_more_of_it_than_is_kept():
     del held[3], held[:2]
     assert {buffers.take(SIZE).ctypes.data for _ in range(20)} <= {kept[n] for n in (0, 1, 3)}
     del held
-    places = {part.ctypes.data for part in [buffers.take(SIZE) for _ in range(8)]}
-    assert places == set(kept)
-    assert not places & set(rest)
+    addresses = {part.ctypes.data for part in [buffers.take(SIZE) for _ in range(8)]}
+    assert addresses == set(kept)
+    assert not addresses & set(rest)
 
 
-def test_a_payload_that_is_larger_than_what_is_free_gets_memory_of_its_own():
+def test_payload_larger_than_free_buffers_gets_new_memory():
     buffers = BufferPool()
     small = buffers.take(SIZE)
     begin = small.ctypes.data
@@ -90,7 +88,7 @@ def test_a_payload_that_is_larger_than_what_is_free_gets_memory_of_its_own():
     assert large.nbytes == 9 << 20
 
 
-def test_parts_may_be_let_go_in_other_threads_while_others_are_taken():
+def test_views_end_in_other_threads_while_buffers_are_taken():
     """Everyone finds in his what he has written, however the threads meet."""
     buffers, wrong = BufferPool(), []
     handed: list[tuple[int, np.ndarray]] = []
@@ -116,7 +114,7 @@ def test_parts_may_be_let_go_in_other_threads_while_others_are_taken():
     assert not wrong
 
 
-def test_what_is_handed_out_outlives_the_link():
+def test_buffer_outlives_its_connection():
     buffers = BufferPool()
     part = buffers.take(SIZE)
     part[:] = 5

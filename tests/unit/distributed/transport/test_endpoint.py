@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 import pytest
-from endpoint_places import greet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recording_endpoints import greet
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import (
@@ -36,27 +36,27 @@ from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
 
-def test_messages_pass_with_their_payload_and_in_order(places):
+def test_messages_arrive_in_order_with_payload(endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
-    link = greet(one, 1, two)
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    connection = greet(one, 1, two)
     payload = np.arange(3_000_000, dtype=np.float32)
     for op in range(5):
         message = message_with(
             payload + op, kind=MessageType.WEIGHTS, epoch=7, sender=1, op=op, to=2
         )
-        link.send(message)
+        connection.send(message)
     wait_until(lambda: len(two.node.messages) == 5)
     for op, message in enumerate(two.node.messages):
         assert (message.op, message.epoch) == (op, 7)
         np.testing.assert_array_equal(message.payload.view(np.float32), payload + op)
 
 
-def test_links_of_nodes_that_take_part_no_more_end(places):
+def test_connections_to_removed_nodes_close(endpoints):
     """Their hosts may be gone without a word; who knows of the next epoch before us stays."""
     token = new_token()
-    here = places(token, 1)
-    others = {number: places(token, number) for number in (0, 2, 3, 4)}
+    here = endpoints(token, 1)
+    others = {number: endpoints(token, number) for number in (0, 2, 3, 4)}
     epochs = {0: 0, 2: 6, 3: 6, 4: 8}
     links = {}
     for number, other in others.items():
@@ -67,68 +67,68 @@ def test_links_of_nodes_that_take_part_no_more_end(places):
         links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
     wait_until(lambda: len(here.node.messages) == 4)
     met = {3: others[3].endpoint.address}
-    here.endpoint.call(lambda: here.endpoint.meet(met, 7))
+    here.endpoint.call(lambda: here.endpoint.set_addresses(met, 7))
     wait_until(lambda: not links[2].is_open)
     for number in (0, 3, 4):
         links[number].send(Message(MessageType.HEARTBEAT, 0, number, to=1))
     wait_until(lambda: len(here.node.messages) == 7)
-    assert [link.is_open for link in links.values()] == [True, False, True, True]
+    assert [connection.is_open for connection in links.values()] == [True, False, True, True]
     wait_until(lambda: here.ended)
     assert len(here.ended) == 1
-    here.endpoint.call(lambda: here.endpoint.meet({}, 9))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({}, 9))
     wait_until(lambda: not links[3].is_open and not links[4].is_open)
     assert links[0].is_open
 
 
-def test_the_link_to_one_that_is_to_take_part_stays_whoever_comes_and_goes(places):
+def test_connection_to_learner_survives_new_epochs(endpoints):
     """A learner is given a copy of a shard before it is in any view."""
     token = new_token()
-    here, learner = places(token, 1), places(token, 2)
-    link = learner.endpoint.connect(here.endpoint.address)
-    link.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
-    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+    here, learner = endpoints(token, 1), endpoints(token, 2)
+    connection = learner.endpoint.connect(here.endpoint.address)
+    connection.send(Message(MessageType.HELLO, 0, 2, body={"node": 2}))
+    connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
     wait_until(lambda: here.node.messages)
     address = learner.endpoint.address
-    here.endpoint.call(lambda: here.endpoint.reach(2, address))
-    here.endpoint.call(lambda: here.endpoint.meet({}, 5))
-    link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+    here.endpoint.call(lambda: here.endpoint.add_address(2, address))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({}, 5))
+    connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
     wait_until(lambda: len(here.node.messages) == 2)
-    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 6))
-    here.endpoint.call(lambda: here.endpoint.meet({}, 7))
-    wait_until(lambda: not link.is_open)
+    here.endpoint.call(lambda: here.endpoint.set_addresses({2: address}, 6))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({}, 7))
+    wait_until(lambda: not connection.is_open)
 
 
-def test_the_first_message_to_a_node_says_of_which_epoch_it_is(places):
+def test_connection_stays_open_after_message_of_new_epoch(endpoints):
     token = new_token()
-    here, other = places(token, 1), places(token, 2)
+    here, other = endpoints(token, 1), endpoints(token, 2)
     address = other.endpoint.address
-    here.endpoint.call(lambda: here.endpoint.meet({2: address}, 5))
-    runtime = here.endpoint.runtime(1)
-    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
+    here.endpoint.call(lambda: here.endpoint.set_addresses({2: address}, 5))
+    context = here.endpoint.context(1)
+    here.endpoint.call(lambda: context.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: other.node.messages)
-    other.endpoint.call(lambda: other.endpoint.meet({}, 5))
-    here.endpoint.call(lambda: runtime.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
+    other.endpoint.call(lambda: other.endpoint.set_addresses({}, 5))
+    here.endpoint.call(lambda: context.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: len(other.node.messages) == 2)
     assert not other.ended
 
 
-def test_a_link_on_which_nothing_is_sent_is_asked_whether_its_other_end_is_there(places):
+def test_idle_connection_uses_keepalive(endpoints):
     """Else the memory and the threads of links from a host that is gone would stay."""
     token = new_token()
-    link = greet(places(token, 1), 1, places(token, 2))
-    assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    connection = greet(endpoints(token, 1), 1, endpoints(token, 2))
+    assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     if hasattr(socket, "TCP_KEEPIDLE"):
         idle, between, count = (
-            link._socket.getsockopt(socket.IPPROTO_TCP, option)
+            connection._socket.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         assert idle + between * count <= 30
 
 
-def test_a_node_that_is_taken_out_does_no_more(places):
+def test_removed_node_runs_no_more_jobs(endpoints):
     """The job that it is at ends before another node is put in; those behind it are dropped."""
-    here = places(new_token(), 1)
-    runtime = here.endpoint.runtime(1)
+    here = endpoints(new_token(), 1)
+    context = here.endpoint.context(1)
     began, may_end, done = threading.Event(), threading.Event(), []
 
     def long() -> None:
@@ -136,34 +136,34 @@ def test_a_node_that_is_taken_out_does_no_more(places):
         may_end.wait(SECONDS)
         done.append("long")
 
-    runtime.work(long, lambda _: None, lambda _: None)
-    runtime.work(lambda: done.append("next"), lambda _: None, lambda _: None)
+    context.work(long, lambda _: None, lambda _: None)
+    context.work(lambda: done.append("next"), lambda _: None, lambda _: None)
     assert began.wait(SECONDS)
     threading.Timer(0.1, may_end.set).start()
     here.endpoint.remove(1)
     assert done == ["long"]
 
 
-def test_a_frame_that_cannot_be_made_ends_the_link(places):
+def test_oversized_frame_ends_connection(endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
-    link = greet(one, 1, two)
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
     wait_until(lambda: one.ended and two.ended)
-    assert not link.is_open
+    assert not connection.is_open
 
 
 @pytest.mark.parametrize("size", [100, 5000])
-def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
+def test_corrupt_frame_ends_connection_and_is_named(size, endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
-    link = greet(one, 1, two)
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
     message = message_with(np.zeros(size), kind=MessageType.WEIGHTS, epoch=1, sender=1, to=2)
     payload = bytearray(8 * size)
     payload[17] ^= 4
-    link._stream.send([*pack(message), payload])
+    connection._stream.send([*pack(message), payload])
     wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     assert "has checksum" in str(two.ended[0])
@@ -172,7 +172,7 @@ def test_a_damaged_frame_ends_the_link_and_is_named(size, places):
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + 200))
-def test_frames_of_any_bytes_are_refused_by_our_error(frame):
+def test_random_frames_raise_corruption_error(frame):
     with pytest.raises(CorruptionError):
         taken(frame)
 
@@ -188,7 +188,7 @@ def taken(frame: bytes) -> Message:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(min_value=0), st.integers(0, 7))
-def test_every_flipped_bit_of_a_frame_is_noticed(place, bit):
+def test_every_flipped_bit_of_frame_is_detected(place, bit):
     message = message_with(
         np.arange(10),
         kind=MessageType.GRADIENT,
@@ -214,7 +214,7 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(JSON, max_size=4), st.binary(max_size=64))
-def test_descriptions_of_arrays_are_refused_by_our_error(described, data):
+def test_random_array_descriptions_raise_corruption_error(described, data):
     try:
         arrays = unpack_arrays(described, np.frombuffer(data, np.uint8))
     except CorruptionError:
@@ -244,11 +244,11 @@ def came_back(array: np.ndarray) -> int:
         ((-(1 << 63), 0), 8),
     ],
 )
-def test_whole_numbers_travel_in_as_few_bytes_as_hold_them_all(ends, each):
+def test_integers_use_smallest_type_that_holds_them(ends, each):
     assert came_back(np.array([ends, ends, ends])) == 6 * each
 
 
-def test_other_arrays_travel_as_they_are():
+def test_other_arrays_keep_their_type():
     for kind in ("bool", "uint8", "float16", "float32", "float64"):
         array = np.arange(6).astype(kind).reshape(3, 2)[:, ::-1]
         assert came_back(array) == array.nbytes
@@ -257,8 +257,8 @@ def test_other_arrays_travel_as_they_are():
 
 
 @pytest.mark.parametrize("types", [("float32", "uint8"), ("bool", "uint8"), ("int64", "object")])
-def test_arrays_that_would_change_on_the_way_are_refused(types):
-    with pytest.raises(CorruptionError, match="an array is described as"):
+def test_lossy_array_types_are_refused(types):
+    with pytest.raises(CorruptionError, match="expected name, types and shape of an array"):
         unpack_arrays([["a", *types, [1]]], np.zeros(1, np.uint8))
 
 
@@ -269,21 +269,21 @@ class Bomb:
         return (os._exit, (66,))
 
 
-def test_a_pickle_that_comes_is_bytes_and_nothing_else(places):
+def test_received_pickle_is_only_bytes(endpoints):
     token = new_token()
-    one, two = places(token, 1), places(token, 2)
+    one, two = endpoints(token, 1), endpoints(token, 2)
     bomb = np.frombuffer(pickle.dumps(Bomb()), np.uint8)
-    link = greet(one, 1, two)
-    link.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
+    connection = greet(one, 1, two)
+    connection.send(message_with(bomb, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
     wait_until(lambda: two.node.messages)
     assert two.node.messages[0].payload.tobytes() == bomb.tobytes()
 
 
-def test_a_port_that_was_asked_for_is_listened_on_or_said_to_be_taken():
+def test_requested_port_is_used_or_refused():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         taken = probe.getsockname()[1]
         with pytest.raises(
-            ClusterError, match=rf"a port that is free and may be used, got {taken}"
+            ClusterError, match=rf"a free port that this user may use, got port {taken}"
         ):
             listening(taken)
     port = free_port()
@@ -306,24 +306,24 @@ def listening(port: int) -> Endpoint:
     return Endpoint(
         "token",
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: None,
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: None,
         on_failure=lambda error: None,
         port=port,
     )
 
 
-def test_what_has_come_counts_before_the_time_does():
+def test_arrived_messages_count_before_timeouts():
     """A process that was held up takes what waited for it before it calls anybody silent."""
     seen: list[str] = []
     endpoint = Endpoint(
         "token",
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: None,
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: None,
         on_failure=lambda error: seen.append(str(error)),
         every=lambda now: seen.append("time"),
-        beat=0.05,
+        heartbeat_seconds=0.05,
     )
     is_held_up, may_go_on = threading.Event(), threading.Event()
 
@@ -346,36 +346,36 @@ def test_what_has_come_counts_before_the_time_does():
     assert seen[:51] == [*map(str, range(50)), "time"]
 
 
-def test_a_link_is_heard_by_any_byte_of_a_long_message():
+def test_every_byte_of_long_message_counts_as_heard():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     took: list[Message] = []
-    link = Connection(
+    connection = Connection(
         PlainStream(ours),
-        lambda link, message: took.append(message),
-        lambda link, error: None,
+        lambda connection, message: took.append(message),
+        lambda connection, error: None,
     )
     try:
         message = message_with(
             np.zeros(1 << 20, np.uint8), kind=MessageType.WEIGHTS, epoch=0, sender=1
         )
         head = b"".join(pack(message))
-        wait_until(lambda: not link.is_heard(0.1))
+        wait_until(lambda: not connection.is_heard(0.1))
         theirs.sendall(head)
         for part in range(4):  # a message that takes longer than anybody may be silent
-            wait_until(lambda: not link.is_heard(0.05))
+            wait_until(lambda: not connection.is_heard(0.05))
             sent_at = time.monotonic()
             theirs.sendall(message.payload[part << 18 : (part + 1) << 18].data)
-            wait_until(lambda since=sent_at: link.is_heard(time.monotonic() - since))
+            wait_until(lambda since=sent_at: connection.is_heard(time.monotonic() - since))
         wait_until(lambda: took)
     finally:
-        link.close()
+        connection.close()
         theirs.close()
-    assert not link.is_heard(0.0)
+    assert not connection.is_heard(0.0)
 
 
-def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
+def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
     """`select.select` refuses such descriptors, and a process with many connections has them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -386,18 +386,18 @@ def test_unread_bytes_count_as_heard_where_the_descriptor_is_above_1024():
         ours = socket.socket(fileno=fcntl.fcntl(accepted.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
     is_held, may_go_on = threading.Event(), threading.Event()
 
-    def hold(link, message):
+    def hold(connection, message):
         is_held.set()
         may_go_on.wait(SECONDS)
 
-    link = Connection(PlainStream(ours), hold, lambda link, error: None)
+    connection = Connection(PlainStream(ours), hold, lambda connection, error: None)
     try:
         frames = b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1))) * 2
         theirs.sendall(frames)
         assert is_held.wait(SECONDS)
-        wait_until(lambda: link.is_heard(0.0))
+        wait_until(lambda: connection.is_heard(0.0))
     finally:
         may_go_on.set()
-        link.close()
+        connection.close()
         theirs.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

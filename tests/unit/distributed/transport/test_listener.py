@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from endpoint_places import greet, raw
+from recording_endpoints import greet, raw
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Message, MessageType
@@ -22,10 +22,10 @@ from penstock.errors import ClusterError
 QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 
 
-def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places, caplog):
+def test_peer_without_token_is_refused_before_parsing(endpoints, caplog):
     caplog.set_level(logging.WARNING, "penstock.distributed")
-    here, other = places(new_token(), 1), places(new_token(), 2)
-    with pytest.raises(ClusterError, match="refused this node's token"):
+    here, other = endpoints(new_token(), 1), endpoints(new_token(), 2)
+    with pytest.raises(ClusterError, match="the listener refused the token"):
         other.endpoint.connect(here.endpoint.address)
     # A stranger who says something else, and one who pretends to speak the protocol.
     for first_words in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(64), os.urandom(4096)):
@@ -34,12 +34,12 @@ def test_who_has_another_token_or_none_is_refused_before_anything_is_read(places
             wait_until(lambda connection=connection: closed(connection))
     wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 4)
     assert not here.node.messages
-    assert not here.strangers
+    assert not here.from_new_peers
     lines = [record.message for record in caplog.records]
     assert len(lines) == 4
     assert all("refused a connection from 127.0.0.1" in line for line in lines)
     # Nothing is disturbed: who has the token still gets in.
-    friend = places(here.endpoint._credentials.token, 3)
+    friend = endpoints(here.endpoint._credentials.token, 3)
     greet(friend, 3, here).send(Message(MessageType.HEARTBEAT, 0, 3, to=1))
     wait_until(lambda: here.node.messages)
 
@@ -57,10 +57,10 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
+def test_slow_authentication_is_dropped_after_timeout(endpoints, monkeypatch):
     """A byte now and then buys no more time, however many come."""
     monkeypatch.setattr(handshake, "SECONDS", 0.3)
-    here = places(new_token(), 1)
+    here = endpoints(new_token(), 1)
     sent = 0
     with raw(here) as connection:
         while not here.endpoint.refused:
@@ -71,34 +71,34 @@ def test_who_is_slow_to_prove_himself_is_not_waited_for(places, monkeypatch):
             time.sleep(0.05)
 
 
-def test_strangers_who_stay_and_say_nothing_keep_nobody_out(places):
+def test_silent_connections_block_no_node(endpoints):
     """As many as may come: it is those who have been there longest that go."""
     token = new_token()
-    here = places(token, 1)
-    strangers = [raw(here) for _ in range(300)]
+    here = endpoints(token, 1)
+    unauthenticated = [raw(here) for _ in range(300)]
     try:
         for _ in range(5):
             with raw(here) as friend:
                 handshake.connect(friend, Credentials(token))  # the first time
-        assert closed(strangers[0])
-        strangers[-1].settimeout(SECONDS)
-        assert len(strangers[-1].recv(4096)) == QUESTION_BYTES
-        strangers[-1].setblocking(False)
+        assert closed(unauthenticated[0])
+        unauthenticated[-1].settimeout(SECONDS)
+        assert len(unauthenticated[-1].recv(4096)) == QUESTION_BYTES
+        unauthenticated[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
-            strangers[-1].recv(1)
+            unauthenticated[-1].recv(1)
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for connection in unauthenticated:
+            connection.close()
 
 
-def test_strangers_from_elsewhere_take_each_others_places(places):
+def test_flood_from_another_address_drops_only_its_own_connections(endpoints):
     """One who takes long to answer stays, as long as it is not from where most come."""
     token = new_token()
-    here = places(token, 1)
+    here = endpoints(token, 1)
     with raw(here) as friend:
         friend.settimeout(SECONDS)
         theirs, hello = friend.recv(QUESTION_BYTES)[16:], bytes(handshake.HELLO_BYTES)
-        strangers = [
+        unauthenticated = [
             socket.create_connection(here.endpoint.address, source_address=("127.0.0.2", 0))
             for _ in range(400)
         ]
@@ -106,41 +106,41 @@ def test_strangers_from_elsewhere_take_each_others_places(places):
         assert "127.0.0.1" not in here.endpoint.refused
         friend.sendall(hello + handshake._proof(token, b"connects", theirs, hello))
         assert friend.recv(32) == handshake._proof(token, b"accepts", theirs, hello)
-        for stranger in strangers:
-            stranger.close()
+        for connection in unauthenticated:
+            connection.close()
 
 
-def test_friends_get_in_while_strangers_come_without_end(places):
+def test_nodes_connect_during_connection_flood(endpoints):
     token = new_token()
-    here, friend = places(token, 1), places(token, 2)
-    is_over, strangers = threading.Event(), []
+    here, friend = endpoints(token, 1), endpoints(token, 2)
+    is_over, unauthenticated = threading.Event(), []
 
     def flood() -> None:
         while not is_over.wait(0.002):
             with contextlib.suppress(OSError):
-                strangers.append(raw(here))
-            if len(strangers) > 400:  # in this process they are open twice
-                strangers.pop(0).close()
+                unauthenticated.append(raw(here))
+            if len(unauthenticated) > 400:  # in this process they are open twice
+                unauthenticated.pop(0).close()
 
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        wait_until(lambda: len(strangers) > 300)
+        wait_until(lambda: len(unauthenticated) > 300)
         for _ in range(10):
-            link = greet(friend, 2, here)
-            link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
-            assert link.is_open
+            connection = greet(friend, 2, here)
+            connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+            assert connection.is_open
     finally:
         is_over.set()
         thread.join()
-        for stranger in strangers:
-            stranger.close()
+        for connection in unauthenticated:
+            connection.close()
     wait_until(lambda: len(here.node.messages) == 10)
 
 
-def test_many_who_are_refused_fill_no_log(places, caplog):
+def test_refused_connections_are_logged_at_limited_rate(endpoints, caplog):
     caplog.set_level(logging.WARNING, "penstock.distributed")
-    here = places(new_token(), 1)
+    here = endpoints(new_token(), 1)
     for _ in range(50):
         raw(here).close()
     wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 50)
@@ -178,25 +178,25 @@ def turning_away(times: int, token: str):
         listener.close()
 
 
-def test_who_is_turned_away_comes_again(places):
+def test_rejected_connection_is_retried(endpoints):
     token = new_token()
-    here = places(token, 1)
+    here = endpoints(token, 1)
     with turning_away(4, token) as address:
         here.endpoint.connect(address)
 
 
-def test_who_is_always_turned_away_is_told_so_and_not_that_its_token_is_wrong(places, monkeypatch):
+def test_permanent_rejection_is_not_reported_as_wrong_token(endpoints, monkeypatch):
     monkeypatch.setattr("penstock.distributed.transport.endpoint._TRY_SECONDS", 0.1)
     token = new_token()
-    here = places(token, 1)
+    here = endpoints(token, 1)
     with (
         turning_away(1000, token) as address,
-        pytest.raises(ClusterError, match="closed the connection before it answered: the run may"),
+        pytest.raises(ClusterError, match="closed the connection before it replied: the run may"),
     ):
         here.endpoint.connect(address)
 
 
-def test_the_one_who_connects_wants_proof_too(places):
+def test_listener_must_prove_token(endpoints):
     """Who only repeats what it is told does not pass for a node of the run."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -209,17 +209,17 @@ def test_the_one_who_connects_wants_proof_too(places):
 
     thread = threading.Thread(target=mirror)
     thread.start()
-    here = places(new_token(), 1)
+    here = endpoints(new_token(), 1)
     with pytest.raises(ClusterError, match="does not have this run's token"):
         here.endpoint.connect(listener.getsockname())
     thread.join()
     listener.close()
 
 
-def test_an_old_proof_is_worth_nothing(places):
+def test_replayed_proof_is_refused(endpoints):
     """What was recorded of one handshake does not open another."""
     token = new_token()
-    here = places(token, 1)
+    here = endpoints(token, 1)
     recorded = bytearray()
 
     class Recorder:

@@ -28,7 +28,7 @@ from waiting import SECONDS, wait_until
 from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack
 from penstock.distributed.transport import shared_memory
 from penstock.distributed.transport.connection import Connection
-from penstock.distributed.transport.shared_memory import RING_BYTES, SLOTS, ShmReceiver, ShmSender
+from penstock.distributed.transport.shared_memory import SHM_BYTES, SLOTS, ShmReceiver, ShmSender
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import CorruptionError, PenstockError, ProtocolError
 from penstock.telemetry import process_memory
@@ -45,15 +45,15 @@ class End:
     def __init__(self, connection: socket.socket, shares: bool = True, take=None) -> None:
         self.came: queue.Queue[Message] = queue.Queue()
         self.ended: queue.Queue[Exception] = queue.Queue()
-        self.link = Connection(
+        self.connection = Connection(
             PlainStream(connection),
-            take or (lambda link, message: self.came.put(message)),
-            lambda link, error: self.ended.put(error),
+            take or (lambda connection, message: self.came.put(message)),
+            lambda connection, error: self.ended.put(error),
             lambda: shares,
         )
 
     def send(self, number: int, payload: np.ndarray) -> None:
-        self.link.send(
+        self.connection.send(
             message_with(payload, kind=MessageType.WEIGHTS, epoch=1, sender=1, op=number)
         )
 
@@ -62,7 +62,7 @@ class End:
 
     def share(self, other: End) -> None:
         """Send until payloads go through the ring."""
-        while not self.link.shared_bytes:
+        while not self.connection.shared_bytes:
             self.send(0, filled(0))
             other.next()
 
@@ -88,7 +88,7 @@ def ends():
 
     yield make
     for end in made:
-        end.link.close()
+        end.connection.close()
 
 
 def rings_of_this_process() -> list[str]:
@@ -110,7 +110,7 @@ def is_steady(count: Callable[[], int], seconds: float = 0.3) -> Callable[[], bo
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_payloads_of_all_sizes_come_whole_and_in_order_both_ways(ends, seed):
+def test_payloads_of_all_sizes_arrive_in_order_both_ways(ends, seed):
     one, two = ends()
     chance = random.Random(seed)
     sizes = [chance.choice([0, 1, 999, 1 << 16, CHUNK, 4 << 20, 5 << 20]) for _ in range(40)]
@@ -125,17 +125,17 @@ def test_payloads_of_all_sizes_come_whole_and_in_order_both_ways(ends, seed):
             np.testing.assert_array_equal(payload, filled(number + shift, size))
             del message, payload
     for end in (one, two):
-        assert 0 < end.link.shared_bytes < end.link.sent_bytes == sum(sizes)
+        assert 0 < end.connection.shared_bytes < end.connection.sent_bytes == sum(sizes)
 
 
-def test_what_somebody_holds_is_never_overwritten_and_holds_nobody_up(ends):
+def test_held_payload_is_never_overwritten_and_blocks_nothing(ends):
     one, two = ends()
     one.share(two)
-    before = one.link.shared_bytes
+    before = one.connection.shared_bytes
     for number in range(3 * SLOTS):
         one.send(number, filled(number))
     held = [two.next().payload for _ in range(3 * SLOTS)]  # all come, though no slot comes back
-    assert one.link.shared_bytes > before
+    assert one.connection.shared_bytes > before
     forms = [
         torch.frombuffer(held[0], dtype=torch.float32),
         held[1].view(np.float32)[3:9],
@@ -155,7 +155,7 @@ def test_what_somebody_holds_is_never_overwritten_and_holds_nobody_up(ends):
     assert (held[3] == 4).all()
 
 
-def test_two_ends_that_send_much_and_take_slowly_do_not_wait_for_each_other(ends):
+def test_two_slow_receivers_do_not_deadlock(ends):
     one, two = ends()
     for number in range(60):
         one.send(number, filled(number))
@@ -167,7 +167,7 @@ def test_two_ends_that_send_much_and_take_slowly_do_not_wait_for_each_other(ends
             del held[name][:-5]
 
 
-def test_who_takes_slowly_holds_the_sender_up_and_no_memory_grows():
+def test_slow_receiver_blocks_sender_without_memory_growth():
     in_a_process_of_its_own(take_slowly)
 
 
@@ -175,7 +175,7 @@ def take_slowly() -> None:
     began, may_go = threading.Event(), threading.Event()
     came: list[int] = []
 
-    def take(link: Connection, message: Message) -> None:
+    def take(connection: Connection, message: Message) -> None:
         came.append(message.op)
         if len(came) > 20:
             began.set()
@@ -192,29 +192,29 @@ def take_slowly() -> None:
         for number in range(20, 120):  # 400 MiB, of which the sender has one copy
             one.send(number, payload)
         assert began.wait(SECONDS)
-        wait_until(is_steady(lambda: one.link.sent_bytes))
-        assert one.link.sent_bytes < 40 * payload.nbytes
-        assert process_memory.resident_bytes() - resident < RING_BYTES + (8 << 20)
+        wait_until(is_steady(lambda: one.connection.sent_bytes))
+        assert one.connection.sent_bytes < 40 * payload.nbytes
+        assert process_memory.resident_bytes() - resident < SHM_BYTES + (8 << 20)
         may_go.set()
         wait_until(lambda: len(came) == 120)
         assert came == list(range(120))
     finally:
         may_go.set()
-        one.link.close()
-        two.link.close()
+        one.connection.close()
+        two.connection.close()
 
 
 @pytest.mark.parametrize("changes", [{"one_shares": False}, {"shares": False}])
-def test_either_end_may_want_sockets_alone(ends, changes):
+def test_either_end_may_disable_shared_memory(ends, changes):
     one, two = ends(**changes)
     for number in range(30):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
-    assert one.link.shared_bytes == 0
+    assert one.connection.shared_bytes == 0
     wait_until(lambda: not rings_of_this_process())
 
 
-def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkeypatch):
+def test_socket_is_used_when_peer_cannot_map_shared_memory(ends, monkeypatch):
     """As one on another host that has the same address, or in another container."""
     offer = ShmSender.offer
     monkeypatch.setattr(
@@ -224,12 +224,12 @@ def test_an_end_that_does_not_see_the_ring_gets_all_over_the_socket(ends, monkey
     for number in range(30):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
-    assert one.link.shared_bytes == 0
+    assert one.connection.shared_bytes == 0
     wait_until(lambda: not rings_of_this_process())
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])
-def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monkeypatch, call):
+def test_socket_is_used_when_shared_memory_cannot_be_allocated(ends, monkeypatch, call):
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -241,14 +241,14 @@ def test_where_there_is_no_memory_for_a_ring_all_goes_over_the_socket(ends, monk
     for number in range(10):
         one.send(number, filled(number))
         assert (two.next().payload == number).all()
-    assert one.link.shared_bytes == 0
+    assert one.connection.shared_bytes == 0
 
 
 # Damage, and peers that have the token but are broken
 
 
 @pytest.mark.parametrize("at", [0, 12345, CHUNK - 1])
-def test_a_damaged_slot_ends_the_link_and_is_named(ends, monkeypatch, at):
+def test_corrupt_slot_ends_connection_and_is_named(ends, monkeypatch, at):
     one, two = ends()
     one.share(two)
     put = ShmSender.put
@@ -276,72 +276,70 @@ def frame(slot: int, size: int = CHUNK) -> bytes:
 @pytest.mark.parametrize(
     ("slot", "size"), [(SLOTS, CHUNK), (254, CHUNK), (0, (4 << 20) + 1), (1, 1 << 29), (2, 0)]
 )
-def test_slots_that_cannot_be_end_the_link(ends, slot, size):
+def test_invalid_slots_end_connection(ends, slot, size):
     one, two = ends()
     one.share(two)
     message = Message(MessageType.WEIGHTS, 1, 1, size=size)
-    one.link._socket.sendall(b"".join(pack(message, slot)))
+    one.connection._socket.sendall(b"".join(pack(message, slot)))
     error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
-    assert f"{size} bytes were announced in slot {slot}" in str(error)
+    assert f"got {size} bytes in slot {slot}" in str(error)
 
 
-def test_a_slot_that_is_held_cannot_be_used_again(ends):
+def test_held_slot_cannot_be_reused(ends):
     one, two = ends()
     one.share(two)
     one.send(1, filled(1))
     held = two.next().payload
-    taken = next(iter(two.link._peer_ring._held))
-    one.link._socket.sendall(frame(taken))
+    taken = next(iter(two.connection._shm_receiver._held))
+    one.connection._socket.sendall(frame(taken))
     error = two.ended.get(timeout=SECONDS)
     assert isinstance(error, ProtocolError)
-    assert "held here" in str(error)
+    assert "in a free slot of" in str(error)
     assert (held == 1).all()
 
 
-def test_a_slot_of_no_ring_ends_the_link(ends):
+def test_slot_without_shared_memory_ends_connection(ends):
     one, two = ends(shares=False)
-    one.link._socket.sendall(frame(0))
+    one.connection._socket.sendall(frame(0))
     assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
 
 
 @pytest.mark.parametrize(
     "slots", [[SLOTS], [-1], [0, 0], ["0"], [True], {"0": 1}, None, [10**30]], ids=str
 )
-def test_slots_that_are_given_back_and_cannot_be_end_the_link(ends, slots):
+def test_invalid_returned_slots_end_connection(ends, slots):
     one, two = ends()
     one.share(two)
-    wait_until(lambda: len(one.link._ring._free) == SLOTS)
-    two.link.send(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
+    wait_until(lambda: len(one.connection._shm_sender._free) == SLOTS)
+    two.connection.send(Message(MessageType.BUFFER_CREDIT, 0, 0, body={"slots": slots}))
     assert isinstance(one.ended.get(timeout=SECONDS), PenstockError)
 
 
-def test_a_peer_that_keeps_all_slots_is_waited_for_no_longer_than_one_that_does_not_read(
-    ends, monkeypatch
-):
-    monkeypatch.setattr("penstock.distributed.transport.connection._CUT_SECONDS", 0.5)
+def test_peer_that_returns_no_slots_is_dropped_after_timeout(ends, monkeypatch):
+    monkeypatch.setattr("penstock.distributed.transport.connection._TIMEOUT_SECONDS", 0.5)
     one, two = ends()
     one.share(two)
-    wait_until(lambda: len(one.link._ring._free) == SLOTS)
-    monkeypatch.setattr(one.link._ring, "_free", [])
+    wait_until(lambda: len(one.connection._shm_sender._free) == SLOTS)
+    monkeypatch.setattr(one.connection._shm_sender, "_free", [])
     for number in range(3):
         one.send(number, filled(number))
 
     def has_ended() -> bool:
-        one.link.send(Message(MessageType.HEARTBEAT, 0, 1))  # other things to do are no answer
+        one.connection.send(Message(MessageType.HEARTBEAT, 0, 1))  # a message returns no slot
         return not one.ended.empty()
 
     wait_until(has_ended)
     error = one.ended.get()
     assert isinstance(error, ProtocolError)
-    assert "has given no slot back" in str(error)
+    assert "has returned no slot" in str(error)
 
 
-def test_a_ring_that_is_offered_twice_ends_the_link(ends):
+def test_second_shared_memory_offer_ends_connection(ends):
     one, two = ends()
     one.share(two)
     second = ShmSender.make()
-    one.link.send(Message(MessageType.SHM_OFFER, 0, 0, body=second.offer()))
+    one.connection.send(Message(MessageType.SHM_OFFER, 0, 0, body=second.offer()))
     assert isinstance(two.ended.get(timeout=SECONDS), ProtocolError)
     second.close()
 
@@ -351,7 +349,7 @@ VALUES = st.none() | st.booleans() | st.integers(-5, 2**40) | st.text(max_size=4
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(["process", "file", "name", "slots", "bytes"]), VALUES))
-def test_offers_of_any_words_open_nothing(words):
+def test_random_offers_open_nothing(words):
     good = {"process": os.getpid(), "file": 1, "name": "x", "slots": 2, "bytes": 4096}
     try:
         assert ShmReceiver.open(good | words, lambda slot: None) is None
@@ -360,7 +358,7 @@ def test_offers_of_any_words_open_nothing(words):
 
 
 @pytest.mark.parametrize("what", ["not sealed", "shorter", "longer"])
-def test_memory_that_could_be_cut_is_not_read(what):
+def test_unsealed_or_resized_memory_is_refused(what):
     """Who reads behind the end of a file that was cut is ended by the system."""
     name = "penstock-test"
     file = os.memfd_create(name, os.MFD_ALLOW_SEALING)
@@ -368,7 +366,7 @@ def test_memory_that_could_be_cut_is_not_read(what):
     if what != "not sealed":
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     offer = {"process": os.getpid(), "file": file, "name": name, "slots": 2, "bytes": 4096}
-    with pytest.raises(ProtocolError, match="which no node would do"):
+    with pytest.raises(ProtocolError, match="expected a valid offer of shared memory"):
         ShmReceiver.open(offer, lambda slot: None)
     os.close(file)
 
@@ -388,7 +386,7 @@ def be_peer(connection: socket.socket) -> NoReturn:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
+def test_killed_peer_ends_connection_and_leaves_no_memory(seed):
     chance = random.Random(seed)
     connection, other = connections()
     if (peer := fork()) == 0:
@@ -398,7 +396,7 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
     end = End(connection)
     held = []
     try:
-        while not end.link.shared_bytes:
+        while not end.connection.shared_bytes:
             message = end.next()
             assert (message.payload == message.op % 251).all()
             end.send(message.op, filled(message.op))
@@ -418,7 +416,7 @@ def test_a_peer_that_is_killed_ends_the_link_and_leaves_nothing(seed):
     finally:
         os.kill(peer, signal.SIGKILL)
         os.waitpid(peer, 0)
-        end.link.close()
+        end.connection.close()
     del held, end, message
     wait_until(lambda: not rings_of_this_process())
     assert not names & {f"memfd:{name}" for name in os.listdir("/dev/shm")}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from endpoint_places import Place, greet, raw
+from recording_endpoints import RecordingEndpoint, greet, raw
 from tls_peers import (
     QUESTION_BYTES,
     contexts_with,
@@ -33,7 +33,9 @@ from penstock.errors import ClusterError
 # What the standard library's own client and server say of a run's connections
 
 
-def answer_challenge(place: Place, token: str, *, wants_tls: bool = True) -> socket.socket:
+def answer_challenge(
+    place: RecordingEndpoint, token: str, *, wants_tls: bool = True
+) -> socket.socket:
     """Connect as one who has the token; return the connection when both have proved it."""
     connection = raw(place)
     theirs = receive(connection, QUESTION_BYTES)[16:]
@@ -48,7 +50,7 @@ def client_context(token: str) -> ssl.SSLContext:
     return tls_contexts(token).client
 
 
-def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
+def test_connection_between_hosts_uses_tls_1_3_with_ephemeral_keys(hosts):
     token = new_token()
     here = hosts(token, 1)
     with client_context(token).wrap_socket(answer_challenge(here, token)) as secure:
@@ -62,7 +64,7 @@ def test_a_connection_between_hosts_is_tls_1_3_with_a_fresh_key_exchange(hosts):
         assert not secure.session_reused
 
 
-def test_a_client_of_an_older_tls_is_refused(hosts, caplog):
+def test_client_with_older_tls_is_refused(hosts, caplog):
     token = new_token()
     here = hosts(token, 1)
     context = client_context(token)
@@ -72,7 +74,7 @@ def test_a_client_of_an_older_tls_is_refused(hosts, caplog):
     assert "no TLS 1.3 connection with it: unsupported protocol" in refused_with(here, caplog)
 
 
-def test_a_client_that_goes_on_in_plain_text_is_refused(hosts, caplog):
+def test_client_without_tls_is_refused(hosts, caplog):
     """It has the token and says that it wants no TLS: who sees it on another host insists."""
     token = new_token()
     here = hosts(token, 1)
@@ -83,7 +85,7 @@ def test_a_client_that_goes_on_in_plain_text_is_refused(hosts, caplog):
     assert "it has the token, but no TLS 1.3 connection with it: wrong version number" in said
 
 
-def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monkeypatch):
+def test_tls_is_used_when_either_side_sees_another_host(hosts, monkeypatch):
     """As with a port that is passed on: only one of the two sees a foreign address."""
     token = new_token()
     for sees in (0, 1):  # who accepts, who connects
@@ -95,21 +97,21 @@ def test_tls_is_used_when_either_side_sees_the_other_on_another_host(hosts, monk
             return accepts == bool(sees)
 
         monkeypatch.setattr(stream, "is_within_host", is_within)
-        link = greet(hosts(token, 2), 2, here)
-        assert isinstance(link._stream, TlsStream)
-        link.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
+        connection = greet(hosts(token, 2), 2, here)
+        assert isinstance(connection._stream, TlsStream)
+        connection.send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         wait_until(lambda here=here: here.node.messages)
 
 
 SAYS = {
-    "of another run": "its certificate is not one of this run",
-    "expired": "its certificate is not one of this run: certificate has expired",
-    "self-signed": "its certificate is not one of this run",
+    "of another run": "its certificate does not belong to this run",
+    "expired": "its certificate does not belong to this run: certificate has expired",
+    "self-signed": "its certificate does not belong to this run",
 }
 
 
 @pytest.mark.parametrize("kind", SAYS)
-def test_a_client_whose_certificate_is_not_one_of_the_run_is_refused(hosts, caplog, kind):
+def test_client_with_foreign_certificate_is_refused(hosts, caplog, kind):
     token = new_token()
     here = hosts(token, 1)
     bad = contexts_with(token, kind).client
@@ -119,7 +121,7 @@ def test_a_client_whose_certificate_is_not_one_of_the_run_is_refused(hosts, capl
         assert SAYS[kind] in refused_with(here, caplog)
 
 
-def test_a_client_without_a_certificate_is_refused(hosts, caplog):
+def test_client_without_certificate_is_refused(hosts, caplog):
     token = new_token()
     here = hosts(token, 1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -129,7 +131,7 @@ def test_a_client_without_a_certificate_is_refused(hosts, caplog):
 
 
 @pytest.mark.parametrize("kind", SAYS)
-def test_a_server_whose_certificate_is_not_one_of_the_run_is_refused(hosts, kind):
+def test_server_with_foreign_certificate_is_refused(hosts, kind):
     token = new_token()
     bad = contexts_with(token, kind).server
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -154,7 +156,7 @@ def test_a_server_whose_certificate_is_not_one_of_the_run_is_refused(hosts, kind
 # Who has the token and does not go on
 
 
-def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeypatch, caplog):
+def test_missing_tls_handshake_times_out_and_blocks_no_node(hosts, monkeypatch, caplog):
     monkeypatch.setattr(handshake, "SECONDS", 3.0)
     token = new_token()
     here, friend = hosts(token, 1), hosts(token, 2)
@@ -165,17 +167,17 @@ def test_who_begins_no_tls_is_not_waited_for_and_keeps_nobody_out(hosts, monkeyp
         greet(friend, 2, here).send(Message(MessageType.HEARTBEAT, 0, 2, to=1))
         wait_until(lambda: here.node.messages)
         wait_until(lambda: here.endpoint.refused["127.0.0.1"] == 20)
-        assert "it did not begin TLS: it took too long" in caplog.records[-1].message
+        assert "it did not begin TLS within " in caplog.records[-1].message
     finally:
         for connection in silent:
             connection.close()
 
 
-def test_strangers_take_no_place_of_one_who_has_proved_the_token(hosts):
+def test_flood_does_not_drop_authenticated_connection(hosts):
     token = new_token()
     here = hosts(token, 1)
     friend = answer_challenge(here, token)
-    strangers = [raw(here) for _ in range(300)]
+    unauthenticated = [raw(here) for _ in range(300)]
     try:
         wait_until(lambda: here.endpoint.refused["127.0.0.1"] >= 300 - 256)
         with client_context(token).wrap_socket(friend) as secure:
@@ -183,11 +185,11 @@ def test_strangers_take_no_place_of_one_who_has_proved_the_token(hosts):
             secure.sendall(b"".join(pack(Message(MessageType.HEARTBEAT, 0, 2, to=1))))
             wait_until(lambda: here.node.messages)
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for connection in unauthenticated:
+            connection.close()
 
 
-def test_a_handshake_that_comes_a_byte_at_a_time_is_complete(hosts):
+def test_handshake_may_arrive_byte_by_byte(hosts):
     """Whatever the network cuts it into; what follows at once is not lost."""
     token = new_token()
     here = hosts(token, 1)
@@ -214,20 +216,20 @@ def test_a_handshake_that_comes_a_byte_at_a_time_is_complete(hosts):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, seed):
+def test_payloads_of_all_sizes_arrive_in_order_both_ways_at_once(hosts, seed):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     there = greet(one, 1, two)
     there.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
-    (back,) = two.endpoint._all_links
+    (back,) = two.endpoint._all_connections
     one.endpoint.call(lambda: one.endpoint.attach(2, there))
     random = np.random.default_rng(seed)
     sizes = [1, 16_384, 16_385, 65_536, 1 << 20, 5_000_000, *random.integers(1, 300_000, 40)]
     payloads = [random.integers(0, 256, size, np.uint8) for size in sizes]
     for number, payload in enumerate(payloads):
-        for link, sender, to in ((there, 1, 2), (back, 2, 1)):
-            link.send(
+        for connection, sender, to in ((there, 1, 2), (back, 2, 1)):
+            connection.send(
                 message_with(
                     payload, kind=MessageType.WEIGHTS, epoch=0, sender=sender, to=to, op=number
                 )
@@ -240,19 +242,19 @@ def test_payloads_of_all_sizes_come_whole_in_order_and_both_ways_at_once(hosts, 
     assert there.shared_bytes == back.shared_bytes == 0
 
 
-def test_who_takes_slowly_holds_the_sender_up(hosts):
+def test_slow_receiver_blocks_sender(hosts):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
-    link = greet(one, 1, two)
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: two.node.messages)
-    (back,) = two.endpoint._all_links
+    (back,) = two.endpoint._all_connections
     is_held, may_go, take = threading.Event(), threading.Event(), back._take
 
-    def slow(link, message: Message) -> None:
+    def slow(connection, message: Message) -> None:
         is_held.set()
         may_go.wait(SECONDS)
-        take(link, message)
+        take(connection, message)
 
     back._take = slow
     payload = np.zeros(4 << 20, np.uint8)
@@ -260,11 +262,11 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
         message = message_with(
             payload, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2, op=number
         )
-        link.send(message)
+        connection.send(message)
     assert is_held.wait(SECONDS)
     sent = -1
-    while sent != link.sent_bytes:
-        sent = link.sent_bytes
+    while sent != connection.sent_bytes:
+        sent = connection.sent_bytes
         time.sleep(0.5)
     assert sent <= 15 * payload.nbytes  # the system's buffers of both sides
     may_go.set()
@@ -274,7 +276,7 @@ def test_who_takes_slowly_holds_the_sender_up(hosts):
 # Certificates
 
 
-def test_the_private_key_is_on_disk_only_encrypted_and_only_for_a_moment(monkeypatch, tmp_path):
+def test_private_key_is_on_disk_only_encrypted_and_briefly(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[tuple[int, str]] = []
     load = ssl.SSLContext.load_cert_chain
@@ -294,25 +296,25 @@ def test_the_private_key_is_on_disk_only_encrypted_and_only_for_a_moment(monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_temporary_folder_that_cannot_be_written_is_said_in_one_line(monkeypatch, tmp_path):
+def test_unwritable_temporary_folder_is_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(ClusterError) as refusal:
         tls_contexts(new_token())
     text = str(refusal.value)
     assert text.startswith(
-        "connections to other hosts need TLS, and its certificate a file of some kilobytes in the "
+        "connections to other hosts need TLS, whose certificate is written to the "
         "temporary folder: [Errno 2] No such file or directory: "
     )
-    assert text.endswith("; make room there, or set TMPDIR to another folder")
+    assert text.endswith("; free some kilobytes there, or set TMPDIR to another folder")
 
 
-def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):
+def test_process_on_loopback_makes_no_certificate(monkeypatch):
     def never(token: str) -> None:
         raise AssertionError("a certificate was made")
 
     monkeypatch.setattr(certificates, "tls_contexts", never)
     token = new_token()
-    one, two = Place(token, 1), Place(token, 2)
+    one, two = RecordingEndpoint(token, 1), RecordingEndpoint(token, 2)
     try:
         greet(one, 1, two).send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
         wait_until(lambda: two.node.messages)
@@ -321,7 +323,7 @@ def test_a_process_that_stays_within_its_host_makes_no_certificate(monkeypatch):
             place.endpoint.close()
 
 
-def test_every_process_of_a_run_has_a_key_of_its_own_and_trusts_the_same_authority():
+def test_processes_have_own_keys_and_one_authority():
     """Two that have never met accept each other; the authority's key is the token's alone."""
     token = new_token()
     mine, theirs = Credentials(token).tls, Credentials(token).tls
@@ -364,7 +366,7 @@ def peer_key(token: str, tls: certificates.TlsContexts) -> bytes:
         ("fe80::1%eth0", "fe80::2%eth0", False),
     ],
 )
-def test_within_a_host_is_what_has_one_address_at_both_ends(own, peer, within):
+def test_same_address_at_both_ends_is_within_host(own, peer, within):
     class Connection:
         def getsockname(self):
             return own, 1

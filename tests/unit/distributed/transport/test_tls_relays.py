@@ -26,26 +26,26 @@ def between(hosts):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     relay = Relay(two.endpoint.address)
-    link = one.endpoint.connect(relay.address)
-    link.send(Message(MessageType.HELLO, 0, 1, body={"node": 1}))
-    link.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
+    connection = one.endpoint.connect(relay.address)
+    connection.send(Message(MessageType.HELLO, 0, 1, body={"node": 1}))
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
     wait_until(lambda: len(two.node.messages) == 1)
-    yield link, two, relay
+    yield connection, two, relay
     relay.close()
 
 
 def hold(between, count: int) -> list[bytes]:
     """Have messages sent, and return their records instead of passing them on."""
-    link, _, relay = between
+    connection, _, relay = between
     relay.holds.set()
     for number in range(count):
-        link.send(Message(MessageType.HEARTBEAT, 0, 1, op=number, to=2))
+        connection.send(Message(MessageType.HEARTBEAT, 0, 1, op=number, to=2))
         wait_until(lambda number=number: len(relay.held) == number + 1)
     assert all(record[0] == APPLICATION_DATA for record in relay.held)
     return relay.held
 
 
-def test_records_that_are_passed_on_as_they_are_come(between):
+def test_unchanged_relayed_records_are_accepted(between):
     _, two, relay = between
     relay.far.sendall(b"".join(hold(between, 3)))
     wait_until(lambda: len(two.node.messages) == 4)
@@ -60,20 +60,20 @@ def test_records_that_are_passed_on_as_they_are_come(between):
         pytest.param([1, 0, 2], id="in another order"),
     ],
 )
-def test_records_sent_again_left_out_or_moved_end_the_link(between, order):
+def test_repeated_dropped_or_reordered_records_end_connection(between, order):
     records = hold(between, 3)
     require_damaged(between, b"".join(records[number] for number in order))
 
 
 @pytest.mark.parametrize("place", [5, 20, -1])
-def test_a_changed_record_ends_the_link_with_a_readable_error(between, place):
+def test_changed_record_ends_connection_with_readable_error(between, place):
     (record,) = hold(between, 1)
     changed = bytearray(record)
     changed[place] ^= 1
     require_damaged(between, bytes(changed))
 
 
-def test_plain_text_between_records_ends_the_link(between):
+def test_plain_text_between_records_ends_connection(between):
     hold(between, 1)
     require_damaged(between, b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1, to=2))))
 
@@ -84,29 +84,29 @@ def require_damaged(between, said: bytes) -> None:
     relay.far.sendall(said)
     wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
-    assert "an encrypted record was damaged or changed on the way: " in str(two.ended[0])
+    assert "an encrypted record was damaged or changed in transit: " in str(two.ended[0])
     assert len(two.node.messages) - before <= 1  # what was whole and in its place
 
 
-def test_records_of_one_connection_mean_nothing_in_another(hosts, between):
+def test_records_of_another_connection_are_refused(hosts, between):
     (record,) = hold(between, 1)
     _, two, _ = between
     token = two.endpoint._credentials.token
     other = Relay(two.endpoint.address)
     three = hosts(token, 3)
     three.endpoint.connect(other.address).send(Message(MessageType.HELLO, 0, 3, body={"node": 3}))
-    wait_until(lambda: len(two.endpoint._all_links) == 2)
+    wait_until(lambda: len(two.endpoint._all_connections) == 2)
     other.far.sendall(record)
     wait_until(lambda: two.ended)
     assert isinstance(two.ended[0], CorruptionError)
     other.close()
 
 
-def test_nothing_of_a_frame_can_be_read_on_the_way(between):
-    link, two, relay = between
+def test_relay_cannot_read_frames(between):
+    connection, two, relay = between
     payload = np.frombuffer(b"reservoir" * 100_000, np.uint8)
     body = {"secret": "turbine"}
-    link.send(
+    connection.send(
         message_with(payload, kind=MessageType.RPC_REQUEST, epoch=0, sender=1, to=2, body=body)
     )
     wait_until(lambda: len(two.node.messages) == 2)
@@ -140,17 +140,17 @@ class Impostor(Relay):
                 self.told.append(str(error).lower())
 
 
-def test_a_relay_that_ends_tls_on_both_sides_is_refused_by_both(hosts, caplog):
+def test_relay_that_terminates_tls_is_refused_by_both_sides(hosts, caplog):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     impostor = Impostor(two.endpoint.address, contexts_with(token, "of another run"))
-    with pytest.raises(ClusterError, match="its certificate is not one of this run"):
+    with pytest.raises(ClusterError, match="its certificate does not belong to this run"):
         one.endpoint.connect(impostor.address)
     said = refused_with(two, caplog)
-    assert "it has the token, but its certificate is not one of this run" in said
+    assert "it has the token, but its certificate does not belong to this run" in said
     wait_until(lambda: len(impostor.told) == 2)
     assert all("alert unknown ca" in told for told in impostor.told), impostor.told
-    assert not two.strangers
+    assert not two.from_new_peers
     impostor.close()
 
 
@@ -169,18 +169,18 @@ class Downgrade(Relay):
         self.near.sendall(receive(self.far, handshake.PROOF_BYTES))
 
 
-def test_nobody_can_talk_two_nodes_out_of_tls(hosts, caplog):
+def test_relay_cannot_downgrade_to_plain_text(hosts, caplog):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     relay = Downgrade(two.endpoint.address)
-    with pytest.raises(ClusterError, match="refused this node's token"):
+    with pytest.raises(ClusterError, match="the listener refused the token"):
         one.endpoint.connect(relay.address)
     assert "it does not have this run's token" in refused_with(two, caplog)
     relay.close()
 
 
-def test_a_peer_that_closes_ends_the_link_at_once(between):
-    link, two, relay = between
+def test_closed_peer_ends_connection_at_once(between):
+    connection, two, relay = between
     relay.close()
-    wait_until(lambda: two.ended and not link.is_open)
+    wait_until(lambda: two.ended and not connection.is_open)
     assert isinstance(two.ended[0], (EOFError, ConnectionError))

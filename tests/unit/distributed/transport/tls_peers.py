@@ -12,7 +12,7 @@ import threading
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from endpoint_places import Place
+from recording_endpoints import RecordingEndpoint
 from waiting import wait_until
 
 from penstock.distributed.transport import certificates, handshake, new_token
@@ -33,7 +33,7 @@ def receive(connection: socket.socket, size: int) -> bytes:
     return said
 
 
-def refused_with(place: Place, caplog) -> str:
+def refused_with(place: RecordingEndpoint, caplog) -> str:
     wait_until(lambda: place.endpoint.refused["127.0.0.1"])
     assert not place.node.messages
     return caplog.records[-1].message

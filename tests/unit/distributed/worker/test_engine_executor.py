@@ -32,7 +32,7 @@ class RingEngine:
 NO_WEIGHTS = SimpleNamespace(stages=(SimpleNamespace(name="only", weights=()),), weights={})
 
 
-def test_gradients_from_a_gpu_are_not_those_that_come_after_them(monkeypatch):
+def test_gpu_gradients_are_copied_before_buffer_reuse(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     operation = TransferOperation(0, 0, "backward", (), (Chunk(0, 0, 0, 3, 4),))
     schedule = StepSchedule((Operation(0, 0, "backward", (), (), ("weight",), 0, 0),))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from cluster_visitors import TOKEN
+from fake_workers import TOKEN
 from waiting import wait_until
 
 from penstock.distributed.launchers.local import thread_states
@@ -16,7 +16,7 @@ from penstock.distributed.worker.main import Worker
 from penstock.errors import ClusterError
 
 
-def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp_path):
+def test_runnable_process_is_distinguished_from_sleeping_or_stopped(tmp_path):
     spin = "while True: pass"
     for code, states in ((spin, "R"), ("import time; time.sleep(60)", "S")):
         with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -27,17 +27,17 @@ def test_a_process_that_would_run_is_told_from_one_that_sleeps_or_is_stopped(tmp
         assert thread_states(process.pid) == []
 
 
-def test_a_worker_that_is_cut_off_before_it_is_anything_ends_and_says_so():
+def test_worker_disconnected_before_assignment_reports_error():
     run = Endpoint(
         TOKEN,
         "127.0.0.1",
-        on_link_end=lambda link, error: None,
-        on_new_peer=lambda link, message: link.close(),
+        on_connection_end=lambda connection, error: None,
+        on_new_peer=lambda connection, message: connection.close(),
         on_failure=lambda error: None,
     )
     run.start()
     try:
-        with pytest.raises(ClusterError, match="the run ended the connection before it said what"):
+        with pytest.raises(ClusterError, match="the run closed the connection before it assigned"):
             Worker(run.address, TOKEN).serve()
     finally:
         run.close()

@@ -1,4 +1,4 @@
-"""A cluster manager without processes: who joins is played by the tests."""
+"""A cluster manager without worker processes, and fake workers that join it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MODEL = {
 TOKEN = "a token"
 
 
-class PretendLauncher:
-    """Starts nobody; those whom it has started have ended, if it is told so."""
+class FakeLauncher:
+    """Starts no process; with `always_fails` every started worker has ended."""
 
     lacks: str | None = None
     starving: tuple[str, ...] = ()
 
-    def __init__(self, is_in_vain: bool) -> None:
-        self.is_in_vain, self.started = is_in_vain, 0
+    def __init__(self, always_fails: bool) -> None:
+        self.always_fails, self.started = always_fails, 0
         self.roles: list[str] = []
         self.ended: list[WorkerExit] = []
 
@@ -40,7 +40,7 @@ class PretendLauncher:
         self.started += 1
         self.roles.append(role)
         worker = f"worker-{self.started}"
-        if self.is_in_vain:
+        if self.always_fails:
             self.ended.append(WorkerExit(worker, f"{worker} fell"))
         return worker
 
@@ -55,10 +55,10 @@ class PretendLauncher:
         return self.lacks
 
     def end(self, worker: str) -> None:
-        """Nothing is there to end."""
+        """Do nothing: there are no processes."""
 
     def close(self) -> None:
-        """Nothing is there to end."""
+        """Do nothing: there are no processes."""
 
 
 def config(folder: Path, replicas: int = 1, **cluster) -> Config:
@@ -75,14 +75,14 @@ def config(folder: Path, replicas: int = 1, **cluster) -> Config:
     )
 
 
-class Visited:
-    """A cluster manager, and what was told of it by which thread."""
+class OpenedManager:
+    """A cluster manager, the kinds of its events, and the threads that reported them."""
 
-    def __init__(self, folder: Path, layout: ExecutionPlan, is_in_vain: bool, **cluster) -> None:
-        self.told: list[str] = []
-        self.tellers: set[threading.Thread] = set()
+    def __init__(self, folder: Path, layout: ExecutionPlan, always_fails: bool, **cluster) -> None:
+        self.event_kinds: list[str] = []
+        self.threads: set[threading.Thread] = set()
         self.is_stopped = False
-        self.launcher = PretendLauncher(is_in_vain)
+        self.launcher = FakeLauncher(always_fails)
         self.manager = ClusterManager(
             config(folder, **cluster),
             layout,
@@ -94,12 +94,12 @@ class Visited:
         )
 
     def hear(self, event) -> None:
-        self.told.append(event.kind)
-        self.tellers.add(threading.current_thread())
+        self.event_kinds.append(event.kind)
+        self.threads.add(threading.current_thread())
 
 
-class Guest:
-    """One who joins, and what is said to it."""
+class FakeWorker:
+    """A worker that joins, and the messages that it receives."""
 
     def __init__(self, manager: ClusterManager) -> None:
         self.said: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -107,21 +107,21 @@ class Guest:
         self.endpoint = Endpoint(
             TOKEN,
             "127.0.0.1",
-            on_link_end=lambda link, error: None,
-            on_new_peer=lambda link, message: self.said.put(message),
+            on_connection_end=lambda connection, error: None,
+            on_new_peer=lambda connection, message: self.said.put(message),
             on_failure=self.failures.append,
         )
         self.endpoint.start()
-        self.link: Connection = self.endpoint.connect(manager.address)
+        self.connection: Connection = self.endpoint.connect(manager.address)
 
     def say(self, kind: MessageType, number: int = 0, **body) -> None:
-        self.link.send(Message(kind, 0, number, body=body))
+        self.connection.send(Message(kind, 0, number, body=body))
 
     def hear(self) -> Message:
         return self.said.get(timeout=SECONDS)
 
-    def become(self, manager: ClusterManager, welcome: Message) -> None:
-        """Be ready, as what it was told to be."""
-        plan, is_engine = manager.plan, welcome.body["place"] is None
-        digest = plan.engine_digest if is_engine else plan.shard_digest
-        self.say(MessageType.READY, welcome.body["node"], digest=digest)
+    def report_ready(self, manager: ClusterManager, assignment: Message) -> None:
+        """Report the assigned role as ready."""
+        spec, is_engine = manager.spec, assignment.body["place"] is None
+        digest = spec.engine_digest if is_engine else spec.shard_digest
+        self.say(MessageType.READY, assignment.body["node"], digest=digest)
