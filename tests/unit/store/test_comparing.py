@@ -158,7 +158,7 @@ def test_a_shard_without_a_replica_says_nothing_more_than_its_gradients():
 def test_gradients_that_differ_are_said_first():
     ours, theirs = (Shard(in_memory(), streams) for streams in (True, False))
     theirs.generator = np.random.default_rng(4)
-    assert ours.step().difference(theirs.step()) == "a step's gradients"
+    assert ours.step().difference(theirs.step()) == "the gradients of the step"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
