@@ -156,7 +156,7 @@ def test_shard_without_replica_reports_only_its_gradients():
 def test_different_gradients_are_reported_first():
     ours, theirs = (Shard(in_memory(), streams) for streams in (True, False))
     theirs.generator = np.random.default_rng(4)
-    assert ours.step().difference(theirs.step()) == "a step's gradients"
+    assert ours.step().difference(theirs.step()) == "the gradients of the step"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
