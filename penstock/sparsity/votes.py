@@ -256,10 +256,11 @@ def flip_of(order: Order) -> np.uint64:
 
 @inlined
 def _rank_value(patterns, i, flip):
-    if patterns.size == 0:
-        return flip & np.uint64(0)
-    bits = np.uint64(patterns[i]) << np.uint64(32 - 8 * patterns.itemsize)
-    return (bits & _MAGNITUDE) ^ flip
+    rank = np.uint64(0)
+    if patterns.size:
+        bits = np.uint64(patterns[i]) << np.uint64(32 - 8 * patterns.itemsize)
+        rank = (bits & _MAGNITUDE) ^ flip
+    return rank
 
 
 @inlined
