@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Set,
         SparsityPolicy,
         StaticMasks,
+        exchanging,
         gradual_magnitude,
     )
     from penstock.sparsity.sparsity_schedules import (
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         select_all,
         selection_key,
     )
+    from penstock.sparsity.weight_patterns import sparse_weights
 
 __all__ = [
     "Ages",
@@ -92,6 +94,7 @@ __all__ = [
     "densities",
     "drop_fraction_at",
     "empty_index",
+    "exchanging",
     "full_index",
     "gradual_magnitude",
     "index_from_bytes",
@@ -109,6 +112,7 @@ __all__ = [
     "select_absent",
     "select_all",
     "selection_key",
+    "sparse_weights",
     "sparsity_at",
     "steps_of",
     "updates_by_age",
@@ -154,8 +158,10 @@ _MODULES = {
         "Set",
         "SparsityPolicy",
         "StaticMasks",
+        "exchanging",
         "gradual_magnitude",
     ),
+    "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",
         "DropFraction",

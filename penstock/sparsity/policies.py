@@ -245,3 +245,31 @@ def gradual_magnitude(
         for weight, density in densities.items()
     }
     return GradualMagnitude(schedules, times)
+
+
+def exchanging(
+    kind: type[Set] | type[RigL],
+    run_steps: int,
+    *,
+    begin: int | float = 0,
+    end: int | float = 0.75,
+    every: int = 100,
+    fraction: float = 0.3,
+    decay: str = "cosine",
+    power: float = 3.0,
+) -> Set | RigL:
+    """Return a policy that exchanges entries, over a run.
+
+    Args:
+        kind: which one.
+        run_steps: number of steps of the run.
+        begin, end: when masks change; a step, or a share of the run.
+        every: steps between two changes.
+        fraction: share of the kept entries that a change exchanges at first.
+        decay, power: how `fraction` falls until `end`, and exponent of `inverse_power`.
+
+    Raises:
+        ConfigError: a value is out of its range, or changes end after the run.
+    """
+    times = ChangeTimes(steps_of(begin, run_steps), steps_of(end, run_steps), every)
+    return kind(times, DropFraction(fraction, times.end, decay, power))

@@ -19,6 +19,7 @@ from penstock.sparsity import (
     added,
     apply_change,
     drop_fraction_at,
+    exchanging,
     gradual_magnitude,
     kept_votes,
     narrowed,
@@ -90,6 +91,15 @@ def test_exchanges_follow_the_drop_fraction_and_keep_the_numbers(kind, order):
         assert update.replaces_update is (kind is RigL)
     dense = [step for step in range(1, 1001) if policy.needs_dense_gradients(step)]
     assert dense == (list(found) if kind is RigL else [])
+
+
+@pytest.mark.parametrize("kind", [Set, RigL])
+def test_exchanges_of_a_run_end_after_three_quarters_by_default(kind):
+    assert exchanging(kind, 1000) == kind(TIMES, FRACTION)
+    found, _ = updates(exchanging(kind, 1000, begin=0.5, end=900, every=150), MASKS)
+    assert list(found) == [500, 650, 800]
+    with pytest.raises(ConfigError, match="step 1001 is outside the run of 1000 steps"):
+        exchanging(kind, 1000, end=1001)
 
 
 def test_a_change_without_entries_is_none():
