@@ -9,6 +9,11 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.sparsity.ages import Ages, age_type, correction_ends, updates_by_age
+    from penstock.sparsity.compact_index import (
+        compact_bytes,
+        index_from_compact,
+        max_compact_bytes,
+    )
     from penstock.sparsity.initial_masks import (
         balanced_index,
         densities,
@@ -90,6 +95,7 @@ __all__ = [
     "apply_change",
     "balanced_index",
     "begin_selection",
+    "compact_bytes",
     "correction_ends",
     "densities",
     "drop_fraction_at",
@@ -98,6 +104,7 @@ __all__ = [
     "full_index",
     "gradual_magnitude",
     "index_from_bytes",
+    "index_from_compact",
     "index_of_mask",
     "index_of_positions",
     "joined",
@@ -105,6 +112,7 @@ __all__ = [
     "kept_votes",
     "magnitude_index",
     "max_bytes",
+    "max_compact_bytes",
     "narrowed",
     "random_index",
     "require_exact",
@@ -119,6 +127,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
     "ages": (
         "Ages",
         "age_type",

@@ -4,7 +4,8 @@ The mask is over the elements of a weight in dense row-major order. Every granul
 starts its count anew, so any range of granules is a mask of its own: the part of a shard is cut out
 without decoding. A gap takes one byte, and one more per 255 absent entries
 (`kernels/gap_codes.py`). At 90 % sparsity, chosen at random, a kept entry takes 1 byte, and a
-granule 2 more for the size of its codes: 1.005 bytes per kept entry.
+granule 2 more for the size of its codes: 1.005 bytes per kept entry. `compact_index.py` has a
+shorter form for rest and wire.
 
 A mask has exactly one encoding, so equal bytes and equal masks are the same.
 """
@@ -200,7 +201,7 @@ class PackedIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes at rest and on the wire; offsets are computed again by the reader."""
+        """Length of `to_bytes`; offsets are computed again by the reader."""
         return self.codes.size + 2 * self.granules
 
     def same_mask(self, other: PackedIndex) -> bool:
