@@ -15,9 +15,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.errors import CorruptionError
-from penstock.kernels.blocks import GRANULE
 from penstock.kernels.compilation import serial_kernel
-from penstock.kernels.gap_codes import ESCAPE, put_gap
+from penstock.kernels.gap_codes import ESCAPE
 from penstock.sparsity.packed_index import (
     PackedIndex,
     granule_count,
@@ -55,10 +54,10 @@ def _write_halves(codes, packed):
         if code == ESCAPE:
             continue
         while gap >= _LAST:
-            packed[at // 2] |= _LAST << (4 * (at % 2))
+            packed[at >> 1] |= _LAST << (4 * (at & 1))
             at += 1
             gap -= _LAST
-        packed[at // 2] |= gap << (4 * (at % 2))
+        packed[at >> 1] |= gap << (4 * (at & 1))
         at += 1
         gap = np.int64(0)
 
@@ -69,19 +68,24 @@ def _read_halves(packed, codes):
     many codes of 8 bits."""
     at = 0
     gap = np.int64(0)
-    place = 0
+    place = np.int64(0)
     while place < codes.size:
-        if at == 2 * packed.size or gap > GRANULE:
+        if at == 2 * packed.size:
             return -1
-        half = (np.int64(packed[at // 2]) >> (4 * (at % 2))) & _LAST
+        half = (np.int64(packed[at >> 1]) >> (4 * (at & 1))) & _LAST
         at += 1
         gap += half
-        if half == _LAST:
-            continue
-        if place + gap // ESCAPE + 1 > codes.size:
-            return -1
-        place = put_gap(codes, place, gap)
-        gap = np.int64(0)
+        if gap >= ESCAPE:
+            codes[place] = ESCAPE
+            place += 1
+            gap -= ESCAPE
+            if place == codes.size:
+                return -1
+        # Without a branch, which would be mispredicted often; overwritten unless the gap ends here.
+        ends = np.int64(half != _LAST)
+        codes[place] = gap
+        place += ends
+        gap *= 1 - ends
     return at
 
 
