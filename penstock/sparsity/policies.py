@@ -154,7 +154,7 @@ class _Exchange:
 
 
 @dataclass(frozen=True)
-class Set(_Exchange):
+class SparseEvolutionaryTraining(_Exchange):
     """Sparse evolutionary training: Mocanu et al., 2018. Entries are grown at random.
 
     The paper drops the smallest positive and the largest negative ones, which are those of the
@@ -248,7 +248,7 @@ def gradual_magnitude(
 
 
 def exchanging(
-    kind: type[Set] | type[RigL],
+    kind: type[SparseEvolutionaryTraining] | type[RigL],
     run_steps: int,
     *,
     begin: int | float = 0,
@@ -257,7 +257,7 @@ def exchanging(
     fraction: float = 0.3,
     decay: str = "cosine",
     power: float = 3.0,
-) -> Set | RigL:
+) -> SparseEvolutionaryTraining | RigL:
     """Return a policy that exchanges entries, over a run.
 
     Args:

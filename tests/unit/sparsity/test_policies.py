@@ -13,7 +13,7 @@ from penstock.sparsity import (
     MaskSize,
     Order,
     RigL,
-    Set,
+    SparseEvolutionaryTraining,
     StaticMasks,
     absent_votes,
     added,
@@ -75,7 +75,9 @@ def test_gradual_magnitude_must_end_within_the_run_and_keep_an_entry():
         policy.at(750, {"tiny": MaskSize(4, 4)})
 
 
-@pytest.mark.parametrize(("kind", "order"), [(Set, Order.RANDOM), (RigL, Order.LARGEST)])
+@pytest.mark.parametrize(
+    ("kind", "order"), [(SparseEvolutionaryTraining, Order.RANDOM), (RigL, Order.LARGEST)]
+)
 def test_exchanges_follow_the_drop_fraction_and_keep_the_numbers(kind, order):
     policy = kind(TIMES, FRACTION)
     found, after = updates(policy, MASKS)
@@ -93,7 +95,7 @@ def test_exchanges_follow_the_drop_fraction_and_keep_the_numbers(kind, order):
     assert dense == (list(found) if kind is RigL else [])
 
 
-@pytest.mark.parametrize("kind", [Set, RigL])
+@pytest.mark.parametrize("kind", [SparseEvolutionaryTraining, RigL])
 def test_exchanges_of_a_run_end_after_three_quarters_by_default(kind):
     assert exchanging(kind, 1000) == kind(TIMES, FRACTION)
     found, _ = updates(exchanging(kind, 1000, begin=0.5, end=900, every=150), MASKS)
@@ -104,7 +106,7 @@ def test_exchanges_of_a_run_end_after_three_quarters_by_default(kind):
 
 def test_a_change_without_entries_is_none():
     assert RigL(TIMES, FRACTION).at(100, {"a": MaskSize(100, 2)}) is None
-    assert Set(TIMES, FRACTION).at(100, {"a": MaskSize(100, 100)}) is None
+    assert SparseEvolutionaryTraining(TIMES, FRACTION).at(100, {"a": MaskSize(100, 100)}) is None
 
 
 def test_densify_lifts_all_masks_at_its_step_and_ends_the_policy():
@@ -129,9 +131,13 @@ def decided(selection, votes):
     ("policy", "kept_before", "kept_after"),
     [
         (gradual_magnitude({"w": 0.1}, 100, every=10), 9000, 900),
-        (Set(ChangeTimes(0, 75, 10), DropFraction(0.3, 75)), 900, 900),
+        (SparseEvolutionaryTraining(ChangeTimes(0, 75, 10), DropFraction(0.3, 75)), 900, 900),
         (RigL(ChangeTimes(0, 75, 10), DropFraction(0.3, 75)), 900, 900),
-        (Densify(Set(ChangeTimes(0, 75, 10), DropFraction(0.3, 75)), 60), 900, 9000),
+        (
+            Densify(SparseEvolutionaryTraining(ChangeTimes(0, 75, 10), DropFraction(0.3, 75)), 60),
+            900,
+            9000,
+        ),
     ],
     ids=["gmp", "set", "rigl", "densify"],
 )
