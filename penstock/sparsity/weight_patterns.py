@@ -1,0 +1,51 @@
+"""Which weights of a model are sparse, by name patterns or by the usual default."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from penstock.errors import ConfigError, few
+from penstock.name_patterns import matching
+
+
+def sparse_weights(
+    shapes: Mapping[str, tuple[int, ...]],
+    patterns: Sequence[str] = (),
+    keep_dense: Sequence[str] = (),
+    dense_by_default: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Return the names of the sparse weights, in the order of `shapes`.
+
+    Args:
+        shapes: shapes of all weights.
+        patterns: name patterns of sparse weights; weights of one dimension (biases, norms) among
+            them stay dense. Empty: all weights of two dimensions.
+        keep_dense: name patterns of weights that stay dense whatever `patterns` says.
+        dense_by_default: names of the embeddings and heads, which the program knows; sparse only if
+            `patterns` names them.
+
+    Raises:
+        ConfigError: a pattern matches no weight, `patterns` matches only weights of one dimension,
+            or no weight is left.
+    """
+    names = list(shapes)
+    if patterns:
+        named = matching("sparsity.weights", patterns, names)
+        chosen = {name for name in named if len(shapes[name]) > 1}
+        if not chosen:
+            raise ConfigError(
+                f"sparsity.weights: expected patterns of weights of two dimensions or more, "
+                f"{', '.join(map(repr, patterns))} match only {few(sorted(named))}; name the "
+                "weights of the products, such as '*.mlp.*.weight'"
+            )
+    else:
+        chosen = {name for name, shape in shapes.items() if len(shape) == 2}
+        chosen -= set(dense_by_default)
+    if keep_dense:
+        chosen -= matching("sparsity.keep_dense", keep_dense, names)
+    if not chosen:
+        raise ConfigError(
+            "sparsity: expected at least one sparse weight, got none of "
+            f"{few(names)}; name them in sparsity.weights, or shorten sparsity.keep_dense"
+        )
+    return tuple(name for name in names if name in chosen)
