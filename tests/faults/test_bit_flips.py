@@ -170,13 +170,13 @@ def flip_journal(flash, count, seed):
         with flipped(path, byte, bit), pytest.raises(CorruptionError) as caught:
             read_records(path)
         text = str(caught.value)
-        place = re.search(r"(header|seal) of record \d+, at byte ([\d,]+),", text)
+        place = re.search(r"(header|seal) of record \d+, at byte ([\d,]+):", text)
         if place:
             begin = int(place[2].replace(",", ""))
             assert begin <= byte < begin + SECTOR_BYTES
             hit.add(place[1])
         else:
-            place = re.search(r"record \d+, bytes ([\d,]+) to ([\d,]+),", text)
+            place = re.search(r"record \d+, bytes ([\d,]+) to ([\d,]+):", text)
             assert place, text
             begin, end = (int(number.replace(",", "")) for number in place.groups())
             assert begin <= byte < end

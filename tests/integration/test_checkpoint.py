@@ -264,7 +264,7 @@ def test_truncated_swapped_missing_or_empty_files_are_refused(tmp_path, saved_fo
     for change, message in (
         (content[:-1], f"{name}: expected {size:,} bytes, got {size - 1:,}"),
         (content + b"0", f"{name}: expected {size:,} bytes, got {size + 1:,}"),
-        (other, f"{name}: it has"),
+        (other, f"{name}: expected"),
         (bytes(size), f"{name}: damaged in bytes 0 to {size:,}"),
         (None, f"{name}: this file is missing"),
     ):

@@ -99,7 +99,7 @@ def test_damage_is_named_and_repair_rolls_back_to_an_intact_step(in_memory, tmp_
     assert "extents: damaged in bytes" in str(shown.exception)
     repaired = inspected(tmp_path / "run", "--repair")
     assert repaired.output == (
-        f"{tmp_path / 'run' / 'flash'} stands at step 6, all checksums match\n"
+        f"{tmp_path / 'run' / 'flash'} is at step 6, all checksums match\n"
         "discarded: step 7 (damaged)\n"
     )
     assert inspected(tmp_path / "run", "--repair").output.endswith(

@@ -205,7 +205,7 @@ def test_inspect_shows_all_shards_and_repairs_them_together(tmp_path):
     assert "durable      step 5  DAMAGED (newest)" in shown.output
     repaired = CliRunner().invoke(app, ["inspect", str(run), "--repair"])
     assert repaired.output == (
-        f"{run / 'flash'} stands at step 4, all checksums match\ndiscarded: step 5 (damaged)\n"
+        f"{run / 'flash'} is at step 4, all checksums match\ndiscarded: step 5 (damaged)\n"
     )
     again = trained(WIDE, run, 2, on_flash=True)
     assert again[1] == found[1]

@@ -77,7 +77,7 @@ def test_full_disk_refuses_a_lock_and_leaves_no_file_open(tmp_path, monkeypatch)
     before = open_files(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        with pytest.raises(StorageError, match=r"No space left on device; .* make room"):
+        with pytest.raises(StorageError, match=r"No space left on device; .* free some space"):
             FolderLock(tmp_path, "wait")
     assert open_files(tmp_path) == before
     locked(tmp_path)

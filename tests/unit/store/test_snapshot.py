@@ -130,7 +130,7 @@ def test_abandoned_snapshot_leaves_nothing_and_training_continues(tmp_path, monk
     assert gate.reached.wait(SECONDS)
     threading.Timer(0.1, gate.opened.set).start()
     saving.abandon()
-    with pytest.raises(StorageError, match="snapshot of step 1 was given up"):
+    with pytest.raises(StorageError, match="snapshot of step 1 was abandoned"):
         saving.wait()
     store.flush()
     assert list(tmp_path.iterdir()) == []
