@@ -15,5 +15,10 @@ __all__ = [
     "philox",
     "processor",
     "sgd",
+    "sparse_expansion",
+    "sparse_layout",
+    "sparse_panels",
+    "sparse_products",
+    "sparse_vector_product",
     "split_master",
 ]
