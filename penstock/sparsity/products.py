@@ -8,7 +8,7 @@ of threads; expanded ones are those of PyTorch's dense product.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -61,7 +61,8 @@ def forward(
             f"got {list(bias.shape)}"
         )
     if isinstance(x, torch.Tensor) and x.shape[0] == 1:
-        return _of_one_token(layout, values, x, bias)
+        y: Any = _of_one_token(layout, values, x, bias)
+        return y
     return _multiply(layout, values, x, bias, choice, choice.forward, transposed=False)
 
 
@@ -127,13 +128,14 @@ def weight_gradient(
 def _multiply(
     layout: SparseLayout,
     values: torch.Tensor,
-    x: Activations,
+    x: torch.Tensor | Panels,
     bias: torch.Tensor | None,
     choice: Choice,
     product: Product,
     *,
     transposed: bool,
-) -> Activations:
+) -> Any:
+    """Return activations of the kind that `x` is."""
     if isinstance(product, Expanded):
         y = _multiply_tiles(
             layout, values, _as_tokens(x), bias, product.band_rows, transposed=transposed
