@@ -30,7 +30,7 @@ Bfloat16 = Literal["dots", "unpacked"]
 """How bfloat16 is multiplied: by the processor's dot product of pairs, or as float32. These differ
 in the last bits."""
 
-_PENDING = 64  # products of entries that are summed over their lanes together
+_PENDING = 16  # products that are summed over their lanes together
 _BLOCK = 16384  # entries of a unit of work of a gather
 
 

@@ -28,8 +28,9 @@ _MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays i
 _MOST_TOKENS = 1024
 _REPETITIONS = 3
 _PANEL_TOKENS = {torch.float32: (32, 64, 128), torch.bfloat16: (64, 128, 256)}
-_PANEL_BYTES_OF_FIRST_CACHE = (0.25, 0.5, 0.75)
-_PANEL_BYTES_OF_SECOND_CACHE = (0.125, 0.5)
+_BLOCK_OF_FIRST_CACHE = (0.5, 1.25)  # inputs of a block, as a share of the cache
+_BLOCK_OF_SECOND_CACHE = 0.125
+_BAND_OF_SECOND_CACHE = 1 / 16  # outputs of a band, likewise
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
 _TILE_BYTES = (1 << 20, 4 << 20, 16 << 20)
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -65,14 +66,9 @@ def choose_product(
 @functools.cache
 def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
     case = _Case(shape, dtype, sparsity, tokens)
-    most = max(tokens, min(_PANEL_TOKENS[dtype]))
-    sizes = [size for size in _PANEL_TOKENS[dtype] if size <= most]
-    methods: tuple[Bfloat16, ...] = ("unpacked",)
-    if dtype == torch.bfloat16 and has_bfloat16_dot():
-        methods = ("dots", "unpacked")
     expanded = {name: case.fastest(name, case.expanding()) for name in _PRODUCTS}
     best: tuple[float, Choice] | None = None
-    for panel_tokens, bfloat16 in itertools.product(sizes, methods):
+    for panel_tokens, bfloat16 in _panels(dtype, tokens):
         found = {
             name: min(
                 case.fastest(name, case.walking(name, panel_tokens, bfloat16)),
@@ -83,11 +79,20 @@ def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, token
         }
         seconds = sum(pair[0] for pair in found.values())
         products = {name: getattr(pair[1], name) for name, pair in found.items()}
-        choice = Choice(panel_tokens, bfloat16=bfloat16, **products)
         if best is None or seconds < best[0]:
-            best = seconds, choice
+            best = seconds, Choice(panel_tokens, bfloat16=bfloat16, **products)
     assert best is not None  # there is a panel size for any number of tokens
     return best[1]
+
+
+def _panels(dtype: torch.dtype, tokens: int) -> list[tuple[int, Bfloat16]]:
+    """The tokens of a panel and the ways to multiply bfloat16 that are worth measuring."""
+    sizes = _PANEL_TOKENS[dtype]
+    few = [size for size in sizes if size <= max(tokens, sizes[0])][-2:]
+    methods: tuple[Bfloat16, ...] = ("unpacked",)
+    if dtype == torch.bfloat16 and has_bfloat16_dot():
+        methods = ("dots", "unpacked")
+    return list(itertools.product(few, methods))
 
 
 _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
@@ -140,18 +145,19 @@ class _Case:
         if name == "input_gradient":
             rows, columns = columns, rows
         first, second = cache_bytes()
-        sizes = [share * first for share in _PANEL_BYTES_OF_FIRST_CACHE]
-        sizes += [share * second for share in _PANEL_BYTES_OF_SECOND_CACHE]
+        sizes = [share * first for share in _BLOCK_OF_FIRST_CACHE]
+        sizes.append(_BLOCK_OF_SECOND_CACHE * second)
         column_bytes = panel_tokens * self.dtype.itemsize
         blocks = {min(columns, max(16, int(size / column_bytes) // 16 * 16)) for size in sizes}
         useful = {b for b in blocks if b * self.density >= _LEAST_ENTRIES} or {max(blocks)}
-        panels = -(-self.tokens // panel_tokens)
-        threads = numba.get_num_threads()
-        is_enough = name == "weight_gradient" or panels >= 2 * threads  # for all threads
-        band = None if is_enough else -(-rows // (2 * threads))
+        most = rows
+        threads, panels = numba.get_num_threads(), -(-self.tokens // panel_tokens)
+        if name != "weight_gradient" and panels < 2 * threads:
+            most = -(-rows // threads)  # all threads have something to do
+        band = max(16, int(_BAND_OF_SECOND_CACHE * second / (4 * panel_tokens)))
         return [
-            replace(_all(panel_tokens, Walked(block, band)), bfloat16=bfloat16)
-            for block in sorted(useful)
+            replace(_all(panel_tokens, Walked(block, rows)), bfloat16=bfloat16)
+            for block, rows in itertools.product(sorted(useful), sorted({min(band, most), most}))
         ]
 
 
