@@ -8,6 +8,7 @@ of threads; expanded ones are those of PyTorch's dense product.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ from penstock.sparsity.panels import (
     from_panels,
     to_panels,
 )
+
+_TILES = threading.local()
 
 Activations = TypeVar("Activations", torch.Tensor, Panels)
 
@@ -180,10 +183,10 @@ def _multiply_tiles(
     outputs, inputs = reversed(layout.shape) if transposed else layout.shape
     y = x.new_empty(x.shape[0], outputs)
     if transposed and band_rows >= outputs:
-        weight = x.new_empty(inputs * outputs)
+        weight = _tile_memory(inputs * outputs, x.dtype)
         _expand_rows(layout, values, range(inputs), weight)
         return torch.mm(x, weight.view(inputs, outputs), out=y)
-    memory = x.new_empty(min(band_rows, outputs) * inputs)
+    memory = _tile_memory(min(band_rows, outputs) * inputs, x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     for band in _bands(outputs, band_rows):
         tile = memory[: len(band) * inputs]
@@ -198,6 +201,17 @@ def _multiply_tiles(
         else:
             torch.addmm(bias[part], x, weight, out=y[:, part])
     return y
+
+
+def _tile_memory(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a tile, the same for all products of a thread.
+
+    Memory that is new each time costs as much as the expansion.
+    """
+    held: torch.Tensor | None = getattr(_TILES, "memory", None)
+    if held is None or held.numel() < count * dtype.itemsize:
+        held = _TILES.memory = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+    return held[: count * dtype.itemsize].view(dtype)
 
 
 def _expand_rows(
@@ -216,7 +230,7 @@ def _gradient_from_tiles(
     """Make the dense gradient band after band in one tile; keep what the mask keeps."""
     outputs, inputs = rows.shape
     kept = torch.empty(rows.columns.size, dtype=torch.float32)
-    memory = x.new_empty(min(band_rows, outputs) * inputs)
+    memory = _tile_memory(min(band_rows, outputs) * inputs, x.dtype)
     for band in _bands(outputs, band_rows):
         tile = memory[: len(band) * inputs]
         torch.mm(dy[:, band.start : band.stop].t(), x, out=tile.view(len(band), inputs))
