@@ -35,7 +35,8 @@ class Expanded:
     """A dense product of bands of rows that are expanded on their way into it.
 
     Attributes:
-        band_rows: rows that are expanded at once.
+        band_rows: rows that are expanded at once; columns of the weight for the gradient of the
+            inputs, unless one band holds them all.
     """
 
     band_rows: int
