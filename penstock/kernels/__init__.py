@@ -17,5 +17,10 @@ __all__ = [
     "position_keys",
     "processor",
     "sgd",
+    "sparse_expansion",
+    "sparse_layout",
+    "sparse_panels",
+    "sparse_products",
+    "sparse_vector_product",
     "split_master",
 ]

@@ -57,21 +57,23 @@ def _all(vector_type: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(vector_type, [value] * LANES)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def splat_scalar(builder: Any, scalar: Any) -> Any:
+    """Generate the vector whose lanes all equal a scalar."""
     kind = ir.VectorType(scalar.type, LANES)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
     lanes = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), lanes)
 
 
-def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """Call an LLVM intrinsic, declaring it on first use in the module."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
     return builder.call(function, arguments)
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Generate the address of an element of a flat array."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
@@ -123,7 +125,7 @@ def splat(typing_context, value):
         return None
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _splat(builder, arguments[0])
+        return splat_scalar(builder, arguments[0])
 
     return Vector(lane)(value), generate
 
@@ -148,7 +150,7 @@ def first_lanes(typing_context, count):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = builder.trunc(arguments[0], _I32)
-        return builder.icmp_unsigned("<", _lane_numbers(), _splat(builder, number))
+        return builder.icmp_unsigned("<", _lane_numbers(), splat_scalar(builder, number))
 
     return mask(types.int64), generate
 
@@ -179,12 +181,12 @@ def load(typing_context, array, index, lanes):
     memory, letters = kind
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        pointer = element_pointer(context, builder, signature.args[0], *arguments[:2])
         pointer = builder.bitcast(pointer, memory.as_pointer())
         # Numba guarantees an element's alignment only; no machine asks for more here.
         alignment = ir.Constant(_I32, memory.element.get_abi_size(context.target_data))
         inputs = [pointer, alignment, arguments[2], _all(memory, 0)]
-        value = _call(builder, f"llvm.masked.load.v{LANES}{letters}.p0", memory, inputs)
+        value = call_llvm(builder, f"llvm.masked.load.v{LANES}{letters}.p0", memory, inputs)
         return value if memory == float32s.ir else builder.zext(value, uint32s.ir)
 
     return (float32s if memory == float32s.ir else uint32s)(array, types.intp, mask), generate
@@ -211,7 +213,7 @@ def store(typing_context, array, index, value, lanes):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, index, value, lanes = arguments
-        pointer = _pointer(context, builder, signature.args[0], array, index)
+        pointer = element_pointer(context, builder, signature.args[0], array, index)
         pointer = builder.bitcast(pointer, memory.as_pointer())
         if getattr(signature.args[2], "lane", "") == "mask":
             value = builder.zext(value, memory)
@@ -219,7 +221,7 @@ def store(typing_context, array, index, value, lanes):
             value = builder.trunc(value, memory)
         alignment = ir.Constant(_I32, memory.element.get_abi_size(context.target_data))
         name = f"llvm.masked.store.v{LANES}{letters}.p0"
-        _call(builder, name, ir.VoidType(), [value, pointer, alignment, lanes])
+        call_llvm(builder, name, ir.VoidType(), [value, pointer, alignment, lanes])
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, mask), generate
@@ -234,13 +236,13 @@ def fetch(typing_context, array, index):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
-        pointer = _pointer(context, builder, array_type, *arguments)
+        pointer = element_pointer(context, builder, array_type, *arguments)
         pointer = builder.bitcast(pointer, _I8.as_pointer())
         # To be read, soon, data: the codes of LLVM's `prefetch`.
         codes = [ir.Constant(_I32, code) for code in (0, 3, 1)]
         for line in range(array_type.dtype.bitwidth // 16):
             address = builder.gep(pointer, [ir.Constant(_I64, 64 * line)])
-            _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *codes])
+            call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *codes])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -255,7 +257,7 @@ def fma(typing_context, a, b, c):
     letters = {"float32": "f32", "float64": "f64"}[a.lane]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _call(builder, f"llvm.fma.v{LANES}{letters}", a.ir, list(arguments))
+        return call_llvm(builder, f"llvm.fma.v{LANES}{letters}", a.ir, list(arguments))
 
     return a(a, a, a), generate
 
@@ -265,7 +267,7 @@ def square_root(typing_context, a):
     """The correctly rounded square root of a float32 vector."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _call(builder, f"llvm.sqrt.v{LANES}f32", a.ir, list(arguments))
+        return call_llvm(builder, f"llvm.sqrt.v{LANES}f32", a.ir, list(arguments))
 
     return float32s(float32s), generate
 
@@ -306,7 +308,7 @@ def shift_left(typing_context, a, count):
     """Shift each lane of a uint32 vector up by `count` bits (0 to 31)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.shl(arguments[0], _splat(builder, builder.trunc(arguments[1], _I32)))
+        return builder.shl(arguments[0], splat_scalar(builder, builder.trunc(arguments[1], _I32)))
 
     return uint32s(uint32s, types.int64), generate
 
@@ -316,7 +318,7 @@ def shift_right(typing_context, a, count):
     """Shift each lane of a uint32 vector down by `count` bits (0 to 31), filling with zeros."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.lshr(arguments[0], _splat(builder, builder.trunc(arguments[1], _I32)))
+        return builder.lshr(arguments[0], splat_scalar(builder, builder.trunc(arguments[1], _I32)))
 
     return uint32s(uint32s, types.int64), generate
 
@@ -382,7 +384,9 @@ def sum_lanes(typing_context, a):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         double = ir.DoubleType()
         start = ir.Constant(double, -0.0)
-        return _call(builder, f"llvm.vector.reduce.fadd.v{LANES}f64", double, [start, arguments[0]])
+        return call_llvm(
+            builder, f"llvm.vector.reduce.fadd.v{LANES}f64", double, [start, arguments[0]]
+        )
 
     return types.float64(float64s), generate
 
@@ -393,6 +397,6 @@ def greatest_lane(typing_context, a):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         name = f"llvm.vector.reduce.fmax.v{LANES}f32"
-        return _call(builder, name, ir.FloatType(), [arguments[0]])
+        return call_llvm(builder, name, ir.FloatType(), [arguments[0]])
 
     return types.float32(float32s), generate

@@ -1,4 +1,4 @@
-"""Sparse weights: masks, their packed form, and the policies by which masks change.
+"""Sparse weights: masks, their packed form, the policies by which masks change, and products.
 
 A name is imported at first use, because the modules with kernels load a compiler.
 """
@@ -9,6 +9,7 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.sparsity.ages import Ages, age_type, correction_ends, updates_by_age
+    from penstock.sparsity.choice import Choice, Expanded, Walked
     from penstock.sparsity.compact_index import (
         compact_bytes,
         index_from_compact,
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
         magnitude_index,
         random_index,
     )
+    from penstock.sparsity.layout import SparseLayout
     from penstock.sparsity.mask_change import MaskChange, Remap, apply_change, require_exact
+    from penstock.sparsity.measurement import choose_product
     from penstock.sparsity.packed_index import (
         PackedIndex,
         empty_index,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
         joined,
         max_bytes,
     )
+    from penstock.sparsity.panels import Panels, from_panels, to_panels
     from penstock.sparsity.policies import (
         CountChange,
         Densify,
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
         exchanging,
         gradual_magnitude,
     )
+    from penstock.sparsity.products import forward, input_gradient, weight_gradient
     from penstock.sparsity.sparsity_schedules import (
         ChangeTimes,
         DropFraction,
@@ -72,41 +77,50 @@ if TYPE_CHECKING:
 __all__ = [
     "Ages",
     "ChangeTimes",
+    "Choice",
     "CountChange",
     "Densify",
     "DropFraction",
+    "Expanded",
     "GradualMagnitude",
     "MaskChange",
     "MaskSize",
     "MaskUpdate",
     "Order",
     "PackedIndex",
+    "Panels",
     "Remap",
     "RigL",
     "Selection",
     "SparseEvolutionaryTraining",
+    "SparseLayout",
     "SparsityPolicy",
     "SparsitySchedule",
     "StaticMasks",
     "Votes",
+    "Walked",
     "absent_votes",
     "added",
     "age_type",
     "apply_change",
     "balanced_index",
     "begin_selection",
+    "choose_product",
     "compact_bytes",
     "correction_ends",
     "densities",
     "drop_fraction_at",
     "empty_index",
     "exchanging",
+    "forward",
+    "from_panels",
     "full_index",
     "gradual_magnitude",
     "index_from_bytes",
     "index_from_compact",
     "index_of_mask",
     "index_of_positions",
+    "input_gradient",
     "joined",
     "kept_count",
     "kept_votes",
@@ -123,10 +137,17 @@ __all__ = [
     "sparse_weights",
     "sparsity_at",
     "steps_of",
+    "to_panels",
     "updates_by_age",
+    "weight_gradient",
 ]
 
 _MODULES = {
+    "choice": ("Choice", "Expanded", "Walked"),
+    "layout": ("SparseLayout",),
+    "measurement": ("choose_product",),
+    "panels": ("Panels", "from_panels", "to_panels"),
+    "products": ("forward", "input_gradient", "weight_gradient"),
     "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
     "ages": (
         "Ages",

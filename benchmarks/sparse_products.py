@@ -1,0 +1,384 @@
+"""Are the products of sparse weights faster than dense ones, and by how much?
+
+Forward, gradient of the inputs and gradient of the kept entries, all three together, packing of
+activations into panels included: against dense products of PyTorch of the same type, against
+`torch.sparse_csr` and, where it is installed, against SparseProp on the grid that its authors
+published. The programs take turns within a repetition; a repetition in which our threads had to
+wait for a processor is thrown away (Linux tells; elsewhere all are kept).
+
+Beside every row stands the share of the machine's limit: the rate of multiply-adds that each load
+their 64 bytes from a panel as large as half of the second-level cache.
+
+    python benchmarks/sparse_products.py [--quick]
+
+`value` is the least speed-up over its own target. Targets depend on the processor: one with a
+matrix unit (AMX) multiplies dense bfloat16 several times faster.
+"""
+
+import os
+
+# PyTorch's threads and Numba's are two pools: those of one that wait must not take the processors
+# of the other.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+import argparse
+import importlib.util
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numba
+import numpy as np
+import torch
+from contract import describe_machine, print_result
+from numba import prange
+from optimizer_pass import timed, waited_seconds
+
+from penstock.kernels.vectors import every_lane, fma, load, splat, sum_lanes, widened
+from penstock.sparsity import (
+    Choice,
+    Panels,
+    SparseLayout,
+    Walked,
+    choose_product,
+    forward,
+    from_panels,
+    input_gradient,
+    to_panels,
+    weight_gradient,
+)
+from penstock.sparsity.measurement import cache_bytes
+
+SHAPES = ((2048, 2048), (768, 3072), (2048, 8192))  # outputs and inputs
+TOKENS = (256, 1024, 4096)
+SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
+PUBLISHED = ((256, 512), 128, (0.8, 0.9, 0.95, 0.99))  # SparseProp, arXiv:2302.04852
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Speed-up over dense products of the same type, by whether there is a matrix unit.
+TARGETS = {
+    ("fp32", False): {0.9: 6.0, 0.95: 11.0},
+    ("fp32", True): {0.9: 5.0, 0.95: 9.0},
+    ("bf16", False): {0.9: 4.5, 0.95: 8.5},
+    ("bf16", True): {0.5: 0.95, 0.75: 0.95, 0.9: 1.2, 0.95: 2.5, 0.99: 2.5},
+}
+OVER_LIBRARY = 3.5  # speed-up over torch.sparse_csr
+WAIT_SHARE = 0.02
+ENOUGH = 5
+MOST = 40
+SLOW = 8.0  # a library that takes so many times as long as the dense products runs once
+
+
+@numba.njit(parallel=True, nogil=True, error_model="numpy")
+def load_bound(panels: np.ndarray, repetitions: int, totals: np.ndarray) -> None:
+    """The limit: one load of 16 numbers per multiply-add, eight sums at a time."""
+    for part in prange(panels.shape[0]):
+        panel = panels[part]
+        a = b = c = d = splat(np.float32(0))
+        e = f = g = h = splat(np.float32(0))
+        factor = splat(np.float32(0.5))
+        lanes = every_lane()
+        for _ in range(repetitions):
+            for i in range(0, panel.size, 128):
+                a = fma(load(panel, i, lanes), factor, a)
+                b = fma(load(panel, i + 16, lanes), factor, b)
+                c = fma(load(panel, i + 32, lanes), factor, c)
+                d = fma(load(panel, i + 48, lanes), factor, d)
+                e = fma(load(panel, i + 64, lanes), factor, e)
+                f = fma(load(panel, i + 80, lanes), factor, f)
+                g = fma(load(panel, i + 96, lanes), factor, g)
+                h = fma(load(panel, i + 112, lanes), factor, h)
+        total = ((a + b) + (c + d)) + ((e + f) + (g + h))
+        totals[part] = sum_lanes(widened(total))
+
+
+class Limit:
+    """The rate of load-bound multiply-adds, on all threads.
+
+    A load of 64 bytes has 16 numbers in fp32 and 32 in bf16.
+    """
+
+    def __init__(self) -> None:
+        size = cache_bytes()[1] // 2 // 4 // 128 * 128
+        self.panels = np.ones((numba.get_num_threads(), size), np.float32)
+        self.totals = np.empty(len(self.panels))
+        self.repetitions = max(1, (1 << 22) // size)
+        self.run()
+
+    def run(self) -> None:
+        load_bound(self.panels, self.repetitions, self.totals)
+
+    def gflop_per_second(self, seconds: float, type_name: str) -> float:
+        flops = 2 * self.panels.size * self.repetitions * (2 if type_name == "bf16" else 1)
+        return flops / seconds / 1e9
+
+
+@dataclass
+class Cell:
+    """One weight, one type, one number of tokens; inputs of all programs."""
+
+    shape: tuple[int, int]
+    tokens: int
+    sparsity: float
+    type_name: str
+    dense: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = np.random.default_rng(0)
+        rows, columns = self.shape
+        self.mask = generator.random(self.shape) >= self.sparsity
+        starts = np.zeros(rows + 1, np.int64)
+        np.cumsum(self.mask.sum(axis=1), out=starts[1:])
+        indices = np.nonzero(self.mask)[1].astype(np.int32)
+        self.layout = SparseLayout.of(starts, indices, self.shape)
+
+        def random(*shape: int) -> torch.Tensor:
+            numbers = generator.standard_normal(shape, dtype=np.float32)
+            return torch.from_numpy(numbers).to(TYPES[self.type_name])
+
+        self.values = random(self.layout.entries)
+        self.dense = torch.zeros(self.shape, dtype=TYPES[self.type_name])
+        self.dense[torch.from_numpy(self.mask)] = self.values
+        self.x, self.dy = random(self.tokens, columns), random(self.tokens, rows)
+        self.flops = 3 * 2 * self.layout.entries * self.tokens
+
+    def dense_products(self) -> Callable[[], object]:
+        y, dx, dw = (torch.empty_like(t) for t in (self.dy, self.x, self.dense))
+
+        def run() -> None:
+            torch.mm(self.x, self.dense.t(), out=y)
+            torch.mm(self.dy, self.dense, out=dx)
+            torch.mm(self.dy.t(), self.x, out=dw)
+
+        return run
+
+    def own_products(self, choice: Choice) -> Callable[[], object]:
+        """As in a step: activations are packed once per tensor, where a product walks."""
+
+        def run() -> list[torch.Tensor]:
+            packed: dict[str, Panels] = {}
+
+            def given(name: str, tensor: torch.Tensor, product: object) -> torch.Tensor | Panels:
+                if not isinstance(product, Walked):
+                    return tensor
+                if name not in packed:
+                    packed[name] = to_panels(tensor, choice.panel_tokens)
+                return packed[name]
+
+            x, dy = given("x", self.x, choice.forward), given("dy", self.dy, choice.input_gradient)
+            made = (
+                forward(self.layout, self.values, x, choice=choice),
+                input_gradient(self.layout, self.values, dy, choice=choice),
+            )
+            x = given("x", self.x, choice.weight_gradient)
+            dy = given("dy", self.dy, choice.weight_gradient)
+            dw = weight_gradient(self.layout, x, dy, choice=choice)
+            return [dw, *(from_panels(m) if isinstance(m, Panels) else m for m in made)]
+
+        return run
+
+    def packing(self, choice: Choice) -> Callable[[], object] | None:
+        """What panels cost: those tensors that are packed or unpacked, and nothing else."""
+        packs_x = isinstance(choice.forward, Walked), isinstance(choice.input_gradient, Walked)
+        if not any(packs_x):
+            return None
+        tensors = [self.x, self.dy]
+        panels = [to_panels(t, choice.panel_tokens) for t in tensors]
+
+        def run() -> None:
+            for tensor, panel, is_packed in zip(tensors, panels, packs_x, strict=True):
+                if is_packed:
+                    to_panels(tensor, choice.panel_tokens)
+                    from_panels(panel)
+
+        return run
+
+    def torch_sparse(self) -> Callable[[], object]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # sparse_csr is a beta in PyTorch
+            weight = self.dense.to_sparse_csr()
+            transposed = self.dense.t().contiguous().to_sparse_csr()
+        x, dy = self.x.t().contiguous(), self.dy.t().contiguous()
+
+        def run() -> None:
+            weight @ x
+            transposed @ dy
+            torch.sparse.sampled_addmm(weight, dy, self.x, beta=0.0)
+
+        return run
+
+
+def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple[dict, int, int]:
+    """Return each program's seconds per repetition, and how many were clean and made."""
+    first = {name: (program(), timed(program))[1] for name, program in programs.items()}
+    slow = {name for name, took in first.items() if took > SLOW * first["dense"]}
+    clean: list[dict[str, float]] = []
+    every: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while (spent := time.perf_counter() - start) < seconds or (
+        spent < 3 * seconds and len(clean) < ENOUGH
+    ):
+        waited = waited_seconds()
+        took = {name: timed(run) for name, run in programs.items() if name not in slow}
+        now = waited_seconds()
+        delay = 0.0 if now is None or waited is None else now - waited
+        every.append(took | {name: first[name] for name in slow})
+        if delay < WAIT_SHARE * sum(took.values()):
+            clean.append(every[-1])
+        if len(clean) >= MOST:
+            break
+    kept = clean if len(clean) >= ENOUGH else every
+    return {name: [row[name] for row in kept] for name in programs}, len(clean), len(every)
+
+
+def sparseprop_products(cell: Cell) -> Callable[[], object] | None:
+    """SparseProp's linear layer with the same weight, forward and backward, if it is installed."""
+    if cell.type_name != "fp32" or importlib.util.find_spec("sparseprop") is None:
+        return None
+    from sparseprop.modules import SparseLinear
+
+    layer = SparseLinear(cell.dense, bias=torch.nn.Parameter(torch.zeros(cell.shape[0])))
+    x = cell.x.clone().requires_grad_()
+
+    def run() -> None:
+        x.grad = None
+        layer.zero_grad()
+        layer(x).backward(cell.dy)
+
+    return run
+
+
+def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False) -> dict:
+    """One row: medians over clean repetitions, ratios within each of them."""
+    choice = choose_product(cell.shape, TYPES[cell.type_name], cell.sparsity, cell.tokens)
+    programs = {"dense": cell.dense_products(), "ours": cell.own_products(choice)}
+    packing = cell.packing(choice)
+    if packing is not None:
+        programs["packing"] = packing
+    if cell.type_name == "fp32":
+        programs["torch_sparse"] = cell.torch_sparse()
+    peer = sparseprop_products(cell) if published else None
+    if peer is not None:
+        programs["sparseprop"] = peer
+    programs["limit"] = limit.run
+    took, clean, every = in_turns(programs, seconds)
+
+    def over(name: str) -> float | None:
+        if name not in took:
+            return None
+        return statistics.median(a / b for a, b in zip(took[name], took["ours"], strict=True))
+
+    ours = statistics.median(took["ours"])
+    limit_rate = limit.gflop_per_second(statistics.median(took["limit"]), cell.type_name)
+    rate = cell.flops / ours / 1e9
+    row = {
+        "shape": list(cell.shape),
+        "tokens": cell.tokens,
+        "type": cell.type_name,
+        "sparsity": cell.sparsity,
+        "dense_ms": statistics.median(took["dense"]) * 1e3,
+        "ours_ms": ours * 1e3,
+        "packing_ms": statistics.median(took.get("packing", [0.0])) * 1e3,
+        "over_dense": over("dense"),
+        "over_torch_sparse": over("torch_sparse"),
+        "gflop_per_second": rate,
+        "limit_gflop_per_second": limit_rate,
+        "share_of_limit": rate / limit_rate,
+        "clean": clean,
+        "repetitions": every,
+        "choice": choice.as_record(),
+    }
+    if published:
+        row["over_sparseprop"] = over("sparseprop")
+    return row
+
+
+def ratio_to_target(row: dict, has_matrix_unit: bool) -> float | None:
+    """The least of a row's speed-ups over their targets; None where none applies."""
+    target = TARGETS[row["type"], has_matrix_unit].get(row["sparsity"])
+    if target is None or "over_sparseprop" in row:
+        return None
+    ratios = [row["over_dense"] / target]
+    if row["over_torch_sparse"] is not None:
+        ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
+    return min(ratios)
+
+
+def describe(row: dict) -> str:
+    products = (row["choice"][n] for n in ("forward", "input_gradient", "weight_gradient"))
+    ways = "/".join(
+        str(p["block_columns"]) if p["way"] == "walked" else f"dense {p['band_rows']}"
+        for p in products
+    )
+    library = row["over_torch_sparse"]
+    return (
+        f"{row['shape'][1]:5d} > {row['shape'][0]:5d} {row['tokens']:5d} {row['type']} "
+        f"{row['sparsity']:4.0%} {row['dense_ms']:8.2f} {row['ours_ms']:8.2f} "
+        f"{row['packing_ms']:7.2f} {row['over_dense']:7.2f} "
+        f"{'      -' if library is None else f'{library:7.2f}'} {row['gflop_per_second']:6.0f} "
+        f"{row['share_of_limit']:6.0%}  {row['clean']:2d}/{row['repetitions']:<2d}  "
+        f"{row['choice']['panel_tokens']} x {ways} {row['choice']['bfloat16']}"
+    )
+
+
+HEADER = (
+    "   in >   out tokens type spars. dense ms  ours ms packing  /dense /sparse GF/s  limit  clean "
+    " panel x blocks (forward, dX, dW)"
+)
+
+
+def cells(quick: bool) -> Iterator[Cell]:
+    """One after the other, since all together would need much memory."""
+    for name in TYPES:
+        if quick:
+            yield from (Cell((2048, 2048), 256, sparsity, name) for sparsity in (0.9, 0.95))
+        else:
+            grid = itertools.product(SHAPES, TOKENS, SPARSITIES)
+            yield from (Cell(*place, name) for place in grid)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the same, smaller")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(numba.get_num_threads())
+    machine = describe_machine()
+    has_matrix_unit = "amx_bf16" in machine["processor"]
+    limit = Limit()
+    seconds = 1.0 if quick else 3.0
+    print(
+        f"{numba.get_num_threads()} threads; matrix unit: {has_matrix_unit}\n{HEADER}", flush=True
+    )
+    rows = []
+    for cell in cells(quick):
+        rows.append(measure(cell, limit, seconds))
+        print(describe(rows[-1]), flush=True)
+    shape, tokens, sparsities = PUBLISHED
+    for sparsity in sparsities[1:2] if quick else sparsities:
+        cell = Cell(shape, tokens, sparsity, "fp32")
+        rows.append(measure(cell, limit, seconds, published=True))
+        peer = rows[-1]["over_sparseprop"]
+        said = "SparseProp is not installed" if peer is None else f"{peer:.2f} x SparseProp"
+        print(f"{describe(rows[-1])}  {said}", flush=True)
+    ratios = [ratio_to_target(row, has_matrix_unit) for row in rows]
+    ratios += [row["over_sparseprop"] for row in rows if row.get("over_sparseprop") is not None]
+    enough = all(row["clean"] >= ENOUGH for row in rows)
+    busy = "other work kept the processors busy: too few repetitions had them alone"
+    print_result(
+        "sparse_products",
+        round(min(ratio for ratio in ratios if ratio is not None), 4) if enough else None,
+        target=1.0,
+        unit="least speed-up over its target",
+        machine=machine,
+        quick=quick,
+        **({} if enough else {"skipped": busy}),
+        threads=numba.get_num_threads(),
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Explicit vectors of sparse products: one row of a sparse matrix against a panel of tokens.
+
+A panel holds some tokens of all features, feature after feature: `[feature][token]`. The sums of a
+row of outputs stay in registers while the row's entries pass by: one load of 16 tokens of a feature
+and one multiply-add per 16 tokens. A vector of bfloat16 has 32 tokens, of which the even and the
+odd ones are summed apart, in float32.
+
+The tokens of a panel are a constant of the compiled code, so that the sums are registers. They are
+the length of the tuple `width`, one element per 16 tokens: a part of the signature, by which Numba
+finds compiled code. (A constant of a module is not: code compiled for another one would be used.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.core.registry import cpu_target
+
+from penstock.kernels.vectors import (
+    LANES,
+    call_llvm,
+    element_pointer,
+    float32s,
+    intrinsic,
+    splat_scalar,
+    uint32s,
+)
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS = float32s.ir, uint32s.ir
+_HIGH_HALF = ir.Constant(_WORDS, [-65536] * LANES)
+_SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
+
+Sums = list[Any]
+Step = Callable[[Any, Any, Any, Sums], Sums]
+
+
+def processor_features() -> list[str]:
+    """The instruction sets of the processor that Numba compiles for, as LLVM names them."""
+    return cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+def has_bfloat16_dot() -> bool:
+    """Whether the processor has the dot product of bfloat16 pairs."""
+    return "+avx512bf16" in processor_features()
+
+
+# --- building blocks of code generation ----------------------------------------------------------
+
+
+def vectors_at(context: Any, builder: Any, kind: Any, array_type: Any, array: Any, at: Any) -> Any:
+    """Generate the address of vectors of type `kind` that begin at an element of a flat array."""
+    pointer = element_pointer(context, builder, array_type, array, at)
+    return builder.bitcast(pointer, kind.as_pointer())
+
+
+def load_vector(builder: Any, vectors: Any, number: int, alignment: int = 2) -> Any:
+    """Generate the load of a vector from the address of vectors."""
+    place = builder.gep(vectors, [ir.Constant(_I64, number)])
+    return builder.load(place, align=alignment)
+
+
+def store_vector(builder: Any, value: Any, vectors: Any, number: int, alignment: int = 2) -> None:
+    """Generate the store of a vector to the address of vectors."""
+    builder.store(value, builder.gep(vectors, [ir.Constant(_I64, number)]), align=alignment)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call_llvm(builder, f"llvm.fma.v{LANES}f32", _FLOATS, [a, b, c])
+
+
+def _even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
+    """The float32 values of the even and of the odd ones of 32 bfloat16 patterns."""
+    even = builder.bitcast(builder.shl(words, _SIXTEEN), _FLOATS)
+    return even, builder.bitcast(builder.and_(words, _HIGH_HALF), _FLOATS)
+
+
+def _dot(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    """`total` plus, lane by lane, the products of two pairs of bfloat16 patterns."""
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return call_llvm(builder, name, _FLOATS, [total, a, b])
+
+
+def _for_entries(
+    builder: Any, begin: Any, end: Any, sums: Sums, body: Callable[[Any, Sums], Sums]
+) -> Sums:
+    """Generate `for entry in range(begin, end): sums = body(entry, sums)`; return the sums."""
+    before = builder.block
+    condition, inside, after = (builder.append_basic_block() for _ in range(3))
+    builder.branch(condition)
+    builder.position_at_end(condition)
+    entry = builder.phi(_I64)
+    carried = [builder.phi(total.type) for total in sums]
+    builder.cbranch(builder.icmp_signed("<", entry, end), inside, after)
+    builder.position_at_end(inside)
+    added = body(entry, carried)
+    following = builder.add(entry, ir.Constant(_I64, 1))
+    last = builder.block
+    builder.branch(condition)
+    for phi, start, later in zip(
+        [entry, *carried], [begin, *sums], [following, *added], strict=True
+    ):
+        phi.add_incoming(start, before)
+        phi.add_incoming(later, last)
+    builder.position_at_end(after)
+    return carried
+
+
+def _rounded(builder: Any, values: Any) -> Any:
+    """The bfloat16 patterns nearest to float32 values, in the high halves of words.
+
+    Ties go to even, every NaN to 0x7FC0, as in `penstock.kernels.bfloat16`.
+    """
+    bits = builder.bitcast(values, _WORDS)
+    odd = builder.and_(builder.lshr(bits, _SIXTEEN), ir.Constant(_WORDS, [1] * LANES))
+    up = builder.add(builder.add(bits, ir.Constant(_WORDS, [0x7FFF] * LANES)), odd)
+    no_number = builder.fcmp_unordered("uno", values, values)
+    nan = ir.Constant(_WORDS, [0x7FC00000] * LANES)
+    return builder.and_(builder.select(no_number, nan, up), _HIGH_HALF)
+
+
+# --- the sum of scaled features (Y = W X) --------------------------------------------------------
+
+
+def _scale_floats(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
+    factor = splat_scalar(builder, weight)
+    return [
+        _fma(builder, factor, load_vector(builder, feature, v, 4), total)
+        for v, total in enumerate(sums)
+    ]
+
+
+def _scale_unpacked(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
+    factor = splat_scalar(builder, weight)
+    added = []
+    for v in range(len(sums) // 2):
+        halves = _even_and_odd(builder, load_vector(builder, feature, v))
+        added += [
+            _fma(builder, factor, half, total)
+            for half, total in zip(halves, sums[2 * v : 2 * v + 2], strict=True)
+        ]
+    return added
+
+
+def _scale_by_dots(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
+    # The weight is a bfloat16 value: its pattern is the high half. As the pair (0, w) it multiplies
+    # the odd tokens, as (w, 0) the even ones, without unpacking them.
+    odd = builder.bitcast(splat_scalar(builder, weight), _WORDS)
+    even = builder.lshr(odd, _SIXTEEN)
+    added = []
+    for v in range(len(sums) // 2):
+        pairs = load_vector(builder, feature, v)
+        added.append(_dot(builder, sums[2 * v], pairs, even))
+        added.append(_dot(builder, sums[2 * v + 1], pairs, odd))
+    return added
+
+
+def _start_sums(builder: Any, is_first: Any, start: Any, sums: Any, count: int) -> Sums:
+    """A scalar in all lanes where `is_first`, else what lies in memory."""
+    with builder.if_else(is_first) as (then, otherwise):
+        with then:
+            fresh, fresh_block = splat_scalar(builder, start), builder.block
+        with otherwise:
+            kept = [load_vector(builder, sums, v, 4) for v in range(count)]
+            kept_block = builder.block
+    merged = []
+    for value in kept:
+        phi = builder.phi(_FLOATS)
+        phi.add_incoming(fresh, fresh_block)
+        phi.add_incoming(value, kept_block)
+        merged.append(phi)
+    return merged
+
+
+def _finish_sums(
+    builder: Any, is_last: Any, totals: Sums, sums: Any, outputs: Any, is_bfloat16: bool
+) -> None:
+    if not is_bfloat16:
+        for v, total in enumerate(totals):
+            store_vector(builder, total, sums, v, 4)
+        return
+    with builder.if_else(is_last) as (then, otherwise):
+        with then:
+            for v in range(len(totals) // 2):
+                even, odd = (_rounded(builder, total) for total in totals[2 * v : 2 * v + 2])
+                words = builder.or_(builder.lshr(even, _SIXTEEN), odd)
+                store_vector(builder, words, outputs, v)
+        with otherwise:
+            for v, total in enumerate(totals):
+                store_vector(builder, total, sums, v, 4)
+
+
+def _scaling(step: Step) -> Any:
+    @intrinsic
+    def add_scaled(
+        typing_context,
+        outputs,
+        output_at,
+        sums,
+        sums_at,
+        start,
+        is_first,
+        is_last,
+        inputs,
+        inputs_at,
+        columns,
+        values,
+        begin,
+        end,
+        width,
+    ):
+        is_bfloat16 = inputs.dtype == types.uint16
+        if outputs.dtype != inputs.dtype or (is_bfloat16 and width.count % 2):
+            return None
+        kind = _WORDS if is_bfloat16 else _FLOATS
+        vectors = width.count // 2 if is_bfloat16 else width.count
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def at(number: int, of: Any) -> Any:
+                array, index = arguments[number : number + 2]
+                return vectors_at(context, builder, of, signature.args[number], array, index)
+
+            def scalar(number: int, index: Any) -> Any:
+                kind, array = signature.args[number], arguments[number]
+                return builder.load(element_pointer(context, builder, kind, array, index))
+
+            panel = at(7, kind)
+
+            def body(entry: Any, totals: Sums) -> Sums:
+                column = builder.zext(scalar(9, entry), _I64)
+                offset = builder.mul(column, ir.Constant(_I64, vectors))
+                feature = builder.gep(panel, [offset])
+                return step(builder, scalar(10, entry), feature, totals)
+
+            start, is_first, is_last = arguments[4:7]
+            first = _start_sums(builder, is_first, start, at(2, _FLOATS), width.count)
+            totals = _for_entries(builder, arguments[11], arguments[12], first, body)
+            _finish_sums(builder, is_last, totals, at(2, _FLOATS), at(0, kind), is_bfloat16)
+            return context.get_dummy_value()
+
+        places = (outputs, types.intp, sums, types.intp, types.float32, types.boolean)
+        source = (types.boolean, inputs, types.intp, columns, values, types.intp, types.intp, width)
+        return types.void(*places, *source), generate
+
+    return add_scaled
+
+
+add_scaled_floats = _scaling(_scale_floats)
+"""In a kernel: add to the sums of a row of outputs its entries times the features of their columns.
+
+Arguments: outputs and where the row begins there; float32 sums and where (the outputs themselves,
+if these are float32); the start of the sums; whether they start here; whether they end here and go
+to the outputs, rounded; inputs and where the columns begin there; local columns, uint16; float32
+values; the first entry and the end; `width`.
+"""
+add_scaled_unpacked = _scaling(_scale_unpacked)
+"""The same for panels of bfloat16 patterns, on any processor."""
+add_scaled_by_dots = _scaling(_scale_by_dots)
+"""The same with the processor's dot product of bfloat16 pairs; values must be bfloat16 values.
+
+It takes denormals for 0, and an infinite or undefined token makes its neighbour undefined too.
+"""
+
+
+# --- products over tokens (dW at the mask's positions) -------------------------------------------
+
+
+def _multiply_floats(builder: Any, gradient: list[Any], feature: Any) -> Any:
+    total = ir.Constant(_FLOATS, [0.0] * LANES)
+    for v, tokens in enumerate(gradient):
+        total = _fma(builder, tokens, load_vector(builder, feature, v, 4), total)
+    return total
+
+
+def _multiply_unpacked(builder: Any, gradient: list[Any], feature: Any) -> Any:
+    # Two sums, since an addition waits for the previous one.
+    even, odd = (ir.Constant(_FLOATS, [0.0] * LANES) for _ in range(2))
+    for v, pairs in enumerate(gradient):
+        left = _even_and_odd(builder, pairs)
+        right = _even_and_odd(builder, load_vector(builder, feature, v))
+        even = _fma(builder, left[0], right[0], even)
+        odd = _fma(builder, left[1], right[1], odd)
+    return builder.fadd(even, odd)
+
+
+def _multiply_by_dots(builder: Any, gradient: list[Any], feature: Any) -> Any:
+    total = ir.Constant(_FLOATS, [0.0] * LANES)
+    for v, pairs in enumerate(gradient):
+        total = _dot(builder, total, pairs, load_vector(builder, feature, v))
+    return total
+
+
+def _multiplying(multiply: Callable[[Any, list[Any], Any], Any]) -> Any:
+    @intrinsic
+    def products(
+        typing_context,
+        partials,
+        partials_at,
+        gradients,
+        gradients_at,
+        inputs,
+        inputs_at,
+        columns,
+        begin,
+        end,
+        width,
+    ):
+        is_bfloat16 = inputs.dtype == types.uint16
+        if gradients.dtype != inputs.dtype or (is_bfloat16 and width.count % 2):
+            return None
+        kind = _WORDS if is_bfloat16 else _FLOATS
+        vectors = width.count // 2 if is_bfloat16 else width.count
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def at(number: int, of: Any) -> Any:
+                array, index = arguments[number : number + 2]
+                return vectors_at(context, builder, of, signature.args[number], array, index)
+
+            partials, row, panel = at(0, _FLOATS), at(2, kind), at(4, kind)
+            gradient = [load_vector(builder, row, v) for v in range(vectors)]
+            begin, end = arguments[7:9]
+
+            def body(entry: Any, _: Sums) -> Sums:
+                place = element_pointer(context, builder, signature.args[6], arguments[6], entry)
+                column = builder.zext(builder.load(place), _I64)
+                feature = builder.gep(panel, [builder.mul(column, ir.Constant(_I64, vectors))])
+                slot = builder.gep(partials, [builder.sub(entry, begin)])
+                builder.store(multiply(builder, gradient, feature), slot, align=4)
+                return []
+
+            _for_entries(builder, begin, end, [], body)
+            return context.get_dummy_value()
+
+        places = (partials, types.intp, gradients, types.intp, inputs, types.intp)
+        return types.void(*places, columns, types.intp, types.intp, width), generate
+
+    return products
+
+
+multiply_floats = _multiplying(_multiply_floats)
+"""In a kernel: for each entry of a row, 16 partial sums of gradient times input over the tokens.
+
+Arguments: float32 partial sums `[entry][16]` and where to write; gradients and where the row of
+outputs begins there; inputs and where the columns begin there; local columns, uint16; the first
+entry and the end; `width`.
+"""
+multiply_unpacked = _multiplying(_multiply_unpacked)
+"""The same for panels of bfloat16 patterns, on any processor."""
+multiply_by_dots = _multiplying(_multiply_by_dots)
+"""The same with the processor's dot product of bfloat16 pairs."""
+
+
+# --- single elements -----------------------------------------------------------------------------
+
+
+@intrinsic
+def float_of(typing_context, value):
+    """The float32 value of a stored number: itself, or that of a bfloat16 pattern (uint16)."""
+    if value == types.float32:
+        return types.float32(value), lambda context, builder, signature, arguments: arguments[0]
+    if value != types.uint16:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = builder.shl(builder.zext(arguments[0], _I32), ir.Constant(_I32, 16))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(value), generate

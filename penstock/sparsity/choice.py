@@ -1,0 +1,98 @@
+"""How the products of a sparse weight are computed: plain data, recorded with a run.
+
+Which way is faster depends on processor, shape, type, sparsity and tokens, and the ways differ in
+the last bits. A resumed run uses the choice of its record and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from penstock.errors import ConfigError
+
+Bfloat16 = Literal["dots", "unpacked"]
+
+
+@dataclass(frozen=True)
+class Walked:
+    """A product that walks the entries of the mask and skips the rest.
+
+    Attributes:
+        block_columns: columns whose inputs pass by together; they should stay in the first-level
+            cache. From 1 to 65536.
+        band_rows: rows of a unit of work; None: all. Fewer keep more threads busy when there are
+            few tokens.
+    """
+
+    block_columns: int
+    band_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A dense product of bands of rows that are expanded on their way into it.
+
+    Attributes:
+        band_rows: rows that are expanded at once; columns of the weight for the gradient of the
+            inputs, unless one band holds them all.
+    """
+
+    band_rows: int
+
+
+Product = Walked | Expanded
+_WAYS: dict[str, type[Walked] | type[Expanded]] = {"walked": Walked, "expanded": Expanded}
+_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the three products of a sparse weight are computed.
+
+    `forward` and `weight_gradient` walk the rows of the weight, `input_gradient` its columns.
+
+    Attributes:
+        panel_tokens: tokens of a panel, a multiple of 16; of 32 for bfloat16.
+        bfloat16: how bfloat16 is multiplied, by the processor's dot product of pairs or as float32.
+    """
+
+    panel_tokens: int
+    forward: Product
+    input_gradient: Product
+    weight_gradient: Product
+    bfloat16: Bfloat16 = "unpacked"
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the choice as plain data."""
+        names = {kind: name for name, kind in _WAYS.items()}
+        record: dict[str, Any] = {"panel_tokens": self.panel_tokens, "bfloat16": self.bfloat16}
+        for name in _PRODUCTS:
+            product = getattr(self, name)
+            record[name] = {"way": names[type(product)], **asdict(product)}
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Choice:
+        """Return the choice that `as_record` returned as plain data.
+
+        Raises:
+            ConfigError: the record is not one of a choice.
+        """
+        try:
+            products = {name: _product(dict(record[name])) for name in _PRODUCTS}
+            choice = cls(
+                panel_tokens=int(record["panel_tokens"]), bfloat16=record["bfloat16"], **products
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "sparse products: expected the record of a choice (panel_tokens, bfloat16, "
+                f"{', '.join(_PRODUCTS)}), got {dict(record)}: {error!r}; "
+                "resume the run with the version of Penstock that recorded it"
+            ) from error
+        return choice
+
+
+def _product(record: dict[str, Any]) -> Product:
+    return _WAYS[record.pop("way")](**record)

@@ -1,0 +1,192 @@
+"""The choice of a weight's products by measurement on this machine.
+
+Block sizes depend on the caches and on how many threads share them, and whether a dense product is
+faster depends on the processor's matrix unit. So both are measured, on a random mask of the
+weight's sparsity and, for a large weight or many tokens, on a part of it. What is timed is what a
+step calls, packing of activations included.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+
+from penstock.kernels.sparse_vectors import has_bfloat16_dot
+from penstock.sparsity.choice import Bfloat16, Choice, Expanded, Product, Walked
+from penstock.sparsity.layout import SparseLayout
+from penstock.sparsity.products import forward, input_gradient, weight_gradient
+
+_MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays in a cache either way
+_MOST_TOKENS = 1024
+_REPETITIONS = 3
+_PANEL_TOKENS = {torch.float32: (32, 64, 128), torch.bfloat16: (64, 128, 256)}
+_BLOCK_OF_FIRST_CACHE = (0.5, 1.25)  # inputs of a block, as a share of the cache
+_BLOCK_OF_SECOND_CACHE = 0.125
+_BAND_OF_SECOND_CACHE = 1 / 16  # outputs of a band, likewise
+_LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
+_TILE_BYTES = (1 << 20, 4 << 20, 16 << 20)
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def choose_product(
+    shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int
+) -> Choice:
+    """Return the fastest way to compute the products of a sparse weight on this machine.
+
+    The first call for its arguments measures for some seconds, others in the process return the
+    same choice. Record it with the run: another measurement may choose otherwise.
+
+    Args:
+        shape: outputs and inputs of the weight.
+        dtype: float32 or bfloat16.
+        sparsity: share of the entries that the mask drops, from 0 to below 1.
+        tokens: of a micro-batch.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if dtype not in _PANEL_TOKENS:
+        raise ValueError(f"dtype: expected float32 or bfloat16, got {dtype}")
+    if not 0 <= sparsity < 1 or tokens < 1 or min(shape) < 1:
+        raise ValueError(
+            "choose_product: expected a shape and tokens of at least 1 and a sparsity from 0 to "
+            f"below 1, got {list(shape)}, {tokens} tokens and {sparsity}"
+        )
+    return _measured(tuple(shape), dtype, round(sparsity, 3), tokens)
+
+
+@functools.cache
+def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
+    case = _Case(shape, dtype, sparsity, tokens)
+    expanded = {name: case.fastest(name, case.expanding()) for name in _PRODUCTS}
+    best: tuple[float, Choice] | None = None
+    for panel_tokens, bfloat16 in _panels(dtype, tokens):
+        found = {
+            name: min(
+                case.fastest(name, case.walking(name, panel_tokens, bfloat16)),
+                expanded[name],
+                key=lambda pair: pair[0],
+            )
+            for name in _PRODUCTS
+        }
+        seconds = sum(pair[0] for pair in found.values())
+        products = {name: getattr(pair[1], name) for name, pair in found.items()}
+        if best is None or seconds < best[0]:
+            best = seconds, Choice(panel_tokens, bfloat16=bfloat16, **products)
+    assert best is not None  # there is a panel size for any number of tokens
+    return best[1]
+
+
+def _panels(dtype: torch.dtype, tokens: int) -> list[tuple[int, Bfloat16]]:
+    """The tokens of a panel and the ways to multiply bfloat16 that are worth measuring."""
+    sizes = _PANEL_TOKENS[dtype]
+    few = [size for size in sizes if size <= max(tokens, sizes[0])][-2:]
+    methods: tuple[Bfloat16, ...] = ("unpacked",)
+    if dtype == torch.bfloat16 and has_bfloat16_dot():
+        methods = ("dots", "unpacked")
+    return list(itertools.product(few, methods))
+
+
+_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+
+
+class _Case:
+    """A part of the weight, with random values, and its three products."""
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int
+    ) -> None:
+        rows, columns = (min(size, _MOST_FEATURES) for size in shape)
+        self.dtype, self.density = dtype, 1 - sparsity
+        self.tokens = min(tokens, _MOST_TOKENS)
+        generator = np.random.default_rng(0)
+        mask = generator.random((rows, columns)) >= sparsity
+        starts = np.zeros(rows + 1, np.int64)
+        np.cumsum(mask.sum(axis=1), out=starts[1:])
+        self.layout = SparseLayout.of(starts, np.nonzero(mask)[1].astype(np.int32), (rows, columns))
+
+        def random(*shape: int) -> torch.Tensor:
+            numbers = generator.standard_normal(shape, dtype=np.float32)
+            return torch.from_numpy(numbers).to(dtype)
+
+        self.values = random(self.layout.entries)
+        self.x, self.dy = random(self.tokens, columns), random(self.tokens, rows)
+
+    def run(self, name: str, choice: Choice) -> None:
+        if name == "forward":
+            forward(self.layout, self.values, self.x, choice=choice)
+        elif name == "input_gradient":
+            input_gradient(self.layout, self.values, self.dy, choice=choice)
+        else:
+            weight_gradient(self.layout, self.x, self.dy, choice=choice)
+
+    def fastest(self, name: str, choices: Iterable[Choice]) -> tuple[float, Choice]:
+        """The least time of some choices for a product, and the choice that has it."""
+        timed = [(_seconds(functools.partial(self.run, name, c)), c) for c in choices]
+        self.layout.forget_walks()
+        return min(timed, key=lambda pair: pair[0])
+
+    def expanding(self) -> list[Choice]:
+        inputs = max(self.layout.shape)
+        itemsize = self.dtype.itemsize
+        bands = sorted({max(16, size // (inputs * itemsize)) for size in _TILE_BYTES})
+        return [_all(32, Expanded(min(band, inputs))) for band in bands]
+
+    def walking(self, name: str, panel_tokens: int, bfloat16: Bfloat16) -> list[Choice]:
+        rows, columns = self.layout.shape
+        if name == "input_gradient":
+            rows, columns = columns, rows
+        first, second = cache_bytes()
+        sizes = [share * first for share in _BLOCK_OF_FIRST_CACHE]
+        sizes.append(_BLOCK_OF_SECOND_CACHE * second)
+        column_bytes = panel_tokens * self.dtype.itemsize
+        blocks = {min(columns, max(16, int(size / column_bytes) // 16 * 16)) for size in sizes}
+        useful = {b for b in blocks if b * self.density >= _LEAST_ENTRIES} or {max(blocks)}
+        most = rows
+        threads, panels = numba.get_num_threads(), -(-self.tokens // panel_tokens)
+        if name != "weight_gradient" and panels < 2 * threads:
+            most = -(-rows // threads)  # all threads have something to do
+        band = max(16, int(_BAND_OF_SECOND_CACHE * second / (4 * panel_tokens)))
+        return [
+            replace(_all(panel_tokens, Walked(block, rows)), bfloat16=bfloat16)
+            for block, rows in itertools.product(sorted(useful), sorted({min(band, most), most}))
+        ]
+
+
+def _all(panel_tokens: int, product: Product) -> Choice:
+    return Choice(panel_tokens, product, product, product)
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    """The least time of some repetitions: what disturbs only adds."""
+    function()
+    times = []
+    for _ in range(_REPETITIONS):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+@functools.cache
+def cache_bytes(folder: Path = _CACHES) -> tuple[int, int]:
+    """Return the bytes of a core's first and second cache for data; usual ones if not known."""
+    found = {1: 32 << 10, 2: 1 << 20}
+    for cache in sorted(folder.glob("index*")):
+        try:
+            kind, level, size = (
+                (cache / name).read_text().strip() for name in ("type", "level", "size")
+            )
+        except OSError:
+            continue
+        if kind != "Instruction" and size.endswith("K") and int(level) in found:
+            found[int(level)] = int(size[:-1]) << 10
+    return found[1], found[2]

@@ -1,0 +1,303 @@
+"""The three products of a sparse weight: forward, gradient of the inputs, gradient of the entries.
+
+A weight `W` `[outputs, inputs]` has a layout (its mask) and values in the order of the store, which
+is row after row. Activations are `[tokens, features]` or panels, and a product returns what it was
+given. Sums are made in float32 and rounded once. Walked products have the same bits for any number
+of threads; expanded ones are those of PyTorch's dense product.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.kernels import sparse_products
+from penstock.kernels.sparse_expansion import collect, expand, expand_marked, has_expansion
+from penstock.kernels.sparse_products import Walk, gather
+from penstock.kernels.sparse_vector_product import multiply_vector
+from penstock.sparsity.choice import Choice, Expanded, Product
+from penstock.sparsity.layout import Rows, SparseLayout
+from penstock.sparsity.panels import (
+    Panels,
+    check_activations,
+    empty_panels,
+    flat,
+    from_panels,
+    to_panels,
+)
+
+_TILES = threading.local()
+
+Activations = TypeVar("Activations", torch.Tensor, Panels)
+
+
+def forward(
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: Activations,
+    bias: torch.Tensor | None = None,
+    *,
+    choice: Choice,
+) -> Activations:
+    """Return `x W^T + bias`.
+
+    One token, as in generation, is multiplied by a kernel of its own, whatever the choice.
+
+    Args:
+        layout: the mask.
+        values: float32 or bfloat16 `[entries]`, in the order of the store.
+        x: of the values' type, `[tokens, inputs]`, or panels of it.
+        bias: `[outputs]`.
+
+    Returns:
+        `[tokens, outputs]`, or panels.
+
+    Raises:
+        ValueError: a tensor has another type or shape.
+    """
+    _check(layout, values, x, layout.shape[1], "x")
+    if bias is not None and bias.shape != (layout.shape[0],):
+        raise ValueError(
+            f"bias: expected shape [{layout.shape[0]}], one number per output, "
+            f"got {list(bias.shape)}"
+        )
+    if isinstance(x, torch.Tensor) and x.shape[0] == 1:
+        y: Any = _of_one_token(layout, values, x, bias)
+        return y
+    return _multiply(layout, values, x, bias, choice, choice.forward, transposed=False)
+
+
+def input_gradient(
+    layout: SparseLayout, values: torch.Tensor, dy: Activations, *, choice: Choice
+) -> Activations:
+    """Return `dy W`, the gradient of the inputs.
+
+    Args:
+        dy: the gradient of the outputs, of the values' type, `[tokens, outputs]`, or panels of it.
+
+    Returns:
+        `[tokens, inputs]`, or panels.
+
+    Raises:
+        ValueError: a tensor has another type or shape.
+    """
+    _check(layout, values, dy, layout.shape[0], "dy")
+    return _multiply(layout, values, dy, None, choice, choice.input_gradient, transposed=True)
+
+
+def weight_gradient(
+    layout: SparseLayout,
+    x: torch.Tensor | Panels,
+    dy: torch.Tensor | Panels,
+    *,
+    choice: Choice,
+) -> torch.Tensor:
+    """Return the gradient of the entries of the mask: `dy^T x` at their places.
+
+    An expanded product rounds the gradient to the type of the activations, as a dense one does.
+
+    Args:
+        x: `[tokens, inputs]`, or panels.
+        dy: of the same type and tokens, `[tokens, outputs]`, or panels.
+
+    Returns:
+        float32 `[entries]`, in the order of the store.
+
+    Raises:
+        ValueError: a tensor has another type or shape.
+    """
+    _check_activations(x, layout.shape[1], "x")
+    _check_activations(dy, layout.shape[0], "dy")
+    if _dtype(x) != _dtype(dy) or _tokens(x) != _tokens(dy):
+        raise ValueError(
+            f"dy: expected {_dtype(x)} of {_tokens(x)} tokens, as x has, "
+            f"got {_dtype(dy)} of {_tokens(dy)}"
+        )
+    product = choice.weight_gradient
+    if isinstance(product, Expanded):
+        return _gradient_from_tiles(layout.rows, _as_tokens(x), _as_tokens(dy), product.band_rows)
+    gradient = sparse_products.entry_gradient(
+        layout.walk(product.block_columns, product.band_rows),
+        flat(_as_panels(x, choice.panel_tokens).data),
+        flat(_as_panels(dy, choice.panel_tokens).data),
+        panel_tokens=choice.panel_tokens,
+        bfloat16=choice.bfloat16,
+    )
+    return torch.from_numpy(gradient)
+
+
+def _multiply(
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: torch.Tensor | Panels,
+    bias: torch.Tensor | None,
+    choice: Choice,
+    product: Product,
+    *,
+    transposed: bool,
+) -> Any:
+    """Return activations of the kind that `x` is."""
+    if isinstance(product, Expanded):
+        y = _multiply_tiles(
+            layout, values, _as_tokens(x), bias, product.band_rows, transposed=transposed
+        )
+        return y if isinstance(x, torch.Tensor) else to_panels(y, x.panel_tokens)
+    walk = layout.walk(product.block_columns, product.band_rows, transposed=transposed)
+    panels = _as_panels(x, choice.panel_tokens)
+    out = _multiply_panels(walk, values, panels, bias, choice)
+    return from_panels(out) if isinstance(x, torch.Tensor) else out
+
+
+def _multiply_panels(
+    walk: Walk, values: torch.Tensor, x: Panels, bias: torch.Tensor | None, choice: Choice
+) -> Panels:
+    out = empty_panels(x.data.dtype, x.tokens, walk.shape[0], x.panel_tokens)
+    sparse_products.multiply(
+        walk,
+        gather(flat(values), walk.positions),
+        flat(x.data),
+        flat(out.data),
+        panel_tokens=x.panel_tokens,
+        bias=None if bias is None else flat(bias.float()),
+        bfloat16=choice.bfloat16,
+    )
+    return out
+
+
+def _multiply_tiles(
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    band_rows: int,
+    *,
+    transposed: bool,
+) -> torch.Tensor:
+    """Expand one band of rows after the other into one tile and multiply by it.
+
+    A weight in a single band is expanded in the order of the store, also for the gradient of the
+    inputs, whose bands are of columns otherwise: sums are not made of rounded parts.
+    """
+    outputs, inputs = reversed(layout.shape) if transposed else layout.shape
+    y = x.new_empty(x.shape[0], outputs)
+    if transposed and band_rows >= outputs:
+        weight = _tile_memory(inputs * outputs, x.dtype)
+        _expand_rows(layout, values, range(inputs), weight)
+        return torch.mm(x, weight.view(inputs, outputs), out=y)
+    memory = _tile_memory(min(band_rows, outputs) * inputs, x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    for band in _bands(outputs, band_rows):
+        tile = memory[: len(band) * inputs]
+        if transposed:
+            rows = layout.transposed_rows
+            expand(rows.starts, rows.columns, flat(values), rows.positions, band, flat(tile))
+        else:
+            _expand_rows(layout, values, band, tile)
+        weight, part = tile.view(len(band), inputs).t(), slice(band.start, band.stop)
+        if bias is None:
+            torch.mm(x, weight, out=y[:, part])
+        else:
+            torch.addmm(bias[part], x, weight, out=y[:, part])
+    return y
+
+
+def _tile_memory(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a tile, the same for all products of a thread.
+
+    Memory that is new each time costs as much as the expansion.
+    """
+    held: torch.Tensor | None = getattr(_TILES, "memory", None)
+    if held is None or held.numel() < count * dtype.itemsize:
+        held = _TILES.memory = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+    return held[: count * dtype.itemsize].view(dtype)
+
+
+def _expand_rows(
+    layout: SparseLayout, values: torch.Tensor, band: range, tile: torch.Tensor
+) -> None:
+    rows = layout.rows
+    if has_expansion():
+        expand_marked(rows.starts, rows.columns, layout.bitmap, flat(values), band, flat(tile))
+    else:
+        expand(rows.starts, rows.columns, flat(values), rows.positions, band, flat(tile))
+
+
+def _gradient_from_tiles(
+    rows: Rows, x: torch.Tensor, dy: torch.Tensor, band_rows: int
+) -> torch.Tensor:
+    """Make the dense gradient band after band in one tile; keep what the mask keeps."""
+    outputs, inputs = rows.shape
+    kept = torch.empty(rows.columns.size, dtype=torch.float32)
+    memory = _tile_memory(min(band_rows, outputs) * inputs, x.dtype)
+    for band in _bands(outputs, band_rows):
+        tile = memory[: len(band) * inputs]
+        torch.mm(dy[:, band.start : band.stop].t(), x, out=tile.view(len(band), inputs))
+        collect(rows.starts, rows.columns, band, flat(tile), flat(kept))
+    return kept
+
+
+def _of_one_token(
+    layout: SparseLayout, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    y = multiply_vector(
+        layout.rows.starts,
+        layout.rows.columns,
+        flat(values),
+        flat(x.float()),
+        None if bias is None else flat(bias.float()),
+    )
+    return torch.from_numpy(y).to(x.dtype).unsqueeze(0)
+
+
+def _bands(rows: int, band_rows: int) -> list[range]:
+    if band_rows < 1:
+        raise ValueError(f"band_rows: expected at least 1, got {band_rows}")
+    return [range(low, min(low + band_rows, rows)) for low in range(0, rows, band_rows)]
+
+
+def _as_panels(x: torch.Tensor | Panels, panel_tokens: int) -> Panels:
+    if isinstance(x, torch.Tensor):
+        return to_panels(x, panel_tokens)
+    if x.panel_tokens != panel_tokens:
+        raise ValueError(
+            f"panels: expected {panel_tokens} tokens per panel, as the choice has, "
+            f"got {x.panel_tokens}; make them with the choice's panel_tokens"
+        )
+    return x
+
+
+def _as_tokens(x: torch.Tensor | Panels) -> torch.Tensor:
+    return x.detach() if isinstance(x, torch.Tensor) else from_panels(x)
+
+
+def _dtype(x: torch.Tensor | Panels) -> torch.dtype:
+    return x.dtype if isinstance(x, torch.Tensor) else x.data.dtype
+
+
+def _tokens(x: torch.Tensor | Panels) -> int:
+    return x.shape[0] if isinstance(x, torch.Tensor) else x.tokens
+
+
+def _check(
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: torch.Tensor | Panels,
+    features: int,
+    name: str,
+) -> None:
+    _check_activations(x, features, name)
+    if values.dtype != _dtype(x) or values.shape != (layout.entries,):
+        raise ValueError(
+            f"values: expected {_dtype(x)} [{layout.entries}], of the type of {name} and one per "
+            f"entry of the mask, got {values.dtype} {list(values.shape)}"
+        )
+
+
+def _check_activations(x: torch.Tensor | Panels, features: int, name: str) -> None:
+    if isinstance(x, torch.Tensor):
+        check_activations(name, x)
+    found = x.shape[1] if isinstance(x, torch.Tensor) else x.features
+    if found != features:
+        raise ValueError(f"{name}: expected {features} features, got {found}")

@@ -1,0 +1,264 @@
+"""Kernels of sparse products: they write what they should, and nothing beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from penstock.kernels.sparse_expansion import bitmap_of, collect, expand, expand_marked
+from penstock.kernels.sparse_panels import pack, panel_count, unpack
+from penstock.kernels.sparse_products import Walk, entry_gradient, gather, multiply
+from penstock.kernels.sparse_vector_product import multiply_vector
+
+GUARD = 100
+NONE = np.empty(0, np.int32)
+
+
+def guarded(length: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """An array with 100 elements before and behind the part that may be written."""
+    whole = np.full(length + 2 * GUARD, 77, dtype)
+    return whole, whole[GUARD : GUARD + length]
+
+
+def assert_untouched(whole: np.ndarray) -> None:
+    assert (whole[:GUARD] == 77).all()
+    assert (whole[-GUARD:] == 77).all()
+
+
+def numbers(seed: int, length: int, dtype: type) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    if dtype == np.uint16:
+        return generator.integers(0, 1 << 16, length).astype(np.uint16)
+    return generator.standard_normal(length).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("panel_tokens", [32, 48])
+@pytest.mark.parametrize(
+    ("tokens", "features"),
+    [(1, 1), (3, 40), (15, 16), (16, 15), (16, 16), (16, 32), (33, 65), (64, 300), (97, 513)],
+)
+def test_panels_hold_tokens_feature_by_feature(tokens, features, panel_tokens, dtype):
+    source = numbers(tokens, tokens * features, dtype)
+    count = panel_count(tokens, panel_tokens)
+    whole, panels = guarded(count * features * panel_tokens, dtype)
+    pack(source, panels, (tokens, features), panel_tokens)
+    padded = np.zeros((count * panel_tokens, features), dtype)
+    padded[:tokens] = source.reshape(tokens, features)
+    expected = padded.reshape(count, panel_tokens, features).transpose(0, 2, 1)
+    np.testing.assert_array_equal(panels.reshape(expected.shape), expected)
+    assert_untouched(whole)
+    whole, target = guarded(source.size, dtype)
+    unpack(panels, target, (tokens, features), panel_tokens)
+    np.testing.assert_array_equal(target, source)
+    assert_untouched(whole)
+
+
+def test_panels_of_other_lengths_are_refused():
+    source = np.zeros(40, np.float32)
+    with pytest.raises(ValueError, match=r"panels: expected shape \[128\], got \[64\]"):
+        pack(source, np.zeros(64, np.float32), (10, 4), 32)
+    with pytest.raises(ValueError, match=r"panels: expected float32, got uint16"):
+        pack(source, np.zeros(128, np.uint16), (10, 4), 32)
+    with pytest.raises(ValueError, match=r"panel_tokens: expected a multiple of 16, got 24"):
+        pack(source, np.zeros(96, np.float32), (10, 4), 24)
+    panels = np.zeros(128, np.float32)
+    panels.flags.writeable = False
+    with pytest.raises(ValueError, match=r"panels: expected memory that can be written"):
+        pack(source, panels, (10, 4), 32)
+
+
+def dense_walk(rows: int, columns: int) -> Walk:
+    """All entries of a matrix, in one cell."""
+    return Walk(
+        (rows, columns),
+        columns,
+        rows,
+        np.array([0, rows]),
+        np.arange(rows, dtype=np.int32),
+        np.arange(rows + 1, dtype=np.int32) * np.int32(columns),
+        np.tile(np.arange(columns, dtype=np.uint16), rows),
+        np.arange(rows * columns, dtype=np.int32),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_a_product_writes_its_outputs_only(dtype):
+    walk, tokens = dense_walk(5, 7), 32
+    x = (np.arange(7 * tokens) % 5).astype(np.float32)
+    values = np.arange(35, dtype=np.float32) % 4
+    bias = np.arange(5, dtype=np.float32)
+    expected = values.reshape(5, 7) @ x.reshape(7, tokens) + bias[:, None]
+    if dtype == np.uint16:  # small whole numbers are exact in bfloat16
+        x = (x.view(np.uint32) >> 16).astype(np.uint16)
+    whole, out = guarded(5 * tokens, dtype)
+    multiply(walk, values, x, out, panel_tokens=tokens, bias=bias)
+    found = out if dtype == np.float32 else (out.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(found.reshape(5, tokens), expected)
+    assert_untouched(whole)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 200])
+def test_gradients_of_any_number_of_entries(count):
+    walk = dense_walk(1, count)
+    x, dy = numbers(1, count * 32, np.float32), numbers(2, 32, np.float32)
+    found = entry_gradient(walk, x, dy, panel_tokens=32)
+    expected = x.reshape(count, 32).astype(np.float64) @ dy
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("patterns", [[0x7F800001, 0x7FC00000], [0x3F808000, 0x3F818000]])
+def test_outputs_are_rounded_to_bfloat16_as_elsewhere(patterns):
+    """Ties to even; a NaN stays a NaN. The sum of one entry of value 1 and a bias."""
+    walk = dense_walk(2, 1)
+    bias = np.array(patterns, np.uint32).view(np.float32)
+    out = np.empty(64, np.uint16)
+    multiply(
+        walk, np.zeros(2, np.float32), np.zeros(32, np.uint16), out, panel_tokens=32, bias=bias
+    )
+    expected = [0x7FC0, 0x7FC0] if patterns[0] == 0x7F800001 else [0x3F80, 0x3F82]
+    assert set(out[:32].tolist()) == {expected[0]}
+    assert set(out[32:].tolist()) == {expected[1]}
+
+
+def test_a_product_of_other_arrays_is_refused():
+    walk, x = dense_walk(5, 7), np.zeros(7 * 32, np.float32)
+    values, out = np.zeros(35, np.float32), np.zeros(160, np.float32)
+    with pytest.raises(ValueError, match=r"values: expected shape \[35\], got \[34\]"):
+        multiply(walk, values[1:], x, out, panel_tokens=32)
+    with pytest.raises(ValueError, match=r"out: expected float32, got uint16"):
+        multiply(walk, values, x, out.astype(np.uint16), panel_tokens=32)
+    with pytest.raises(ValueError, match=r"x: expected shape \[224\], got \[225\]"):
+        multiply(walk, values, np.zeros(225, np.float32), out, panel_tokens=32)
+    with pytest.raises(ValueError, match=r"panel_tokens: expected a multiple of 32, got 16"):
+        multiply(walk, values, x.astype(np.uint16), out.astype(np.uint16), panel_tokens=16)
+    with pytest.raises(ValueError, match=r"bias: expected shape \[5\], got \[4\]"):
+        multiply(walk, values, x, out, panel_tokens=32, bias=np.zeros(4, np.float32))
+    with pytest.raises(ValueError, match=r"gradients: expected shape \[160\], got \[96\]"):
+        entry_gradient(walk, x, out[64:], panel_tokens=32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_values_are_gathered_as_float32(dtype):
+    values = numbers(1, 40_000, dtype)
+    positions = np.random.default_rng(2).permutation(values.size).astype(np.int32)
+    found = gather(values, positions).view(np.uint32)
+    bits = values.view(np.uint32) if dtype == np.float32 else values.astype(np.uint32) << 16
+    np.testing.assert_array_equal(found, bits[positions])
+
+
+def random_rows(seed: int, rows: int, columns: int) -> scipy.sparse.csr_array:
+    matrix = scipy.sparse.random_array(
+        (rows, columns), density=0.3, format="csr", rng=np.random.default_rng(seed)
+    )
+    matrix.sort_indices()
+    matrix.data[:] = numbers(seed, matrix.nnz, np.float32)
+    return matrix
+
+
+@pytest.mark.parametrize("band", [range(40), range(3, 4), range(10, 35), range(39, 40)])
+def test_a_band_is_expanded_and_collected(band):
+    matrix = random_rows(1, 40, 23)
+    starts, columns = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32)
+    values = matrix.data.astype(np.float32)
+    whole, tile = guarded(len(band) * 23, np.float32)
+    expand(starts, columns, values, NONE, band, tile)
+    expected = matrix.toarray()[band.start : band.stop]
+    np.testing.assert_array_equal(tile.reshape(expected.shape), expected)
+    assert_untouched(whole)
+    order = np.random.default_rng(3).permutation(values.size).astype(np.int32)
+    elsewhere = np.empty_like(values)
+    elsewhere[order] = values
+    expand(starts, columns, elsewhere, order, band, tile)
+    np.testing.assert_array_equal(tile.reshape(expected.shape), expected)
+    kept = np.full(values.size, -1, np.float32)
+    collect(starts, columns, band, tile, kept)
+    inside = slice(starts[band.start], starts[band.stop])
+    np.testing.assert_array_equal(kept[inside], values[inside])
+    assert (np.delete(kept, np.r_[inside]) == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 100])
+def test_a_band_is_expanded_by_a_bitmap_as_without(width, dtype):
+    matrix = random_rows(width, 40, width)
+    starts, columns = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32)
+    values, bitmap = numbers(7, columns.size, dtype), bitmap_of(starts, columns, width)
+    for band in (range(40), range(10, 35)):
+        whole, tile = guarded(len(band) * width, dtype)
+        expand_marked(starts, columns, bitmap, values, band, tile)
+        expected = np.zeros_like(tile)
+        expand(starts, columns, values, NONE, band, expected)
+        np.testing.assert_array_equal(tile, expected)
+        assert_untouched(whole)
+
+
+def test_a_band_that_is_not_in_the_matrix_is_refused():
+    starts, columns = np.array([0, 1, 1]), np.zeros(1, np.int32)
+    tile, values = np.zeros(4, np.float32), np.zeros(1, np.float32)
+    for band in (range(3), range(1, 1), range(0, 2, 2)):
+        with pytest.raises(ValueError, match=r"band: expected consecutive rows of 0 to 2, got"):
+            expand(starts, columns, values, NONE, band, tile)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_the_product_with_one_token(dtype):
+    matrix = random_rows(4, 200, 77)
+    values = matrix.data.astype(np.float32)
+    if dtype == np.uint16:
+        values = (values.view(np.uint32) >> 16).astype(np.uint16)
+        matrix.data[:] = (values.astype(np.uint32) << 16).view(np.float32)
+    x, bias = numbers(5, 77, np.float32), numbers(6, 200, np.float32)
+    starts, columns = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32)
+    found = multiply_vector(starts, columns, values, x, bias)
+    np.testing.assert_allclose(found, matrix @ x.astype(np.float64) + bias, rtol=0, atol=1e-5)
+    found = multiply_vector(starts, columns, values, x)
+    np.testing.assert_allclose(found, matrix @ x.astype(np.float64), rtol=0, atol=1e-5)
+
+
+OTHER_PROCESSOR = """
+import numpy as np, torch
+from penstock.kernels.sparse_vectors import has_bfloat16_dot
+from penstock.sparsity import Choice, Walked, forward, input_gradient, weight_gradient
+from sparse_masks import layout_of, mask_of, random_tensor
+assert not has_bfloat16_dot()
+for dtype in (torch.float32, torch.bfloat16):
+    mask = mask_of("power law", (37, 83), 1)
+    layout, choice = layout_of(mask), Choice(32, *3 * [Walked(16)])
+    values, x, dy = (random_tensor(s, dtype, *n) for s, n in
+                     enumerate([(layout.entries,), (45, 83), (45, 37)]))
+    weight = np.zeros(mask.shape)
+    weight[mask] = values.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    for found, expected in (
+        (forward(layout, values, x, choice=choice), x.double().numpy() @ weight.T),
+        (input_gradient(layout, values, dy, choice=choice), dy.double().numpy() @ weight),
+        (weight_gradient(layout, x, dy, choice=choice), (dy.double().T @ x.double()).numpy()[mask]),
+    ):
+        np.testing.assert_allclose(found.double().numpy(), expected, tolerance, 20 * tolerance)
+print("agrees")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names a processor of this architecture")
+def test_products_compiled_for_a_processor_with_avx2_alone(tmp_path):
+    environment = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+sse4.2,+bmi2",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESSOR],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "agrees", done.stderr

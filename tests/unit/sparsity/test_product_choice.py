@@ -1,0 +1,109 @@
+"""The choice of products: its record, and that it is measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.sparsity import Choice, Expanded, Walked, choose_product, measurement
+
+CHOICE = Choice(64, Walked(96), Walked(192, 40), Expanded(256), bfloat16="dots")
+
+
+def test_a_choice_comes_back_from_its_record():
+    record = json.loads(json.dumps(CHOICE.as_record()))
+    assert Choice.from_record(record) == CHOICE
+    assert record["input_gradient"] == {"way": "walked", "block_columns": 192, "band_rows": 40}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"forward": {"way": "guessed"}},
+        {"forward": {"way": "walked"}},
+        {"forward": None},
+        {"panel_tokens": "many"},
+    ],
+)
+def test_a_record_of_something_else_is_refused(change):
+    with pytest.raises(ConfigError, match=r"sparse products: expected the record of a choice"):
+        Choice.from_record(CHOICE.as_record() | change)
+
+
+def test_a_record_that_lacks_something_is_refused():
+    record = CHOICE.as_record()
+    del record["bfloat16"]
+    with pytest.raises(ConfigError, match="bfloat16"):
+        Choice.from_record(record)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that products move on, as if 48 columns and panels of 64 tokens were best."""
+    now = [0.0]
+
+    def run(case, name, choice):
+        product = getattr(choice, name)
+        if isinstance(product, Expanded):
+            now[0] += 1.0
+        else:
+            distance = abs(product.block_columns - 48) + abs(product.band_rows - 64)
+            now[0] += 0.1 + distance + abs(choice.panel_tokens - 64) / 1000
+
+    measurement._measured.cache_clear()
+    monkeypatch.setattr(measurement._Case, "run", run)
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measurement, "cache_bytes", lambda: (24576, 1 << 18))
+    yield now
+    measurement._measured.cache_clear()
+
+
+def test_the_fastest_way_is_chosen(clock):
+    # Panels of 64 tokens of 4 bytes: 48 columns are half of the first cache, 64 rows a band.
+    choice = choose_product((100, 300), torch.float32, 0.5, 1000)
+    assert choice == Choice(64, *3 * [Walked(48, 64)])
+
+
+def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
+    monkeypatch.setattr(measurement, "cache_bytes", lambda: (1 << 20, 1 << 22))
+    choice = choose_product((100, 300), torch.float32, 0.5, 1000)
+    assert isinstance(choice.forward, Expanded)
+
+
+def test_a_choice_is_measured_once(clock):
+    first = choose_product((100, 300), torch.float32, 0.5, 1000)
+    then = clock[0]
+    assert choose_product((100, 300), torch.float32, 0.5, 1000) is first
+    assert clock[0] == then
+
+
+def test_a_choice_of_this_machine_is_one_that_products_take():
+    choice = choose_product((48, 64), torch.float32, 0.9, 40)
+    assert choice.panel_tokens == 32
+    assert Choice.from_record(choice.as_record()) == choice
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.0, float("nan")])
+def test_a_sparsity_out_of_range_is_refused(sparsity):
+    with pytest.raises(ValueError, match="a sparsity from 0 to below 1"):
+        choose_product((8, 8), torch.float32, sparsity, 10)
+
+
+def test_a_type_without_products_is_refused():
+    with pytest.raises(ValueError, match=r"dtype: expected float32 or bfloat16, got torch.float16"):
+        choose_product((8, 8), torch.float16, 0.5, 10)
+
+
+def test_caches_are_read_from_the_system(tmp_path):
+    for index, (kind, level, size) in enumerate(
+        [("Data", 1, "48K"), ("Instruction", 1, "32K"), ("Unified", 2, "2048K")]
+    ):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        for name, text in (("type", kind), ("level", level), ("size", size)):
+            (folder / name).write_text(f"{text}\n")
+    assert measurement.cache_bytes(tmp_path) == (48 << 10, 2 << 20)
+    assert measurement.cache_bytes(tmp_path / "nothing") == (32 << 10, 1 << 20)

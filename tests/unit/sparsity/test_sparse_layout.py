@@ -1,0 +1,84 @@
+"""The orders in which products go through a mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse
+from sparse_masks import KINDS, layout_of, mask_of
+
+from penstock.sparsity import SparseLayout
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_walk_goes_through_every_entry_once(kind, transposed):
+    mask = mask_of(kind, (41, 67), 1)
+    numbers = scipy.sparse.csr_array(mask.astype(np.int64))
+    numbers.data[:] = np.arange(numbers.nnz)  # each entry is its place in the store
+    wanted = (numbers.T if transposed else numbers).tocsr()
+    rows, columns = wanted.shape
+    for block_columns, band_rows in ((16, None), (100, None), (7, 10), (1, 1)):
+        walk = layout_of(mask).walk(block_columns, band_rows, transposed=transposed)
+        found = np.full((rows, columns), -1)
+        for cell in range(walk.bands * walk.blocks):
+            band, block = divmod(cell, walk.blocks)
+            counts = []
+            for segment in range(walk.cells[cell], walk.cells[cell + 1]):
+                row, entries = walk.rows[segment], slice(*walk.starts[segment : segment + 2])
+                local = walk.columns[entries].astype(int)
+                assert (np.diff(local) > 0).all()
+                assert band * walk.band_rows <= row < (band + 1) * walk.band_rows
+                assert (local < block_columns).all()
+                places = block * block_columns + local
+                assert (found[row, places] == -1).all()
+                found[row, places] = walk.positions[entries]
+                counts.append(local.size)
+            assert counts == sorted(counts)
+            if block in (0, walk.blocks - 1):  # where sums start and end
+                assert len(counts) == min(walk.band_rows, rows - band * walk.band_rows)
+            else:
+                assert 0 not in counts
+        expected = np.full((rows, columns), -1)
+        expected[(mask.T if transposed else mask)] = wanted.toarray()[
+            mask.T if transposed else mask
+        ]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_walk_is_made_once():
+    layout = layout_of(mask_of("random", (20, 20), 0))
+    walk = layout.walk(16, None)
+    assert layout.walk(16, 20) is walk
+    assert layout.walk(16, 1000) is walk
+    assert layout.walk(8, None) is not walk
+    layout.forget_walks()
+    assert layout.walk(16, None) is not walk
+
+
+def starts(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def columns(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("row_starts", "indices", "shape", "message"),
+    [
+        (starts(0, 1), columns(0), (0, 3), r"at least one row and one column, got \[0, 3\]"),
+        (starts(0, 1), columns(0), (2, 3), r"row_starts: expected shape \[3\], got \[2\]"),
+        (starts(0, 2, 1), columns(0), (2, 3), r"row_starts: expected ascending numbers from 0"),
+        (starts(0, 1, 1), columns(0, 1), (2, 3), r"from 0 to 2, the number of entries, got 0 to 1"),
+        (starts(1, 1, 1), columns(0), (2, 3), r"row_starts: expected ascending .* got 1 to 1"),
+        (starts(0, 0, 1), columns(3), (2, 3), r"from 0 to 2 in every row, got \[3\] in row 1"),
+        (starts(0, 0, 1), columns(-1), (2, 3), r"from 0 to 2 in every row, got \[-1\] in row 1"),
+        (starts(0, 2, 2), columns(1, 1), (2, 3), r"ascending .* got \[1, 1\] in row 0"),
+        (starts(0, 2, 2), columns(2, 1), (2, 3), r"ascending .* got \[2, 1\] in row 0"),
+        (starts(0, 1), np.zeros(1, np.int64), (1, 3), r"columns: expected int32, got int64"),
+    ],
+)
+def test_what_is_not_a_mask_is_refused(row_starts, indices, shape, message):
+    with pytest.raises(ValueError, match=message):
+        SparseLayout.of(row_starts, indices, shape)

@@ -1,0 +1,247 @@
+"""The products of sparse weights against SciPy in float64, over masks, types, tokens and ways."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_masks import (
+    KINDS,
+    assert_close,
+    exact,
+    exact_matrix,
+    layout_of,
+    mask_of,
+    random_tensor,
+)
+
+from penstock.kernels.sparse_vectors import has_bfloat16_dot
+from penstock.sparsity import (
+    Choice,
+    Expanded,
+    Walked,
+    forward,
+    from_panels,
+    input_gradient,
+    to_panels,
+    weight_gradient,
+)
+
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def walked(block: int, band: int | None = None, panel: int = 32, bfloat16="unpacked") -> Choice:
+    return Choice(panel, *3 * [Walked(block, band)], bfloat16=bfloat16)
+
+
+def expanded(band: int) -> Choice:
+    return Choice(32, *3 * [Expanded(band)])
+
+
+CHOICES = {
+    "one block": walked(1024),
+    "blocks": walked(16),
+    "narrow blocks and bands": walked(7, 5),
+    "expanded": expanded(9),
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)
+
+
+class Case:
+    """A weight, activations, and the three products of them in float64."""
+
+    def __init__(self, kind: str, shape, tokens: int, dtype: torch.dtype, seed: int = 0) -> None:
+        rows, columns = shape
+        self.mask = mask_of(kind, shape, seed)
+        self.layout = layout_of(self.mask)
+        self.values = random_tensor(seed + 1, dtype, self.layout.entries)
+        self.x = random_tensor(seed + 2, dtype, tokens, columns)
+        self.dy = random_tensor(seed + 3, dtype, tokens, rows)
+        self.bias = random_tensor(seed + 4, dtype, rows)
+
+    def products(self, choice: Choice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (
+            forward(self.layout, self.values, self.x, self.bias, choice=choice),
+            input_gradient(self.layout, self.values, self.dy, choice=choice),
+            weight_gradient(self.layout, self.x, self.dy, choice=choice),
+        )
+
+    def check(self, choice: Choice) -> None:
+        matrix, x, dy, bias = (
+            exact_matrix(self.mask, self.values), exact(self.x), exact(self.dy), exact(self.bias)
+        )  # fmt: skip
+        size, rows, columns = abs(matrix), *self.mask.shape
+        y, dx, dw = self.products(choice)
+        assert y.dtype == dx.dtype == self.x.dtype
+        assert dw.dtype == torch.float32
+        magnitude = (size @ abs(x).T).T + abs(bias)
+        is_rounded = any(isinstance(p, Expanded) for p in (choice.forward, choice.weight_gradient))
+        is_rounded = is_rounded and self.x.dtype == torch.bfloat16
+        if is_rounded:
+            magnitude = magnitude * 2**15 / (columns + 2)  # bias may be added to a rounded sum
+        assert_close(y, (matrix @ x.T).T + bias, magnitude, columns)
+        assert_close(dx, (matrix.T @ dy.T).T, (size.T @ abs(dy).T).T, rows)
+        gradient, magnitude = (dy.T @ x)[self.mask], (abs(dy).T @ abs(x))[self.mask]
+        if is_rounded:
+            dw = dw.bfloat16()  # which it is already, as that of a dense product
+        assert_close(dw, gradient, magnitude, len(x))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_every_kind_of_mask(kind, dtype, name):
+    Case(kind, (37, 83), 45, dtype).check(CHOICES[name])
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 31, 64, 100, 257])
+def test_products_of_any_number_of_tokens(tokens, dtype, name):
+    Case("random", (70, 33), tokens, dtype, seed=tokens).check(CHOICES[name])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (64, 128), (256, 16)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_products_of_extreme_shapes(shape, dtype):
+    for name in ("blocks", "expanded"):
+        Case("random", shape, 40, dtype, seed=5).check(CHOICES[name])
+
+
+def test_panels_of_more_tokens():
+    Case("random", (70, 133), 150, torch.float32).check(walked(48, panel=128))
+
+
+@pytest.mark.skipif(not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16")
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_by_the_dot_product_of_bfloat16(kind):
+    case = Case(kind, (37, 83), 77, torch.bfloat16)
+    for block in (1024, 16):
+        case.check(walked(block, bfloat16="dots"))
+
+
+def test_a_processor_without_the_dot_product_refuses_it(monkeypatch):
+    monkeypatch.setattr("penstock.kernels.sparse_products.has_bfloat16_dot", lambda: False)
+    case = Case("random", (8, 8), 32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"expected 'unpacked', got 'dots': this processor has no"):
+        case.products(walked(16, bfloat16="dots"))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    shape=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    tokens=st.integers(1, 70),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(TYPES),
+    block=st.integers(1, 70),
+    band=st.one_of(st.none(), st.integers(1, 70)),
+    seed=st.integers(0, 2**32),
+)
+def test_products_of_random_cases(shape, tokens, kind, dtype, block, band, seed):
+    case = Case(kind, shape, tokens, dtype, seed)
+    case.check(walked(block, band))
+    case.check(expanded(band or 60))
+
+
+@pytest.mark.parametrize("bfloat16", ["float32", "unpacked", "dots"])
+def test_neither_threads_nor_blocks_nor_bands_change_a_bit(bfloat16):
+    if bfloat16 == "dots" and not has_bfloat16_dot():
+        pytest.skip("this processor has no dot product of bfloat16")
+    dtype = torch.float32 if bfloat16 == "float32" else torch.bfloat16
+    method = "unpacked" if bfloat16 == "float32" else bfloat16
+    case = Case("power law", (150, 90), 200, dtype)
+    numba.set_num_threads(1)
+    expected = case.products(walked(1024, bfloat16=method))
+    for threads in {1, min(2, numba.config.NUMBA_NUM_THREADS), numba.config.NUMBA_NUM_THREADS}:
+        numba.set_num_threads(threads)
+        for block, band in ((1024, None), (16, None), (5, 40)):
+            found = case.products(walked(block, band, bfloat16=method))
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b), (threads, block, band)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_consecutive_products_stay_in_panels(dtype):
+    """Two layers, forward and backward, in panels and token by token: the same bits."""
+    first = Case("random", (60, 40), 75, dtype, seed=1)
+    second = Case("random", (50, 60), 75, dtype, seed=2)
+    choice = walked(16)
+    x, dy = to_panels(first.x, 32), to_panels(second.dy, 32)
+    hidden = forward(first.layout, first.values, x, first.bias, choice=choice)
+    plain = forward(first.layout, first.values, first.x, first.bias, choice=choice)
+    assert torch.equal(from_panels(hidden), plain)
+    y = forward(second.layout, second.values, hidden, choice=choice)
+    plain_y = forward(second.layout, second.values, plain, choice=choice)
+    assert torch.equal(from_panels(y), plain_y)
+    d_hidden = input_gradient(second.layout, second.values, dy, choice=choice)
+    plain_d = input_gradient(second.layout, second.values, second.dy, choice=choice)
+    assert torch.equal(from_panels(d_hidden), plain_d)
+    assert torch.equal(
+        weight_gradient(second.layout, hidden, dy, choice=choice),
+        weight_gradient(second.layout, plain, second.dy, choice=choice),
+    )
+    assert torch.equal(
+        weight_gradient(first.layout, x, d_hidden, choice=choice),
+        weight_gradient(first.layout, first.x, plain_d, choice=choice),
+    )
+    # An expanded product in between takes and gives panels too.
+    through = forward(second.layout, second.values, hidden, choice=expanded(20))
+    assert through.panel_tokens == 32
+    assert torch.allclose(from_panels(through).float(), plain_y.float(), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_not_finite_stays_with_its_token(dtype, value):
+    case = Case("dense", (20, 30), 40, dtype)
+    case.x[7, 3] = value
+    y = forward(case.layout, case.values, case.x, choice=walked(16))
+    finite = torch.isfinite(y).all(dim=1)
+    assert finite.tolist() == [token != 7 for token in range(40)]
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    case, choice = Case("random", (8, 10), 5, torch.float32), walked(16)
+    layout, values, x, dy = case.layout, case.values, case.x, case.dy
+    with pytest.raises(ValueError, match=r"x: expected 10 features, got 8"):
+        forward(layout, values, dy, choice=choice)
+    with pytest.raises(ValueError, match=r"values: expected torch.float32 \[\d+\], of the type of"):
+        forward(layout, values[1:], x, choice=choice)
+    with pytest.raises(ValueError, match=r"values: expected torch.float32 .* got torch.bfloat16"):
+        input_gradient(layout, values.bfloat16(), dy, choice=choice)
+    with pytest.raises(ValueError, match=r"x: expected float32 or bfloat16 \[tokens, features\]"):
+        forward(layout, values.double(), x.double(), choice=choice)
+    with pytest.raises(ValueError, match=r"bias: expected shape \[8\], one number per output"):
+        forward(layout, values, x, case.bias[1:], choice=choice)
+    with pytest.raises(ValueError, match=r"dy: expected torch.float32 of 5 tokens, as x has, got"):
+        weight_gradient(layout, x, dy[1:], choice=choice)
+    with pytest.raises(ValueError, match=r"panels: expected 32 tokens per panel, as the choice"):
+        forward(layout, values, to_panels(x, 16), choice=choice)
+    with pytest.raises(ValueError, match=r"panel_tokens: expected a multiple of 32 for torch.bfl"):
+        to_panels(x.bfloat16(), 16)
+    with pytest.raises(ValueError, match=r"block_columns: expected 1 to 65536, got 0"):
+        forward(layout, values, x, choice=walked(0))
+    with pytest.raises(ValueError, match=r"band_rows: expected at least 1, got 0"):
+        forward(layout, values, x, choice=expanded(0))
+
+
+def test_numbers_behind_a_view_are_not_read_or_written():
+    """Columns and rows that are cut out of a larger tensor give what a copy gives."""
+    case = Case("random", (30, 40), 50, torch.float32)
+    wide = random_tensor(9, torch.float32, 70, 90)
+    wide[10:60, 20:60] = case.x
+    before = wide.clone()
+    expected = forward(case.layout, case.values, case.x, choice=walked(16))
+    for choice in (walked(16), expanded(7)):
+        found = forward(case.layout, case.values, wide[10:60, 20:60], choice=choice)
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(wide, before)
