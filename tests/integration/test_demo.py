@@ -226,7 +226,8 @@ def test_missing_python_source_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     assert main([*SMALL, "run.steps=8", "data.input=[empty]"]) == 3
     assert capsys.readouterr().err == (
-        "error: found no Python source in empty; name a folder of it with 'data.input=[FOLDER]'\n"
+        "error: expected Python source in empty, found none; name another folder with "
+        "'data.input=[FOLDER]'\n"
     )
 
 

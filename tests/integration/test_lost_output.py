@@ -128,8 +128,8 @@ def test_full_disk_of_metrics_stops_and_saves_the_run(folder):
         "resume with: penstock train run.yaml run.steps=100000",
     ]
     assert err == (
-        f"error: {told}; the run was saved and stopped: make room there, and give the same command "
-        "to go on\n"
+        f"error: {told}; the run was saved and stopped: free space there, then give the same "
+        "command again to resume\n"
     )
 
 
