@@ -42,8 +42,8 @@ from penstock.kernels.vectors import every_lane, fma, load, splat, sum_lanes, wi
 from penstock.sparsity import (
     Choice,
     Panels,
+    SparseKernel,
     SparseLayout,
-    Walked,
     choose_product,
     forward,
     from_panels,
@@ -156,13 +156,13 @@ class Cell:
         return run
 
     def own_products(self, choice: Choice) -> Callable[[], object]:
-        """As in a step: activations are packed once per tensor, where a product walks."""
+        """As in a step: activations are packed once per tensor, where a sparse kernel reads it."""
 
         def run() -> list[torch.Tensor]:
             packed: dict[str, Panels] = {}
 
             def given(name: str, tensor: torch.Tensor, product: object) -> torch.Tensor | Panels:
-                if not isinstance(product, Walked):
+                if not isinstance(product, SparseKernel):
                     return tensor
                 if name not in packed:
                     packed[name] = to_panels(tensor, choice.panel_tokens)
@@ -182,7 +182,10 @@ class Cell:
 
     def packing(self, choice: Choice) -> Callable[[], object] | None:
         """What panels cost: those tensors that are packed or unpacked, and nothing else."""
-        packs_x = isinstance(choice.forward, Walked), isinstance(choice.input_gradient, Walked)
+        packs_x = (
+            isinstance(choice.forward, SparseKernel),
+            isinstance(choice.input_gradient, SparseKernel),
+        )
         if not any(packs_x):
             return None
         tensors = [self.x, self.dy]
@@ -310,7 +313,7 @@ def ratio_to_target(row: dict, has_matrix_unit: bool) -> float | None:
 def describe(row: dict) -> str:
     products = (row["choice"][n] for n in ("forward", "input_gradient", "weight_gradient"))
     ways = "/".join(
-        str(p["block_columns"]) if p["way"] == "walked" else f"dense {p['band_rows']}"
+        str(p["block_columns"]) if p["way"] == "sparse" else f"dense {p['band_rows']}"
         for p in products
     )
     library = row["over_torch_sparse"]
@@ -361,8 +364,8 @@ def main() -> None:
         cell = Cell(shape, tokens, sparsity, "fp32")
         rows.append(measure(cell, limit, seconds, published=True))
         peer = rows[-1]["over_sparseprop"]
-        said = "SparseProp is not installed" if peer is None else f"{peer:.2f} x SparseProp"
-        print(f"{describe(rows[-1])}  {said}", flush=True)
+        comparison = "SparseProp is not installed" if peer is None else f"{peer:.2f} x SparseProp"
+        print(f"{describe(rows[-1])}  {comparison}", flush=True)
     ratios = [ratio_to_target(row, has_matrix_unit) for row in rows]
     ratios += [row["over_sparseprop"] for row in rows if row.get("over_sparseprop") is not None]
     enough = all(row["clean"] >= ENOUGH for row in rows)

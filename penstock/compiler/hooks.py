@@ -81,8 +81,8 @@ _REFUSED_METHODS = {
 def _no_tensor_hooks() -> Iterator[None]:
     """Replace the methods of tensors that hook a gradient, and the attribute `grad_fn`.
 
-    A `TorchFunctionMode` would see the same calls, but it intercepts every call of the export and
-    takes a fifth of the time of a large model.
+    A `TorchFunctionMode` would see the same calls, but every other call of the export would pass
+    through it too.
     """
     thread = threading.get_ident()
     before = {name: vars(torch.Tensor).get(name) for name in (*_REFUSED_METHODS, "grad_fn")}

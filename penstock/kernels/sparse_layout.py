@@ -1,4 +1,4 @@
-"""The order in which sparse products walk the entries of a matrix.
+"""The order in which sparse products read the entries of a matrix.
 
 A matrix is divided into cells: bands of rows times blocks of columns. The inputs of a block stay in
 the first-level cache while the cell's rows pass by. Within a cell, the entries of a row are a
@@ -61,7 +61,7 @@ def order_segments(counts, rows, band_rows, places, cells, segment_rows, starts)
         places: int32 `[block_columns + 2]`, overwritten.
         cells: int64 `[bands * blocks + 1]`: first segment of each cell.
         segment_rows: int32, one per segment: its row.
-        starts: int32, one more: its first entry, in the order of the walk.
+        starts: int32, one more: its first entry, in the order of the matrix.
 
     Returns:
         the number of segments.
@@ -101,7 +101,7 @@ def order_segments(counts, rows, band_rows, places, cells, segment_rows, starts)
 
 @serial_kernel
 def place_entries(row_starts, columns, sources, block_columns, places, local_columns, positions):
-    """Write the entries in the order of the walk.
+    """Write the entries in the order of the matrix.
 
     Args:
         sources: int32 `[entries]`, where each entry's value is; empty: the entries' own order.

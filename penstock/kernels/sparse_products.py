@@ -34,7 +34,7 @@ _PENDING = 16  # products that are summed over their lanes together
 _BLOCK = 16384  # entries of a unit of work of a gather
 
 
-class Walk(NamedTuple):
+class BlockedCsr(NamedTuple):
     """A sparse matrix in the order of a product; see `penstock.kernels.sparse_layout`.
 
     Attributes:
@@ -89,14 +89,14 @@ def _add_by_dots(out, o, sums, s, start, first, last, x, xs, columns, values, be
 
 
 @inlined
-def _multiply_part(add, part, parts, x, out, sums, bias, walk, values, sizes, width):
+def _multiply_part(add, part, parts, x, out, sums, bias, matrix, values, sizes, width):
     """One thread's tasks, each a band of rows of one panel.
 
     `sizes`: features in and out, columns of a block, rows of a band, panels, and whether the sums
     are the outputs themselves; otherwise they are a band of rows per thread.
     """
     inputs, outputs, block_columns, band_rows, panels, in_place = sizes
-    cells, rows, starts, columns = walk
+    cells, rows, starts, columns = matrix
     tokens = LANES * len(width)
     bands = (outputs + band_rows - 1) // band_rows
     blocks = (cells.size - 1) // bands
@@ -119,21 +119,21 @@ def _multiply_part(add, part, parts, x, out, sums, bias, walk, values, sizes, wi
 
 
 @kernel
-def _multiply_floats(parts, x, out, sums, bias, walk, values, sizes, width):
+def _multiply_floats(parts, x, out, sums, bias, matrix, values, sizes, width):
     for part in prange(parts):
-        _multiply_part(_add_floats, part, parts, x, out, sums, bias, walk, values, sizes, width)
+        _multiply_part(_add_floats, part, parts, x, out, sums, bias, matrix, values, sizes, width)
 
 
 @kernel
-def _multiply_unpacked(parts, x, out, sums, bias, walk, values, sizes, width):
+def _multiply_unpacked(parts, x, out, sums, bias, matrix, values, sizes, width):
     for part in prange(parts):
-        _multiply_part(_add_unpacked, part, parts, x, out, sums, bias, walk, values, sizes, width)
+        _multiply_part(_add_unpacked, part, parts, x, out, sums, bias, matrix, values, sizes, width)
 
 
 @kernel
-def _multiply_by_dots(parts, x, out, sums, bias, walk, values, sizes, width):
+def _multiply_by_dots(parts, x, out, sums, bias, matrix, values, sizes, width):
     for part in prange(parts):
-        _multiply_part(_add_by_dots, part, parts, x, out, sums, bias, walk, values, sizes, width)
+        _multiply_part(_add_by_dots, part, parts, x, out, sums, bias, matrix, values, sizes, width)
 
 
 @inlined
@@ -173,10 +173,10 @@ def _add_totals(totals, entry, partials, first_slot, count):
 
 
 @inlined
-def _gradient_part(products, part, parts, x, gradients, totals, partials, walk, sizes, width):
+def _gradient_part(products, part, parts, x, gradients, totals, partials, matrix, sizes, width):
     """One thread's entries: of every cell, as many segments as make up its share of entries."""
     inputs, outputs, block_columns, blocks, panels = sizes
-    cells, rows, starts, columns = walk
+    cells, rows, starts, columns = matrix
     tokens = LANES * len(width)
     slots = part * _PENDING
     for panel in range(panels):
@@ -205,26 +205,26 @@ def _gradient_part(products, part, parts, x, gradients, totals, partials, walk, 
 
 
 @kernel
-def _gradient_of_floats(parts, x, gradients, totals, partials, walk, sizes, width):
+def _gradient_of_floats(parts, x, gradients, totals, partials, matrix, sizes, width):
     for part in prange(parts):
         _gradient_part(
-            _products_of_floats, part, parts, x, gradients, totals, partials, walk, sizes, width
+            _products_of_floats, part, parts, x, gradients, totals, partials, matrix, sizes, width
         )
 
 
 @kernel
-def _gradient_unpacked(parts, x, gradients, totals, partials, walk, sizes, width):
+def _gradient_unpacked(parts, x, gradients, totals, partials, matrix, sizes, width):
     for part in prange(parts):
         _gradient_part(
-            _products_unpacked, part, parts, x, gradients, totals, partials, walk, sizes, width
+            _products_unpacked, part, parts, x, gradients, totals, partials, matrix, sizes, width
         )
 
 
 @kernel
-def _gradient_by_dots(parts, x, gradients, totals, partials, walk, sizes, width):
+def _gradient_by_dots(parts, x, gradients, totals, partials, matrix, sizes, width):
     for part in prange(parts):
         _gradient_part(
-            _products_by_dots, part, parts, x, gradients, totals, partials, walk, sizes, width
+            _products_by_dots, part, parts, x, gradients, totals, partials, matrix, sizes, width
         )
 
 
@@ -257,7 +257,7 @@ def gather(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def multiply(
-    walk: Walk,
+    matrix: BlockedCsr,
     values: np.ndarray,
     x: np.ndarray,
     out: np.ndarray,
@@ -269,8 +269,8 @@ def multiply(
     """Write the products of a matrix and panels of activations, `out = W x + bias`.
 
     Args:
-        walk: the matrix, `[rows, columns]`.
-        values: float32 `[entries]` in the order of the walk; with panels of bfloat16, bfloat16
+        matrix: the matrix, `[rows, columns]`.
+        values: float32 `[entries]` in the order of the matrix; with panels of bfloat16, bfloat16
             values.
         x: panels of float32, or of uint16 for bfloat16 patterns,
             `[panels * columns * panel_tokens]`.
@@ -283,23 +283,23 @@ def multiply(
         ValueError: an array has another type, length or layout, or this processor has no dot
             product of bfloat16.
     """
-    rows, columns = walk.shape
-    width, panels = _check(walk, x, panel_tokens, bfloat16)
-    require_flat("values", values, walk.columns.size, np.float32)
+    rows, columns = matrix.shape
+    width, panels = _check(matrix, x, panel_tokens, bfloat16)
+    require_flat("values", values, matrix.columns.size, np.float32)
     require_flat("out", out, panels * rows * panel_tokens, x.dtype.type, write=True)
     bias = np.zeros(rows, np.float32) if bias is None else bias
     require_flat("bias", bias, rows, np.float32)
     is_float = x.dtype == np.float32
-    sizes = (columns, rows, walk.block_columns, walk.band_rows, panels, int(is_float))
-    parts = max(1, min(numba.get_num_threads(), panels * walk.bands))
-    sums = out if is_float else _cache_lines(parts * walk.band_rows * panel_tokens)
+    sizes = (columns, rows, matrix.block_columns, matrix.band_rows, panels, int(is_float))
+    parts = max(1, min(numba.get_num_threads(), panels * matrix.bands))
+    sums = out if is_float else _cache_lines(parts * matrix.band_rows * panel_tokens)
     run = _multiply_by_dots if bfloat16 == "dots" else _multiply_unpacked
     run = _multiply_floats if is_float else run
-    run(parts, x, out, sums, bias, walk[3:7], values, sizes, width)
+    run(parts, x, out, sums, bias, matrix[3:7], values, sizes, width)
 
 
 def entry_gradient(
-    walk: Walk,
+    matrix: BlockedCsr,
     x: np.ndarray,
     gradients: np.ndarray,
     *,
@@ -309,7 +309,7 @@ def entry_gradient(
     """Return the gradient of each entry, the sum over tokens of output gradient times input.
 
     Args:
-        walk: the matrix, `[rows, columns]`.
+        matrix: the matrix, `[rows, columns]`.
         x: panels of inputs, `[panels * columns * panel_tokens]`.
         gradients: panels of the outputs' gradients, `[panels * rows * panel_tokens]`.
         panel_tokens, bfloat16: as in `multiply`.
@@ -320,18 +320,18 @@ def entry_gradient(
     Raises:
         ValueError: as in `multiply`.
     """
-    rows, columns = walk.shape
-    width, panels = _check(walk, x, panel_tokens, bfloat16)
+    rows, columns = matrix.shape
+    width, panels = _check(matrix, x, panel_tokens, bfloat16)
     require_flat("gradients", gradients, panels * rows * panel_tokens, x.dtype.type)
-    parts = max(1, min(numba.get_num_threads(), walk.columns.size // _PENDING))
-    totals = np.zeros(walk.columns.size, np.float32)
+    parts = max(1, min(numba.get_num_threads(), matrix.columns.size // _PENDING))
+    totals = np.zeros(matrix.columns.size, np.float32)
     partials = _cache_lines(parts * _PENDING * LANES)
-    sizes = (columns, rows, walk.block_columns, walk.blocks, panels)
+    sizes = (columns, rows, matrix.block_columns, matrix.blocks, panels)
     run = _gradient_by_dots if bfloat16 == "dots" else _gradient_unpacked
     run = _gradient_of_floats if x.dtype == np.float32 else run
-    run(parts, x, gradients, totals, partials, walk[3:7], sizes, width)
+    run(parts, x, gradients, totals, partials, matrix[3:7], sizes, width)
     scattered = np.empty_like(totals)
-    _scatter(totals, walk.positions, scattered)
+    _scatter(totals, matrix.positions, scattered)
     return scattered
 
 
@@ -343,7 +343,7 @@ def _cache_lines(count: int) -> np.ndarray:
 
 
 def _check(
-    walk: Walk, x: np.ndarray, panel_tokens: int, bfloat16: Bfloat16
+    matrix: BlockedCsr, x: np.ndarray, panel_tokens: int, bfloat16: Bfloat16
 ) -> tuple[tuple[int, ...], int]:
     """Return the type of the compiled code, and how many panels there are."""
     if x.dtype == np.uint16 and bfloat16 == "dots" and not has_bfloat16_dot():
@@ -354,7 +354,7 @@ def _check(
     step = 2 * LANES if x.dtype == np.uint16 else LANES
     if panel_tokens <= 0 or panel_tokens % step:
         raise ValueError(f"panel_tokens: expected a multiple of {step}, got {panel_tokens}")
-    panel = walk.shape[1] * panel_tokens
+    panel = matrix.shape[1] * panel_tokens
     panels = x.size // panel
     require_flat("x", x, panels * panel, np.float32, np.uint16)
     return (0,) * (panel_tokens // LANES), panels

@@ -9,7 +9,7 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.sparsity.ages import Ages, age_type, correction_ends, updates_by_age
-    from penstock.sparsity.choice import Choice, Expanded, Walked
+    from penstock.sparsity.choice import Choice, DenseTiles, SparseKernel
     from penstock.sparsity.compact_index import (
         compact_bytes,
         index_from_compact,
@@ -79,9 +79,9 @@ __all__ = [
     "ChangeTimes",
     "Choice",
     "CountChange",
+    "DenseTiles",
     "Densify",
     "DropFraction",
-    "Expanded",
     "GradualMagnitude",
     "MaskChange",
     "MaskSize",
@@ -93,12 +93,12 @@ __all__ = [
     "RigL",
     "Selection",
     "SparseEvolutionaryTraining",
+    "SparseKernel",
     "SparseLayout",
     "SparsityPolicy",
     "SparsitySchedule",
     "StaticMasks",
     "Votes",
-    "Walked",
     "absent_votes",
     "added",
     "age_type",
@@ -143,7 +143,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "choice": ("Choice", "Expanded", "Walked"),
+    "choice": ("Choice", "DenseTiles", "SparseKernel"),
     "layout": ("SparseLayout",),
     "measurement": ("choose_product",),
     "panels": ("Panels", "from_panels", "to_panels"),

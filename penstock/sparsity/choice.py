@@ -16,8 +16,8 @@ Bfloat16 = Literal["dots", "unpacked"]
 
 
 @dataclass(frozen=True)
-class Walked:
-    """A product that walks the entries of the mask and skips the rest.
+class SparseKernel:
+    """A product of the entries of the mask alone, by a sparse kernel.
 
     Attributes:
         block_columns: columns whose inputs pass by together; they should stay in the first-level
@@ -31,7 +31,7 @@ class Walked:
 
 
 @dataclass(frozen=True)
-class Expanded:
+class DenseTiles:
     """A dense product of bands of rows that are expanded on their way into it.
 
     Attributes:
@@ -42,8 +42,11 @@ class Expanded:
     band_rows: int
 
 
-Product = Walked | Expanded
-_WAYS: dict[str, type[Walked] | type[Expanded]] = {"walked": Walked, "expanded": Expanded}
+Product = SparseKernel | DenseTiles
+_WAYS: dict[str, type[SparseKernel] | type[DenseTiles]] = {
+    "sparse": SparseKernel,
+    "dense tiles": DenseTiles,
+}
 _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 
 
@@ -51,7 +54,7 @@ _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 class Choice:
     """How the three products of a sparse weight are computed.
 
-    `forward` and `weight_gradient` walk the rows of the weight, `input_gradient` its columns.
+    `forward` and `weight_gradient` go through the rows of the weight, `input_gradient` its columns.
 
     Attributes:
         panel_tokens: tokens of a panel, a multiple of 16; of 32 for bfloat16.

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.kernels import sparse_layout
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.sparse_expansion import bitmap_of
-from penstock.kernels.sparse_products import Walk
+from penstock.kernels.sparse_products import BlockedCsr
 
 _NO_POSITIONS = np.empty(0, np.int32)
 
@@ -40,7 +40,7 @@ class Rows:
         sparse_layout.transpose(self.starts, self.columns, starts, indices, positions)
         return Rows((columns, rows), starts, indices, positions)
 
-    def walk(self, block_columns: int, band_rows: int) -> Walk:
+    def blocked(self, block_columns: int, band_rows: int) -> BlockedCsr:
         """Return the entries in the order of a product with these blocks and bands."""
         rows, columns = self.shape
         blocks = max(1, -(-columns // block_columns))
@@ -59,7 +59,7 @@ class Rows:
         sparse_layout.place_entries(
             self.starts, self.columns, self.positions, block_columns, places, local, positions
         )
-        return Walk(
+        return BlockedCsr(
             self.shape,
             block_columns,
             band_rows,
@@ -75,7 +75,7 @@ class SparseLayout:
     """The mask of a weight `[outputs, inputs]`, made once per change of the mask.
 
     What a product needs is made at its first use and kept: the transposed mask, and the order of a
-    walk. Several threads may use a layout at once.
+    matrix. Several threads may use a layout at once.
 
     Attributes:
         rows: the mask row after row, in the order of the store.
@@ -83,7 +83,7 @@ class SparseLayout:
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self._walks: dict[tuple[bool, int, int], Walk] = {}
+        self._blocked: dict[tuple[bool, int, int], BlockedCsr] = {}
         self._lock = threading.RLock()
 
     @classmethod
@@ -144,7 +144,9 @@ class SparseLayout:
         with self._lock:
             return bitmap_of(self.rows.starts, self.rows.columns, self.shape[1])
 
-    def walk(self, block_columns: int, band_rows: int | None, *, transposed: bool = False) -> Walk:
+    def blocked(
+        self, block_columns: int, band_rows: int | None, *, transposed: bool = False
+    ) -> BlockedCsr:
         """Return the entries in the order of a product.
 
         Args:
@@ -165,11 +167,11 @@ class SparseLayout:
         band_rows = rows.shape[0] if band_rows is None else min(band_rows, rows.shape[0])
         key = (transposed, block_columns, band_rows)
         with self._lock:
-            if key not in self._walks:
-                self._walks[key] = rows.walk(block_columns, band_rows)
-            return self._walks[key]
+            if key not in self._blocked:
+                self._blocked[key] = rows.blocked(block_columns, band_rows)
+            return self._blocked[key]
 
-    def forget_walks(self) -> None:
+    def forget_blocked(self) -> None:
         """Free the orders that products have asked for; they are made again when needed."""
         with self._lock:
-            self._walks.clear()
+            self._blocked.clear()

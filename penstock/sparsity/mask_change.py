@@ -205,7 +205,7 @@ def require_exact(change: MaskChange, parts: Sequence[Remap]) -> None:
 
 
 # Arrays are kept out of functions with several returns, because Numba would count their references
-# for every element: four times slower.
+# for every element.
 @inlined
 def _rank(patterns, i, bounds):
     rank = bounds[1]  # without patterns, the position keys alone decide

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from penstock.kernels.sparse_vectors import has_bfloat16_dot
-from penstock.sparsity.choice import Bfloat16, Choice, Expanded, Product, Walked
+from penstock.sparsity.choice import Bfloat16, Choice, DenseTiles, Product, SparseKernel
 from penstock.sparsity.layout import SparseLayout
 from penstock.sparsity.products import forward, input_gradient, weight_gradient
 
@@ -66,12 +66,12 @@ def choose_product(
 @functools.cache
 def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
     case = _Case(shape, dtype, sparsity, tokens)
-    expanded = {name: case.fastest(name, case.expanding()) for name in _PRODUCTS}
+    expanded = {name: case.fastest(name, case.dense_tiles()) for name in _PRODUCTS}
     best: tuple[float, Choice] | None = None
     for panel_tokens, bfloat16 in _panels(dtype, tokens):
         found = {
             name: min(
-                case.fastest(name, case.walking(name, panel_tokens, bfloat16)),
+                case.fastest(name, case.sparse_kernels(name, panel_tokens, bfloat16)),
                 expanded[name],
                 key=lambda pair: pair[0],
             )
@@ -131,16 +131,16 @@ class _Case:
     def fastest(self, name: str, choices: Iterable[Choice]) -> tuple[float, Choice]:
         """The least time of some choices for a product, and the choice that has it."""
         timed = [(_seconds(functools.partial(self.run, name, c)), c) for c in choices]
-        self.layout.forget_walks()
+        self.layout.forget_blocked()
         return min(timed, key=lambda pair: pair[0])
 
-    def expanding(self) -> list[Choice]:
+    def dense_tiles(self) -> list[Choice]:
         inputs = max(self.layout.shape)
         itemsize = self.dtype.itemsize
         bands = sorted({max(16, size // (inputs * itemsize)) for size in _TILE_BYTES})
-        return [_all(32, Expanded(min(band, inputs))) for band in bands]
+        return [_all(32, DenseTiles(min(band, inputs))) for band in bands]
 
-    def walking(self, name: str, panel_tokens: int, bfloat16: Bfloat16) -> list[Choice]:
+    def sparse_kernels(self, name: str, panel_tokens: int, bfloat16: Bfloat16) -> list[Choice]:
         rows, columns = self.layout.shape
         if name == "input_gradient":
             rows, columns = columns, rows
@@ -156,7 +156,7 @@ class _Case:
             most = -(-rows // threads)  # all threads have something to do
         band = max(16, int(_BAND_OF_SECOND_CACHE * second / (4 * panel_tokens)))
         return [
-            replace(_all(panel_tokens, Walked(block, rows)), bfloat16=bfloat16)
+            replace(_all(panel_tokens, SparseKernel(block, rows)), bfloat16=bfloat16)
             for block, rows in itertools.product(sorted(useful), sorted({min(band, most), most}))
         ]
 

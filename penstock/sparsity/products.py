@@ -2,8 +2,8 @@
 
 A weight `W` `[outputs, inputs]` has a layout (its mask) and values in the order of the store, which
 is row after row. Activations are `[tokens, features]` or panels, and a product returns what it was
-given. Sums are made in float32 and rounded once. Walked products have the same bits for any number
-of threads; expanded ones are those of PyTorch's dense product.
+given. Sums are made in float32 and rounded once. Products by the sparse kernels have the same bits
+for any number of threads; those of dense tiles have the bits of PyTorch's dense product.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from penstock.kernels import sparse_products
 from penstock.kernels.sparse_expansion import collect, expand, expand_marked, has_expansion
-from penstock.kernels.sparse_products import Walk, gather
+from penstock.kernels.sparse_products import BlockedCsr, gather
 from penstock.kernels.sparse_vector_product import multiply_vector
-from penstock.sparsity.choice import Choice, Expanded, Product
+from penstock.sparsity.choice import Choice, DenseTiles, Product
 from penstock.sparsity.layout import Rows, SparseLayout
 from penstock.sparsity.panels import (
     Panels,
@@ -116,10 +116,10 @@ def weight_gradient(
             f"got {_dtype(dy)} of {_tokens(dy)}"
         )
     product = choice.weight_gradient
-    if isinstance(product, Expanded):
+    if isinstance(product, DenseTiles):
         return _gradient_from_tiles(layout.rows, _as_tokens(x), _as_tokens(dy), product.band_rows)
     gradient = sparse_products.entry_gradient(
-        layout.walk(product.block_columns, product.band_rows),
+        layout.blocked(product.block_columns, product.band_rows),
         flat(_as_panels(x, choice.panel_tokens).data),
         flat(_as_panels(dy, choice.panel_tokens).data),
         panel_tokens=choice.panel_tokens,
@@ -139,24 +139,24 @@ def _multiply(
     transposed: bool,
 ) -> Any:
     """Return activations of the kind that `x` is."""
-    if isinstance(product, Expanded):
+    if isinstance(product, DenseTiles):
         y = _multiply_tiles(
             layout, values, _as_tokens(x), bias, product.band_rows, transposed=transposed
         )
         return y if isinstance(x, torch.Tensor) else to_panels(y, x.panel_tokens)
-    walk = layout.walk(product.block_columns, product.band_rows, transposed=transposed)
+    matrix = layout.blocked(product.block_columns, product.band_rows, transposed=transposed)
     panels = _as_panels(x, choice.panel_tokens)
-    out = _multiply_panels(walk, values, panels, bias, choice)
+    out = _multiply_panels(matrix, values, panels, bias, choice)
     return from_panels(out) if isinstance(x, torch.Tensor) else out
 
 
 def _multiply_panels(
-    walk: Walk, values: torch.Tensor, x: Panels, bias: torch.Tensor | None, choice: Choice
+    matrix: BlockedCsr, values: torch.Tensor, x: Panels, bias: torch.Tensor | None, choice: Choice
 ) -> Panels:
-    out = empty_panels(x.data.dtype, x.tokens, walk.shape[0], x.panel_tokens)
+    out = empty_panels(x.data.dtype, x.tokens, matrix.shape[0], x.panel_tokens)
     sparse_products.multiply(
-        walk,
-        gather(flat(values), walk.positions),
+        matrix,
+        gather(flat(values), matrix.positions),
         flat(x.data),
         flat(out.data),
         panel_tokens=x.panel_tokens,
@@ -206,7 +206,7 @@ def _multiply_tiles(
 def _tile_memory(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for a tile, the same for all products of a thread.
 
-    Memory that is new each time costs as much as the expansion.
+    The system clears the pages of new memory; reused memory is written once.
     """
     held: torch.Tensor | None = getattr(_TILES, "memory", None)
     if held is None or held.numel() < count * dtype.itemsize:

@@ -59,7 +59,7 @@ def plain_on(device, case, recipe):
     return losses, {name: parameter.detach().cpu() for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize(("family", "seed"), thinned(["gpt2", "llama"], [0, 1]))
+@pytest.mark.parametrize(("family", "seed"), thinned(["gpt2", "llama", "bert", "opt"], [0, 1]))
 def test_five_steps_agree_with_plain_pytorch_on_the_same_device(family, seed, device, tmp_path):
     case = language_model(family)
     recipe = Recipe(seed=seed, steps=RECIPE.steps, warmup_steps=RECIPE.warmup_steps)

@@ -12,7 +12,7 @@ import scipy.sparse
 
 from penstock.kernels.sparse_expansion import bitmap_of, collect, expand, expand_marked
 from penstock.kernels.sparse_panels import pack, panel_count, unpack
-from penstock.kernels.sparse_products import Walk, entry_gradient, gather, multiply
+from penstock.kernels.sparse_products import BlockedCsr, entry_gradient, gather, multiply
 from penstock.kernels.sparse_vector_product import multiply_vector
 
 GUARD = 100
@@ -73,9 +73,9 @@ def test_panels_of_other_lengths_are_refused():
         pack(source, panels, (10, 4), 32)
 
 
-def dense_walk(rows: int, columns: int) -> Walk:
+def dense_matrix(rows: int, columns: int) -> BlockedCsr:
     """All entries of a matrix, in one cell."""
-    return Walk(
+    return BlockedCsr(
         (rows, columns),
         columns,
         rows,
@@ -89,7 +89,7 @@ def dense_walk(rows: int, columns: int) -> Walk:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 def test_a_product_writes_its_outputs_only(dtype):
-    walk, tokens = dense_walk(5, 7), 32
+    matrix, tokens = dense_matrix(5, 7), 32
     x = (np.arange(7 * tokens) % 5).astype(np.float32)
     values = np.arange(35, dtype=np.float32) % 4
     bias = np.arange(5, dtype=np.float32)
@@ -97,7 +97,7 @@ def test_a_product_writes_its_outputs_only(dtype):
     if dtype == np.uint16:  # small whole numbers are exact in bfloat16
         x = (x.view(np.uint32) >> 16).astype(np.uint16)
     whole, out = guarded(5 * tokens, dtype)
-    multiply(walk, values, x, out, panel_tokens=tokens, bias=bias)
+    multiply(matrix, values, x, out, panel_tokens=tokens, bias=bias)
     found = out if dtype == np.float32 else (out.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(found.reshape(5, tokens), expected)
     assert_untouched(whole)
@@ -105,9 +105,9 @@ def test_a_product_writes_its_outputs_only(dtype):
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 200])
 def test_gradients_of_any_number_of_entries(count):
-    walk = dense_walk(1, count)
+    matrix = dense_matrix(1, count)
     x, dy = numbers(1, count * 32, np.float32), numbers(2, 32, np.float32)
-    found = entry_gradient(walk, x, dy, panel_tokens=32)
+    found = entry_gradient(matrix, x, dy, panel_tokens=32)
     expected = x.reshape(count, 32).astype(np.float64) @ dy
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
@@ -115,11 +115,11 @@ def test_gradients_of_any_number_of_entries(count):
 @pytest.mark.parametrize("patterns", [[0x7F800001, 0x7FC00000], [0x3F808000, 0x3F818000]])
 def test_outputs_are_rounded_to_bfloat16_as_elsewhere(patterns):
     """Ties to even; a NaN stays a NaN. The sum of one entry of value 1 and a bias."""
-    walk = dense_walk(2, 1)
+    matrix = dense_matrix(2, 1)
     bias = np.array(patterns, np.uint32).view(np.float32)
     out = np.empty(64, np.uint16)
     multiply(
-        walk, np.zeros(2, np.float32), np.zeros(32, np.uint16), out, panel_tokens=32, bias=bias
+        matrix, np.zeros(2, np.float32), np.zeros(32, np.uint16), out, panel_tokens=32, bias=bias
     )
     expected = [0x7FC0, 0x7FC0] if patterns[0] == 0x7F800001 else [0x3F80, 0x3F82]
     assert set(out[:32].tolist()) == {expected[0]}
@@ -127,20 +127,20 @@ def test_outputs_are_rounded_to_bfloat16_as_elsewhere(patterns):
 
 
 def test_a_product_of_other_arrays_is_refused():
-    walk, x = dense_walk(5, 7), np.zeros(7 * 32, np.float32)
+    matrix, x = dense_matrix(5, 7), np.zeros(7 * 32, np.float32)
     values, out = np.zeros(35, np.float32), np.zeros(160, np.float32)
     with pytest.raises(ValueError, match=r"values: expected shape \[35\], got \[34\]"):
-        multiply(walk, values[1:], x, out, panel_tokens=32)
+        multiply(matrix, values[1:], x, out, panel_tokens=32)
     with pytest.raises(ValueError, match=r"out: expected float32, got uint16"):
-        multiply(walk, values, x, out.astype(np.uint16), panel_tokens=32)
+        multiply(matrix, values, x, out.astype(np.uint16), panel_tokens=32)
     with pytest.raises(ValueError, match=r"x: expected shape \[224\], got \[225\]"):
-        multiply(walk, values, np.zeros(225, np.float32), out, panel_tokens=32)
+        multiply(matrix, values, np.zeros(225, np.float32), out, panel_tokens=32)
     with pytest.raises(ValueError, match=r"panel_tokens: expected a multiple of 32, got 16"):
-        multiply(walk, values, x.astype(np.uint16), out.astype(np.uint16), panel_tokens=16)
+        multiply(matrix, values, x.astype(np.uint16), out.astype(np.uint16), panel_tokens=16)
     with pytest.raises(ValueError, match=r"bias: expected shape \[5\], got \[4\]"):
-        multiply(walk, values, x, out, panel_tokens=32, bias=np.zeros(4, np.float32))
+        multiply(matrix, values, x, out, panel_tokens=32, bias=np.zeros(4, np.float32))
     with pytest.raises(ValueError, match=r"gradients: expected shape \[160\], got \[96\]"):
-        entry_gradient(walk, x, out[64:], panel_tokens=32)
+        entry_gradient(matrix, x, out[64:], panel_tokens=32)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
@@ -224,12 +224,12 @@ def test_the_product_with_one_token(dtype):
 OTHER_PROCESSOR = """
 import numpy as np, torch
 from penstock.kernels.sparse_vectors import has_bfloat16_dot
-from penstock.sparsity import Choice, Walked, forward, input_gradient, weight_gradient
+from penstock.sparsity import Choice, SparseKernel, forward, input_gradient, weight_gradient
 from sparse_masks import layout_of, mask_of, random_tensor
 assert not has_bfloat16_dot()
 for dtype in (torch.float32, torch.bfloat16):
     mask = mask_of("power law", (37, 83), 1)
-    layout, choice = layout_of(mask), Choice(32, *3 * [Walked(16)])
+    layout, choice = layout_of(mask), Choice(32, *3 * [SparseKernel(16)])
     values, x, dy = (random_tensor(s, dtype, *n) for s, n in
                      enumerate([(layout.entries,), (45, 83), (45, 37)]))
     weight = np.zeros(mask.shape)

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.sparsity import Choice, Expanded, Walked, choose_product, measurement
+from penstock.sparsity import Choice, DenseTiles, SparseKernel, choose_product, measurement
 
-CHOICE = Choice(64, Walked(96), Walked(192, 40), Expanded(256), bfloat16="dots")
+CHOICE = Choice(64, SparseKernel(96), SparseKernel(192, 40), DenseTiles(256), bfloat16="dots")
 
 
 def test_a_choice_comes_back_from_its_record():
     record = json.loads(json.dumps(CHOICE.as_record()))
     assert Choice.from_record(record) == CHOICE
-    assert record["input_gradient"] == {"way": "walked", "block_columns": 192, "band_rows": 40}
+    assert record["input_gradient"] == {"way": "sparse", "block_columns": 192, "band_rows": 40}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"forward": {"way": "guessed"}},
-        {"forward": {"way": "walked"}},
+        {"forward": {"way": "sparse"}},
         {"forward": None},
         {"panel_tokens": "many"},
     ],
@@ -47,7 +47,7 @@ def clock(monkeypatch):
 
     def run(case, name, choice):
         product = getattr(choice, name)
-        if isinstance(product, Expanded):
+        if isinstance(product, DenseTiles):
             now[0] += 1.0
         else:
             distance = abs(product.block_columns - 48) + abs(product.band_rows - 64)
@@ -64,13 +64,13 @@ def clock(monkeypatch):
 def test_the_fastest_way_is_chosen(clock):
     # Panels of 64 tokens of 4 bytes: 48 columns are half of the first cache, 64 rows a band.
     choice = choose_product((100, 300), torch.float32, 0.5, 1000)
-    assert choice == Choice(64, *3 * [Walked(48, 64)])
+    assert choice == Choice(64, *3 * [SparseKernel(48, 64)])
 
 
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
     monkeypatch.setattr(measurement, "cache_bytes", lambda: (1 << 20, 1 << 22))
     choice = choose_product((100, 300), torch.float32, 0.5, 1000)
-    assert isinstance(choice.forward, Expanded)
+    assert isinstance(choice.forward, DenseTiles)
 
 
 def test_a_choice_is_measured_once(clock):

@@ -19,24 +19,24 @@ def test_a_walk_goes_through_every_entry_once(kind, transposed):
     wanted = (numbers.T if transposed else numbers).tocsr()
     rows, columns = wanted.shape
     for block_columns, band_rows in ((16, None), (100, None), (7, 10), (1, 1)):
-        walk = layout_of(mask).walk(block_columns, band_rows, transposed=transposed)
+        matrix = layout_of(mask).blocked(block_columns, band_rows, transposed=transposed)
         found = np.full((rows, columns), -1)
-        for cell in range(walk.bands * walk.blocks):
-            band, block = divmod(cell, walk.blocks)
+        for cell in range(matrix.bands * matrix.blocks):
+            band, block = divmod(cell, matrix.blocks)
             counts = []
-            for segment in range(walk.cells[cell], walk.cells[cell + 1]):
-                row, entries = walk.rows[segment], slice(*walk.starts[segment : segment + 2])
-                local = walk.columns[entries].astype(int)
+            for segment in range(matrix.cells[cell], matrix.cells[cell + 1]):
+                row, entries = matrix.rows[segment], slice(*matrix.starts[segment : segment + 2])
+                local = matrix.columns[entries].astype(int)
                 assert (np.diff(local) > 0).all()
-                assert band * walk.band_rows <= row < (band + 1) * walk.band_rows
+                assert band * matrix.band_rows <= row < (band + 1) * matrix.band_rows
                 assert (local < block_columns).all()
                 places = block * block_columns + local
                 assert (found[row, places] == -1).all()
-                found[row, places] = walk.positions[entries]
+                found[row, places] = matrix.positions[entries]
                 counts.append(local.size)
             assert counts == sorted(counts)
-            if block in (0, walk.blocks - 1):  # where sums start and end
-                assert len(counts) == min(walk.band_rows, rows - band * walk.band_rows)
+            if block in (0, matrix.blocks - 1):  # where sums start and end
+                assert len(counts) == min(matrix.band_rows, rows - band * matrix.band_rows)
             else:
                 assert 0 not in counts
         expected = np.full((rows, columns), -1)
@@ -48,12 +48,12 @@ def test_a_walk_goes_through_every_entry_once(kind, transposed):
 
 def test_a_walk_is_made_once():
     layout = layout_of(mask_of("random", (20, 20), 0))
-    walk = layout.walk(16, None)
-    assert layout.walk(16, 20) is walk
-    assert layout.walk(16, 1000) is walk
-    assert layout.walk(8, None) is not walk
-    layout.forget_walks()
-    assert layout.walk(16, None) is not walk
+    matrix = layout.blocked(16, None)
+    assert layout.blocked(16, 20) is matrix
+    assert layout.blocked(16, 1000) is matrix
+    assert layout.blocked(8, None) is not matrix
+    layout.forget_blocked()
+    assert layout.blocked(16, None) is not matrix
 
 
 def starts(*numbers: int) -> np.ndarray:

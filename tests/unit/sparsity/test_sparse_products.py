@@ -21,8 +21,8 @@ from sparse_masks import (
 from penstock.kernels.sparse_vectors import has_bfloat16_dot
 from penstock.sparsity import (
     Choice,
-    Expanded,
-    Walked,
+    DenseTiles,
+    SparseKernel,
     forward,
     from_panels,
     input_gradient,
@@ -33,18 +33,18 @@ from penstock.sparsity import (
 TYPES = [torch.float32, torch.bfloat16]
 
 
-def walked(block: int, band: int | None = None, panel: int = 32, bfloat16="unpacked") -> Choice:
-    return Choice(panel, *3 * [Walked(block, band)], bfloat16=bfloat16)
+def sparse(block: int, band: int | None = None, panel: int = 32, bfloat16="unpacked") -> Choice:
+    return Choice(panel, *3 * [SparseKernel(block, band)], bfloat16=bfloat16)
 
 
 def expanded(band: int) -> Choice:
-    return Choice(32, *3 * [Expanded(band)])
+    return Choice(32, *3 * [DenseTiles(band)])
 
 
 CHOICES = {
-    "one block": walked(1024),
-    "blocks": walked(16),
-    "narrow blocks and bands": walked(7, 5),
+    "one block": sparse(1024),
+    "blocks": sparse(16),
+    "narrow blocks and bands": sparse(7, 5),
     "expanded": expanded(9),
 }
 
@@ -84,7 +84,9 @@ class Case:
         assert y.dtype == dx.dtype == self.x.dtype
         assert dw.dtype == torch.float32
         magnitude = (size @ abs(x).T).T + abs(bias)
-        is_rounded = any(isinstance(p, Expanded) for p in (choice.forward, choice.weight_gradient))
+        is_rounded = any(
+            isinstance(p, DenseTiles) for p in (choice.forward, choice.weight_gradient)
+        )
         is_rounded = is_rounded and self.x.dtype == torch.bfloat16
         if is_rounded:
             magnitude = magnitude * 2**15 / (columns + 2)  # bias may be added to a rounded sum
@@ -118,7 +120,7 @@ def test_products_of_extreme_shapes(shape, dtype):
 
 
 def test_panels_of_more_tokens():
-    Case("random", (70, 133), 150, torch.float32).check(walked(48, panel=128))
+    Case("random", (70, 133), 150, torch.float32).check(sparse(48, panel=128))
 
 
 @pytest.mark.skipif(not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16")
@@ -126,14 +128,14 @@ def test_panels_of_more_tokens():
 def test_products_by_the_dot_product_of_bfloat16(kind):
     case = Case(kind, (37, 83), 77, torch.bfloat16)
     for block in (1024, 16):
-        case.check(walked(block, bfloat16="dots"))
+        case.check(sparse(block, bfloat16="dots"))
 
 
 def test_a_processor_without_the_dot_product_refuses_it(monkeypatch):
     monkeypatch.setattr("penstock.kernels.sparse_products.has_bfloat16_dot", lambda: False)
     case = Case("random", (8, 8), 32, torch.bfloat16)
     with pytest.raises(ValueError, match=r"expected 'unpacked', got 'dots': this processor has no"):
-        case.products(walked(16, bfloat16="dots"))
+        case.products(sparse(16, bfloat16="dots"))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -148,7 +150,7 @@ def test_a_processor_without_the_dot_product_refuses_it(monkeypatch):
 )
 def test_products_of_random_cases(shape, tokens, kind, dtype, block, band, seed):
     case = Case(kind, shape, tokens, dtype, seed)
-    case.check(walked(block, band))
+    case.check(sparse(block, band))
     case.check(expanded(band or 60))
 
 
@@ -160,11 +162,11 @@ def test_neither_threads_nor_blocks_nor_bands_change_a_bit(bfloat16):
     method = "unpacked" if bfloat16 == "float32" else bfloat16
     case = Case("power law", (150, 90), 200, dtype)
     numba.set_num_threads(1)
-    expected = case.products(walked(1024, bfloat16=method))
+    expected = case.products(sparse(1024, bfloat16=method))
     for threads in {1, min(2, numba.config.NUMBA_NUM_THREADS), numba.config.NUMBA_NUM_THREADS}:
         numba.set_num_threads(threads)
         for block, band in ((1024, None), (16, None), (5, 40)):
-            found = case.products(walked(block, band, bfloat16=method))
+            found = case.products(sparse(block, band, bfloat16=method))
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a, b), (threads, block, band)
 
@@ -174,7 +176,7 @@ def test_consecutive_products_stay_in_panels(dtype):
     """Two layers, forward and backward, in panels and token by token: the same bits."""
     first = Case("random", (60, 40), 75, dtype, seed=1)
     second = Case("random", (50, 60), 75, dtype, seed=2)
-    choice = walked(16)
+    choice = sparse(16)
     x, dy = to_panels(first.x, 32), to_panels(second.dy, 32)
     hidden = forward(first.layout, first.values, x, first.bias, choice=choice)
     plain = forward(first.layout, first.values, first.x, first.bias, choice=choice)
@@ -204,13 +206,13 @@ def test_consecutive_products_stay_in_panels(dtype):
 def test_what_is_not_finite_stays_with_its_token(dtype, value):
     case = Case("dense", (20, 30), 40, dtype)
     case.x[7, 3] = value
-    y = forward(case.layout, case.values, case.x, choice=walked(16))
+    y = forward(case.layout, case.values, case.x, choice=sparse(16))
     finite = torch.isfinite(y).all(dim=1)
     assert finite.tolist() == [token != 7 for token in range(40)]
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    case, choice = Case("random", (8, 10), 5, torch.float32), walked(16)
+    case, choice = Case("random", (8, 10), 5, torch.float32), sparse(16)
     layout, values, x, dy = case.layout, case.values, case.x, case.dy
     with pytest.raises(ValueError, match=r"x: expected 10 features, got 8"):
         forward(layout, values, dy, choice=choice)
@@ -229,7 +231,7 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"panel_tokens: expected a multiple of 32 for torch.bfl"):
         to_panels(x.bfloat16(), 16)
     with pytest.raises(ValueError, match=r"block_columns: expected 1 to 65536, got 0"):
-        forward(layout, values, x, choice=walked(0))
+        forward(layout, values, x, choice=sparse(0))
     with pytest.raises(ValueError, match=r"band_rows: expected at least 1, got 0"):
         forward(layout, values, x, choice=expanded(0))
 
@@ -240,8 +242,8 @@ def test_numbers_behind_a_view_are_not_read_or_written():
     wide = random_tensor(9, torch.float32, 70, 90)
     wide[10:60, 20:60] = case.x
     before = wide.clone()
-    expected = forward(case.layout, case.values, case.x, choice=walked(16))
-    for choice in (walked(16), expanded(7)):
+    expected = forward(case.layout, case.values, case.x, choice=sparse(16))
+    for choice in (sparse(16), expanded(7)):
         found = forward(case.layout, case.values, wide[10:60, 20:60], choice=choice)
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-5)
     assert torch.equal(wide, before)
