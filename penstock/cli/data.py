@@ -54,61 +54,56 @@ def spread_inputs(args: list[str]) -> list[str]:
     return spread
 
 
+_Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="FILES...",
+        help="Text, .jsonl or .parquet files, or folders of such files; one flag takes several "
+        "paths.",
+    ),
+]
+_Tokenizer = Annotated[
+    str,
+    typer.Option(
+        metavar="bytes|train-bpe:SIZE|PATH",
+        help="bytes: no merges, 256 byte values; train-bpe: a byte-level BPE trained on the input; "
+        "PATH: the tokenizer of a tokenizer.json, a Hugging Face folder or another data set.",
+    ),
+]
+_Content = Annotated[
+    Content,
+    typer.Option(
+        help="text; or records, each a prompt and a completion: only the completion is trained on."
+    ),
+]
+_Exclude = Annotated[
+    list[str] | None, typer.Option(help="Pattern of files and subfolders to exclude; repeatable.")
+]
+
+
+def _field(what: str) -> Any:
+    return typer.Option(help=f"Field or column with {what}.")
+
+
 @app.command(cls=SeveralInputs)
 def build(
-    input: Annotated[
-        list[str],
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="FILES...",
-            help=(
-                "Text, .jsonl or .parquet files, or folders of such files; one flag takes several "
-                "paths."
-            ),
-        ),
-    ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            metavar="bytes|train-bpe:SIZE|PATH",
-            help=(
-                "bytes: no merges, 256 byte values; train-bpe: a byte-level BPE trained on the "
-                "input; PATH: the tokenizer of a tokenizer.json, a Hugging Face folder or another "
-                "data set."
-            ),
-        ),
-    ],
+    input: _Inputs,
+    tokenizer: _Tokenizer,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")],
     validation: Annotated[
         float, typer.Option(metavar="F", help="Share of held-out documents; 0: none.")
     ] = 0.05,
     seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
-    content: Annotated[
-        Content,
-        typer.Option(
-            help=(
-                "text; or records, each a prompt and a completion: only the completion is trained "
-                "on."
-            )
-        ),
-    ] = Content.text,
-    field: Annotated[
-        str, typer.Option(help="Field or column with the text in .jsonl and .parquet files.")
-    ] = "text",
-    prompt_field: Annotated[
-        str, typer.Option(help="Field or column with the prompt of a record.")
-    ] = "prompt",
-    completion_field: Annotated[
-        str, typer.Option(help="Field or column with the completion of a record.")
-    ] = "completion",
+    content: _Content = Content.text,
+    field: Annotated[str, _field("the text in .jsonl and .parquet files")] = "text",
+    prompt_field: Annotated[str, _field("the prompt of a record")] = "prompt",
+    completion_field: Annotated[str, _field("the completion of a record")] = "completion",
     glob: Annotated[
         str | None, typer.Option(help="Pattern for names of files inside folders, such as '*.py'.")
     ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="Pattern of files and subfolders to exclude; repeatable."),
-    ] = None,
+    exclude: _Exclude = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing data set.")
     ] = False,

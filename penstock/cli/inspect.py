@@ -50,26 +50,15 @@ def inspect(
         damage.raise_if_found()  # which is why
         raise
 
-    from penstock.store import (
-        checkpoint_folders,
-        checkpoint_hash,
-        find_checkpoint,
-        verify_checkpoint,
-    )
+    from penstock.store import checkpoint_folders, find_checkpoint
 
     latest = find_checkpoint(run / "checkpoints", "latest")
     flash = settings.store.flash.path
     if repair:
         _repair(flash)
         return
-    if only_hash and flash is not None:
-        typer.echo(_flash_hash(flash))
-        return
     if only_hash:
-        if latest is None:
-            raise ConfigError(f"{run}: no checkpoint yet, so there are no weights to hash")
-        base = _base_reader(settings, verify_checkpoint(latest))
-        typer.echo(checkpoint_hash(latest, base))
+        typer.echo(_flash_hash(flash) if flash is not None else _newest_hash(run, settings, latest))
         return
     for line in (*_configuration_lines(settings), *_progress_lines(run)):
         typer.echo(line)
@@ -90,6 +79,19 @@ def inspect(
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
     damage.raise_if_found()
+
+
+def _newest_hash(run: Path, settings: Config, latest: Path | None) -> str:
+    """Return the hash of the newest checkpoint.
+
+    **Raises:** `ConfigError` if there is none.
+    """
+    from penstock.errors import ConfigError
+    from penstock.store import checkpoint_hash, verify_checkpoint
+
+    if latest is None:
+        raise ConfigError(f"{run}: no checkpoint yet, so there are no weights to hash")
+    return checkpoint_hash(latest, _base_reader(settings, verify_checkpoint(latest)))
 
 
 class Damage:

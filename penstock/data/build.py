@@ -1,6 +1,8 @@
 """Builds a data set from text: read, tokenise, pack and split (`packing.py`), and publish
 atomically."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from penstock.data.packing import Packer, RecordPacker, TextPacker, hash_share
 from penstock.data.publish import published_folder
 from penstock.data.shards import CHUNK_BYTES, SHARD_BYTES
 from penstock.data.sources import Pair, TextPiece, find_files, read_pairs, read_pieces
-from penstock.data.tokenizers import load_tokenizer, train_bpe, train_size
+from penstock.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, train_size
 from penstock.errors import ConfigError, DataError, did_you_mean
 
 # A tokenizer is trained on at most about this much text, sampled evenly from the whole. On 30 MB of
@@ -49,6 +51,11 @@ class _Corpus:
     files: list[Path]
     on_progress: Progress
     total_bytes: int
+
+    @classmethod
+    def of(cls, files: list[Path], on_progress: Progress | None) -> _Corpus:
+        total_bytes = sum(_size_bytes(path) for path in files)
+        return cls(files, on_progress or (lambda *_: None), total_bytes)
 
     @property
     def where(self) -> str:
@@ -93,11 +100,9 @@ def build_dataset(
         out: the folder to create; it appears complete or not at all.
         validation: share of the documents that are held out, 0 (none) to less than 1.
         seed: determines which documents are held out.
-        content: "text", or "records": a prompt and a completion each, from .jsonl and .parquet
-            files alone.
+        content: "text", or "records" (prompt and completion) from .jsonl and .parquet files alone.
         field: field or column with the text, in .jsonl and .parquet files.
-        prompt_field: field or column with the prompts of records.
-        completion_field: field or column with their completions.
+        prompt_field, completion_field: fields or columns of records.
         glob: pattern for the names of files inside folders.
         exclude: patterns for files and folders inside folders that are left out.
         chosen_from: the set from which `inputs` were chosen, if they were; a run may refer to it by
@@ -119,40 +124,51 @@ def build_dataset(
     out = Path(out)
     size = train_size(tokenizer)
     encoder = load_tokenizer(tokenizer) if size is None else None
-    files = find_files(inputs, glob, exclude)
+    corpus = _Corpus.of(find_files(inputs, glob, exclude), on_progress)
     _refuse_output_inside(inputs, out)
-    total = sum(_size_bytes(path) for path in files)
-    corpus = _Corpus(files, on_progress or (lambda *_: None), total)
-
-    def read(path: Path) -> Iterator[Any]:
-        if content == "text":
-            return read_pieces(path, field)
-        return read_pairs(path, prompt_field, completion_field)
-
+    fields = (content, field, prompt_field, completion_field)
+    read = _reader(*fields)
     make_packer: type[Packer[Any]] = TextPacker if content == "text" else RecordPacker
+    named = inputs if chosen_from is None else chosen_from
     with published_folder(out, _is_dataset if overwrite else None) as folder:
         if encoder is None:
             assert size is not None
-            parts = corpus.parts(read, "training the tokenizer")
-            encoder = train_bpe(_training_texts(parts, total, seed), size)
+            encoder = _train(corpus, read, size, seed)
         packer = make_packer(folder, encoder, seed, validation, shard_bytes, chunk_bytes)
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
-            named = inputs if chosen_from is None else chosen_from
-            made_from = BuiltFrom.of(
-                named, files, content, field, prompt_field, completion_field, validation
-            )
-            made_from.write(folder)
+            BuiltFrom.of(named, corpus.files, *fields, validation).write(folder)
         finally:
             packer.abandon()
-    notes = list(packer.notes)
+    notes = (*packer.notes, *_notes_on(encoder, size))
+    return BuildReport(out, manifest, len(corpus.files), notes)
+
+
+def _reader(
+    content: Content, field: str, prompt_field: str, completion_field: str
+) -> Callable[[Path], Iterator[Any]]:
+    """Return the function that reads the parts of one input file."""
+    if content == "text":
+        return lambda path: read_pieces(path, field)
+    return lambda path: read_pairs(path, prompt_field, completion_field)
+
+
+def _train(
+    corpus: _Corpus, read: Callable[[Path], Iterator[Any]], size: int, seed: int
+) -> Tokenizer:
+    """Return a tokenizer trained on a sample of the input."""
+    parts = corpus.parts(read, "training the tokenizer")
+    return train_bpe(_training_texts(parts, corpus.total_bytes, seed), size)
+
+
+def _notes_on(encoder: Tokenizer, size: int | None) -> Iterator[str]:
+    """Yield a note if a tokenizer has fewer tokens than the requested `size`."""
     if size is not None and encoder.vocab_size < size:
-        notes.append(
+        yield (
             f"the text gives a tokenizer of {encoder.vocab_size} tokens, fewer than the requested "
             f"{size}"
         )
-    return BuildReport(out, manifest, len(files), tuple(notes))
 
 
 def _check_arguments(validation: float, seed: int, content: str) -> None:

@@ -235,7 +235,7 @@ def test_name_that_is_not_text_is_refused(folder, name):
     refuse_all(folder, r"state\.json: it is not JSON: .*surrogates not allowed")
 
 
-def test_a_key_twice_is_what_the_checksum_is_of(folder):
+def test_duplicate_key_is_covered_by_the_checksum(folder):
     """The later one counts, for the checksum too: what opens is what was sealed."""
     path = folder / "state.json"
     first = path.read_text()
@@ -285,7 +285,7 @@ def test_invalid_index_is_refused(checkpoints, change):
 # Links, and other things than files
 
 
-def test_a_checkpoint_that_is_a_link_goes_and_what_it_leads_to_stays(checkpoints, tmp_path):
+def test_removing_a_linked_checkpoint_keeps_its_target(checkpoints, tmp_path):
     outside = tmp_path / "outside"
     shutil.move(checkpoints / "step-00000001", outside)
     (checkpoints / "step-00000001").symlink_to(outside)
@@ -322,7 +322,7 @@ def test_a_link_where_a_checkpoint_will_be_written_is_replaced(
 
 
 @pytest.mark.parametrize("name", [FILE, "state.json"])
-def test_a_file_that_is_a_link_is_read_and_checked_like_any_other(folder, tmp_path, name):
+def test_linked_file_is_read_and_verified(folder, tmp_path, name):
     shutil.move(folder / name, tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     assert verify_checkpoint(folder).step == 2

@@ -73,7 +73,7 @@ def test_text_that_is_not_configuration_is_refused(tmp_path, what):
 
 
 @pytest.mark.parametrize("what", ["a billion laughs", "a list that contains itself"])
-def test_an_override_that_is_a_bomb(what):
+def test_expanding_override_is_refused(what):
     text = TEXTS[what][0].replace("\n", ", ")
     with pytest.raises(ConfigError, match=r"command line: .* is not valid YAML"):
         Config.from_mapping({}, [f"model={{{text}}}"])

@@ -178,7 +178,7 @@ def test_record_of_impossible_length_is_refused(folder, length):
     )
 
 
-def test_a_length_beyond_the_file_is_a_record_that_was_never_finished(folder):
+def test_record_length_beyond_the_file_is_an_unfinished_record(folder):
     path = folder / "journal"
     header = journal_module._HEADER.pack(b"PSTKREC\1", 4, MAX_RECORD_BYTES, bytes(16))
     with path.open("ab") as file:
@@ -186,7 +186,7 @@ def test_a_length_beyond_the_file_is_a_record_that_was_never_finished(folder):
     assert len(read_records(path)[0]) == 4
 
 
-def test_a_record_twice(folder):
+def test_duplicate_record(folder):
     """The same bytes once more: the second has the first's number."""
     path = folder / "journal"
     last = journal_module._spelled(3, read_records(path)[0][-1])
@@ -215,7 +215,7 @@ def test_two_records_of_one_step_the_later_one_counts(folder):
 
 @pytest.mark.parametrize("what", ["header", "seal"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_sector_of_zeros_is_not_the_end_where_a_record_is_sealed_behind(folder, number, what):
+def test_zero_sector_before_a_sealed_record_is_not_the_end(folder, number, what):
     journal = folder / "journal"
     records, end = read_records(journal)
     lengths = [len(journal_module._spelled(n, record)) for n, record in enumerate(records)]
@@ -318,7 +318,7 @@ def test_unknown_optimizer_state_is_refused(folder, changes):
         verified(folder)
 
 
-def test_a_sparse_file_that_makes_room_for_a_trillion_blocks(folder):
+def test_sparse_file_of_a_trillion_blocks(folder):
     test_weights_larger_than_extents_are_refused(folder, [2**40])
     os.truncate(folder / "extents", 2**43 - 1)
     with pytest.raises(CorruptionError, match=r"expected [\d,]+ bytes, got [\d,]+"):

@@ -83,7 +83,7 @@ def test_hostile_headers_are_refused(tmp_path, what):
     assert str(tmp_path / "model.safetensors") in message
 
 
-def test_a_header_of_a_hundred_megabytes_that_is_not_there_takes_no_memory(tmp_path):
+def test_absent_header_of_100_megabytes_allocates_nothing(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", 200_000_000))
         file.truncate(300_000_000)  # sparse: it costs nothing to send
@@ -109,7 +109,7 @@ FILE_NAMES = [
 
 
 @pytest.mark.parametrize("file", FILE_NAMES, ids=repr)
-def test_an_index_that_names_other_than_files_of_the_folder(tmp_path, file, monkeypatch):
+def test_index_with_files_outside_the_folder(tmp_path, file, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
@@ -160,7 +160,7 @@ def test_a_name_in_two_shards(tmp_path):
     refused(lambda: WeightFiles(tmp_path), CorruptionError, match)
 
 
-def test_an_index_that_lies_about_where_a_tensor_is(tmp_path):
+def test_index_with_wrong_tensor_location(tmp_path):
     content = {"one": {"a": torch.ones(1)}, "two": {"b": torch.ones(1)}}
     shards(tmp_path, {"a": "two", "b": "one"}, **content)
     refused(lambda: WeightFiles(tmp_path), CorruptionError, "in two.safetensors, which has no")

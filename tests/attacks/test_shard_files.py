@@ -111,7 +111,7 @@ def test_shards_of_two_stores_are_not_taken_for_one(folder, tmp_path):
     refused(folder, CorruptionError, "flash/shard-0 is a shard of another store")
 
 
-def test_a_store_of_a_release_that_gave_no_names_is_opened_as_before(folder):
+def test_store_of_a_release_without_names_opens(folder):
     with open_reader(folder) as reader:
         weights = reader.content_hash(0)
     content = sealed_json.unseal(folder / SHARDS) | {"version": 1}

@@ -127,6 +127,7 @@ def test_killed_save_leaves_previous_or_new_checkpoint(tmp_path, seed):
         assert folders == ["step-00000001", "step-00000004", "step-00000005"], order
 
 
+@pytest.mark.long
 def test_killed_first_save_leaves_nothing_or_whole_checkpoint(tmp_path):
     store = trained(1, 0)
     orders = save_watched(store, tmp_path / "dry")

@@ -98,7 +98,7 @@ def crash_and_go_on(root, crash_at, seed, moments):
     shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("moments", OPTIMIZERS)
+@pytest.mark.parametrize("moments", quick_first(OPTIMIZERS, ["8bit"]))
 @pytest.mark.parametrize("batch", quick_first(range(2), [0]))
 def test_two_hundred_crashes_do_not_change_bits(batch, moments, operations, tmp_path):
     """Two crashes each, with a part of the gradients on flash."""

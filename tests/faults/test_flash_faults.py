@@ -120,7 +120,7 @@ class RefusingDisk:
 @pytest.mark.parametrize(
     ("code", "moments", "first", "every"),
     [
-        (errno.ENOSPC, "fp32", 1, 10),
+        pytest.param(errno.ENOSPC, "fp32", 1, 10, marks=pytest.mark.long),
         (errno.EIO, "fp32", 6, 10),
         (errno.ENOSPC, "8bit", 3, 20),
         *(

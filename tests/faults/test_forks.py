@@ -183,6 +183,7 @@ TRAINER = (
 )
 
 
+@pytest.mark.long
 def test_killed_trainer_leaves_no_processes(door, tmp_path):
     command = [sys.executable, "-c", TRAINER, *map(str, door.getsockname()), str(tmp_path)]
     trainer = warm_start.Popen(command, stdout=subprocess.PIPE, text=True)

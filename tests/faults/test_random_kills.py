@@ -50,7 +50,7 @@ def kill(kind, moments, folder, references, count, seed):
     ("kind", "moments", "count"),
     [
         pytest.param("flash", "fp32", 6, marks=pytest.mark.long),
-        ("flash", "8bit", 4),
+        pytest.param("flash", "8bit", 4, marks=pytest.mark.long),
         ("checkpoints", "8bit", 4),
     ],
 )

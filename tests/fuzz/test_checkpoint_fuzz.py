@@ -60,7 +60,7 @@ def folder(checkpoints, put_back):
 
 
 @EXAMPLES
-def test_a_state_that_was_changed_is_the_same_or_refused(folder, examples):
+def test_changed_state_is_equal_or_refused(folder, examples):
     path, valid = folder / "state.json", read_state(folder)
 
     def holds(data):
@@ -72,7 +72,7 @@ def test_a_state_that_was_changed_is_the_same_or_refused(folder, examples):
 
 
 @EXAMPLES
-def test_a_state_that_was_sealed_again_is_verified_or_refused(folder, examples):
+def test_resealed_state_is_verified_or_refused(folder, examples):
     path = folder / "state.json"
     hashes = weights_of(folder)
 
@@ -117,7 +117,7 @@ def test_any_bytes_are_no_state(folder, examples):
 
 @EXAMPLES
 @pytest.mark.parametrize("again", [False, True], ids=["as it is", "sealed again"])
-def test_an_index_that_was_changed_names_folders_of_this_run_or_is_refused(
+def test_changed_index_names_folders_of_this_run_or_is_refused(
     checkpoints, put_back, again, examples
 ):
     path = checkpoints / "index.json"
@@ -140,7 +140,7 @@ def test_an_index_that_was_changed_names_folders_of_this_run_or_is_refused(
 
 
 @EXAMPLES
-def test_what_we_read_of_a_header_the_safetensors_library_reads_too(folder, examples):
+def test_headers_are_read_as_by_the_safetensors_library(folder, examples):
     """Header and data changed anywhere, with no checksum in the way."""
     path = folder / FILE
     valid = path.read_bytes()
@@ -169,7 +169,7 @@ def test_what_we_read_of_a_header_the_safetensors_library_reads_too(folder, exam
 
 
 @EXAMPLES
-def test_a_changed_file_with_right_checksums_holds_the_same_shapes_or_is_refused(folder, examples):
+def test_changed_file_with_valid_checksums_has_the_same_shapes_or_is_refused(folder, examples):
     path, state = folder / FILE, folder / "state.json"
     content = json.loads(state.read_bytes())["content"]
     shapes = read_state(folder).weights

@@ -18,7 +18,7 @@ YAML = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=40).map("
 
 
 @EXAMPLES
-def test_a_configuration_that_was_changed_is_one_or_is_refused(tmp_path, examples):
+def test_changed_configuration_is_valid_or_refused(tmp_path, examples):
     path = tmp_path / "config.yaml"
 
     def holds(data):

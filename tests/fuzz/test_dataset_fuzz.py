@@ -57,7 +57,7 @@ def read_all(folder):
 
 
 @EXAMPLES
-def test_a_description_that_was_changed_is_the_same_or_refused(folder, examples):
+def test_changed_description_is_equal_or_refused(folder, examples):
     path, valid = folder / "dataset.json", load_manifest(folder)
 
     def holds(data):
@@ -69,7 +69,7 @@ def test_a_description_that_was_changed_is_the_same_or_refused(folder, examples)
 
 
 @EXAMPLES
-def test_a_description_that_was_sealed_again_is_verified_or_refused(folder, examples):
+def test_resealed_description_is_verified_or_refused(folder, examples):
     path, valid = folder / "dataset.json", read_all(folder)
     content = json.loads(path.read_bytes())
     del content["checksum"]
@@ -101,7 +101,7 @@ def test_any_bytes_are_no_description(folder, examples):
 
 @EXAMPLES
 @pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx", "tokenizer.json"])
-def test_a_file_that_was_changed_is_the_same_or_refused(folder, name, examples):
+def test_changed_file_is_equal_or_refused(folder, name, examples):
     path, valid = folder / name, read_all(folder)
 
     def holds(data):
@@ -113,7 +113,7 @@ def test_a_file_that_was_changed_is_the_same_or_refused(folder, name, examples):
 
 
 @EXAMPLES
-def test_a_tokenizer_that_was_changed_works_or_is_refused(folder, tmp_path, examples):
+def test_changed_tokenizer_works_or_is_refused(folder, tmp_path, examples):
     """Anybody's tokenizer.json: what loads has ids below its vocabulary for any text."""
     valid = (folder / "tokenizer.json").read_bytes()
     path = tmp_path / "tokenizer.json"

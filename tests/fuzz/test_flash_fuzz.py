@@ -47,7 +47,7 @@ def journal(folder):
 
 
 @EXAMPLES
-def test_a_journal_that_was_changed_holds_its_first_records_or_is_refused(journal, examples):
+def test_changed_journal_keeps_its_first_records_or_is_refused(journal, examples):
     valid, records = journal.read_bytes(), read_records(journal)[0]
 
     def holds(data):

@@ -157,6 +157,7 @@ def test_other_numbers_for_an_existing_run_are_refused(finished, monkeypatch, ca
     assert "optimizer.learning_rate: 0.00" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_terminal_saves_and_the_next_run_resumes(tmp_path):
     """A real terminal: the panel is drawn, and Ctrl-C arrives as it does from a keyboard."""
     arguments = ["run.steps=2000", "evaluation.every=500"]

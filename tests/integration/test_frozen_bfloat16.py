@@ -195,6 +195,7 @@ def test_float32_evaluation_and_recomputation_widen_bfloat16_weights(family, fol
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_best_checkpoint_with_flash_store_excludes_the_base(folders, tmp_path):
     flash = {"dram": "16MiB", "flash": {"path": str(tmp_path / "flash")}}
     for steps in (1, 2):  # the second time without the folder's weights at hand
@@ -335,6 +336,7 @@ def test_run_of_an_older_release_resumes_unchanged(folders, tmp_path, monkeypatc
     assert state.bfloat16 == frozenset()
 
 
+@pytest.mark.long
 def test_trained_weights_beside_adapters_are_kept_in_float32(folders, tmp_path):
     model = folders["llama"][0]
     expected = {}

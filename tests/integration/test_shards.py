@@ -101,6 +101,7 @@ def test_shards_with_tied_and_frozen_weights_and_groups(tmp_path):
         assert_same(other, one)
 
 
+@pytest.mark.long
 def test_shards_with_adapters(tmp_path):
     case = language_model("gpt2", n_embd=128)
     changes = {
@@ -152,6 +153,7 @@ def test_untrained_weights_on_flash_are_reloaded_for_another_number_of_shards(tm
     ]
 
 
+@pytest.mark.long
 def test_text_and_exports_equal_those_of_one_store(tmp_path):
     """Generation streams by name, for another program; an export reads what is on flash."""
     found = []

@@ -81,7 +81,7 @@ def test_an_import_past_a_front_door_is_found():
 
 
 @pytest.mark.parametrize("package", [p for p in PACKAGES if p != "penstock.cluster"])
-def test_what_a_front_door_names_is_there(package):
+def test_names_of_a_front_door_exist(package):
     names = names_of(package)
     module = importlib.import_module(package)
     for name in names:

@@ -47,7 +47,7 @@ def program_of(
     return dataclasses.replace(program, stages=tuple(stages))
 
 
-def test_a_training_step_goes_forward_turns_at_the_last_stage_and_goes_back():
+def test_training_step_is_forward_turn_backward():
     operations = StepSchedule.of(program_of()).operations
     assert [(each.number, each.stage, each.sweep) for each in operations] == [
         (0, 0, "forward"),
@@ -64,7 +64,7 @@ def test_a_program_of_one_stage_only_turns():
     assert sweep_order(1) == [(0, "turn")]
 
 
-def test_a_backward_fetches_what_it_reads_and_all_where_the_forward_is_made_again():
+def test_backward_fetches_the_weights_it_reads_or_all_with_recomputation():
     operations = StepSchedule.of(program_of(), recompute={1}).operations
     assert [each.positions for each in operations] == [
         (0, 1),
@@ -95,7 +95,7 @@ def test_gradients_return_from_the_turn_on_for_weights_that_train():
     ]
 
 
-def test_stages_below_what_trains_are_operations_without_gradients():
+def test_stages_below_the_first_trained_weight_return_no_gradients():
     frozen = ("embed", "position", "one.weight", "one.bias")
     schedule = StepSchedule.of(
         program_of(reads=((), (), (0,), (0,)), gradients=(2, 3), frozen=frozen)
@@ -108,7 +108,7 @@ def test_stages_below_what_trains_are_operations_without_gradients():
     assert schedule.operations[3].gradients == ("norm",)
 
 
-def test_a_stage_whose_output_has_no_gradient_returns_none_although_its_weights_train():
+def test_stage_without_output_gradient_returns_no_weight_gradients():
     schedule = StepSchedule.of(program_of(gradients=(1, 2, 3)))
     assert schedule.operations[-1].gradients == ()
 
@@ -128,7 +128,7 @@ def test_a_forward_sweep_infers_every_stage_with_all_its_weights():
     assert schedule.after_loss == ()
 
 
-def test_the_loss_is_known_behind_the_turn():
+def test_loss_is_known_after_the_turn():
     schedule = StepSchedule.of(program_of())
     assert schedule.before_loss + schedule.after_loss == schedule.operations
     assert schedule.before_loss[-1].sweep == "turn"
@@ -143,5 +143,5 @@ def test_the_loss_is_known_behind_the_turn():
         (lambda weight: 1 if "o." in weight.name else 0, ("stage2", 2)),
     ],
 )
-def test_the_largest_stage_is_that_of_the_measure(size, expected):
+def test_largest_stage_by_the_given_measure(size, expected):
     assert largest_stage(make_program(LAYERS, stream_dtype=torch.bfloat16), size) == expected

@@ -74,7 +74,7 @@ def test_bfloat16_refuses_any_other_float32(bits):
         encode(BFLOAT16, "w", values, parts_of(BFLOAT16, 2))
 
 
-def test_what_streams_is_what_torch_says_it_is():
+def test_streamed_type_is_the_torch_type():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     for form in (SPLIT, BFLOAT16):
         parts = parts_of(form, values.numel())

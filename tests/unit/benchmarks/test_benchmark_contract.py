@@ -60,7 +60,7 @@ def test_every_benchmark_is_in_the_documentation_with_its_figure():
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_benchmark_prints_its_line_by_the_shared_function_and_has_a_quick_form(name):
+def test_every_benchmark_uses_the_shared_result_line_and_has_a_quick_form(name):
     text = (BENCHMARKS / f"{name}.py").read_text()
     assert "print_result(" in text
     assert '"--quick"' in text
@@ -78,7 +78,7 @@ def test_a_printed_result_passes_the_check(contract, capsys):
     assert found["machine"]["disk"]
 
 
-def test_a_benchmark_that_was_skipped_says_why(contract):
+def test_skipped_benchmark_gives_a_reason(contract):
     skipped = GOOD | {"value": None, "skipped": "no CUDA device"}
     assert contract.check_result("x", json.dumps(skipped))["skipped"] == "no CUDA device"
 
@@ -97,12 +97,12 @@ def test_a_benchmark_that_was_skipped_says_why(contract):
         (json.dumps(GOOD | {"value": True}), "expected a finite value"),
     ],
 )
-def test_a_line_that_is_not_by_the_contract_is_refused(contract, line, error):
+def test_line_that_violates_the_contract_is_refused(contract, line, error):
     with pytest.raises(ValueError, match=error):
         contract.check_result("x", line)
 
 
-def test_a_processor_is_told_from_others_of_its_name(contract, tmp_path):
+def test_processors_of_equal_name_are_distinguished(contract, tmp_path):
     machine = importlib.import_module("contract.machine")
     (tmp_path / "cpuinfo").write_text(XEON)
     assert machine.processor(tmp_path / "cpuinfo") == (
@@ -123,18 +123,18 @@ def test_a_processor_is_told_from_others_of_its_name(contract, tmp_path):
         ("", "FAILED: expected a line of JSON at the end, got ''"),
     ],
 )
-def test_how_a_benchmark_went_is_told(runner, tmp_path, text, how):
+def test_benchmark_outcome_is_reported(runner, tmp_path, text, how):
     (tmp_path / "x.py").write_text(text.replace("{line}", json.dumps(GOOD)))
     assert runner.run(tmp_path / "x.py", is_quick=True).startswith(how)
 
 
-def test_a_quick_form_that_does_not_end_is_ended_and_told(runner, monkeypatch, tmp_path):
+def test_endless_quick_form_is_stopped_and_reported(runner, monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "QUICK_LIMIT", 0.5)
     (tmp_path / "x.py").write_text("import time\ntime.sleep(600)")
     assert runner.run(tmp_path / "x.py", is_quick=True) == "FAILED: not done in 0.5 s"
 
 
-def test_one_that_fails_fails_the_whole_and_keeps_no_other_from_running(tmp_path, monkeypatch):
+def test_failed_benchmark_fails_the_run_and_the_others_still_run(tmp_path, monkeypatch):
     for name, code in (("a", 1), ("b", 0)):
         line = json.dumps(GOOD | {"benchmark": name})
         (tmp_path / f"{name}.py").write_text(f"print('{line}')\nraise SystemExit({code})")
@@ -153,7 +153,7 @@ def test_one_that_fails_fails_the_whole_and_keeps_no_other_from_running(tmp_path
     assert second.endswith("1.5 s")
 
 
-def test_the_share_of_dense_products_is_of_the_same_round(contract):
+def test_share_of_dense_products_uses_the_same_round(contract):
     tax = importlib.import_module("streaming_tax")
     job = tax.Job("penstock", "fp32", layers=12, sequences=4, length=512)
     # 0.80 GFLOP: six operations for each of 123 M weights in products, and attention.
@@ -177,7 +177,7 @@ def test_limits_are_measured_in_a_process_of_their_own(contract, capsys):
 
 
 @pytest.mark.parametrize("rates", [(1.5, 0.75), (None, None)])
-def test_the_disks_limits_are_its_rates_or_none_without_direct_io(
+def test_disk_limits_are_measured_rates_or_null_without_direct_io(
     contract, monkeypatch, tmp_path, rates
 ):
     """Nothing of the disk's loop is left, whether it could be made or not."""

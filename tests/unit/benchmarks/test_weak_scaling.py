@@ -37,7 +37,9 @@ def machine_like(machine, **changes):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_where_links_take_no_time_any_engines_take_what_one_computes(script, program, load, shards):
+def test_without_link_time_any_number_of_engines_takes_the_time_of_one(
+    script, program, load, shards
+):
     machine = machine_like(
         script.CS2, links=Links(latency=0.0), shards=shards, store_bytes_per_second=float("inf")
     )
@@ -55,7 +57,7 @@ def test_where_links_take_no_time_any_engines_take_what_one_computes(script, pro
         assert made.seconds == pytest.approx(SEQUENCES * flops / FLOPS, rel=1e-9)
 
 
-def test_the_store_sends_and_takes_the_same_for_any_engines(script, program, load):
+def test_store_traffic_is_independent_of_the_number_of_engines(script, program, load):
     machine = machine_like(script.CS2)
     plan, _ = script.fit(machine, program, load)
     transfers = script.transfers_of(program, machine, plan.recompute, 8)
@@ -99,7 +101,7 @@ def test_a_curve_has_an_efficiency_for_every_number_of_engines(script, program, 
 
 
 @pytest.mark.parametrize("name", ["CS2", "H200"])
-def test_no_efficiency_is_given_for_what_does_not_fit(script, program, load, name):
+def test_no_efficiency_for_a_batch_that_does_not_fit(script, program, load, name):
     machine = machine_like(getattr(script, name))
     _, enough = script.fit(machine, program, load)
     exact = dataclasses.replace(machine, memory_bytes=enough)

@@ -123,7 +123,7 @@ def test_mistakes_are_answered_to_the_letter(keys, expected):
         ),
     ],
 )
-def test_what_would_happen_after_the_run_is_refused(keys, expected):
+def test_steps_after_the_end_of_the_run_are_refused(keys, expected):
     config = parsed(sparsity=0.9, **keys)
     with pytest.raises(ConfigError) as raised:
         check_places(config, 1000)

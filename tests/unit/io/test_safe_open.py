@@ -9,7 +9,7 @@ from penstock.io.safe_open import NotPlainError, open_own, read_plain
 pytestmark = pytest.mark.timeout(20)  # to hang is to fail
 
 
-def test_a_file_comes_whole_and_through_a_link_too(tmp_path):
+def test_file_is_read_whole_also_through_a_link(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
     for name in ("file", "link"):
@@ -24,7 +24,7 @@ def test_a_longer_file_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["a FIFO", "a folder", "a device"])
-def test_what_is_no_file_is_named(tmp_path, what):
+def test_a_path_that_is_not_a_file_is_named(tmp_path, what):
     path = tmp_path / "place"
     {"a FIFO": os.mkfifo, "a folder": os.mkdir, "a device": lambda p: p.symlink_to("/dev/zero")}[
         what
@@ -36,7 +36,7 @@ def test_what_is_no_file_is_named(tmp_path, what):
             open_own(path, os.O_RDWR)
 
 
-def test_what_is_changed_is_not_reached_through_a_link(tmp_path):
+def test_files_to_change_are_not_opened_through_a_link(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(NotPlainError, match="got a link"):

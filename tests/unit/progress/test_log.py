@@ -93,7 +93,7 @@ def test_resumed_run_names_step_and_custom_loss_has_no_unit():
     assert "epoch" not in lines[3]
 
 
-def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
+def test_number_of_trained_parameters_is_shown_if_some_are_frozen():
     tuned = replace(started(), trainable_parameters=294_912)
     expected = "gpt2: 124M parameters, 295k of them trained, 475 MiB of weights in fp32, "
     assert lines_of(10, [tuned])[0].startswith(expected)

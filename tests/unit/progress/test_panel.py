@@ -89,7 +89,7 @@ def test_longest_values_fit_80_columns():
     assert len(shown(panel(progress_of(*events, seconds=86399)), 200).splitlines()) == 2 + 10
 
 
-def test_how_many_parameters_are_trained_is_said_where_it_is_not_all():
+def test_number_of_trained_parameters_is_shown_if_some_are_frozen():
     tuned = replace(started(), trainable_parameters=294_912)
     assert "124M parameters, 295k of them trained" in shown(panel(progress_of(tuned)))
 

@@ -60,7 +60,7 @@ def drop_nothing():
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.99, 0.999])
-def test_the_correction_ends_where_float64_says_so(beta):
+def test_bias_correction_ends_where_it_is_one_in_float64(beta):
     ends = correction_ends([beta])
     assert all(1 - beta**n == 1 for n in range(ends, ends + 1000))
     assert ends == 1 or 1 - beta ** (ends - 100 if ends > 100 else 1) != 1

@@ -12,7 +12,7 @@ from penstock.sparsity import SparseLayout
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_walk_goes_through_every_entry_once(kind, transposed):
+def test_blocked_order_has_every_entry_once(kind, transposed):
     mask = mask_of(kind, (41, 67), 1)
     numbers = scipy.sparse.csr_array(mask.astype(np.int64))
     numbers.data[:] = np.arange(numbers.nnz)  # each entry is its place in the store
@@ -46,7 +46,7 @@ def test_a_walk_goes_through_every_entry_once(kind, transposed):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_walk_is_made_once():
+def test_blocked_order_is_made_once():
     layout = layout_of(mask_of("random", (20, 20), 0))
     matrix = layout.blocked(16, None)
     assert layout.blocked(16, 20) is matrix
@@ -79,6 +79,6 @@ def columns(*numbers: int) -> np.ndarray:
         (starts(0, 1), np.zeros(1, np.int64), (1, 3), r"columns: expected int32, got int64"),
     ],
 )
-def test_what_is_not_a_mask_is_refused(row_starts, indices, shape, message):
+def test_arrays_that_are_not_a_mask_are_refused(row_starts, indices, shape, message):
     with pytest.raises(ValueError, match=message):
         SparseLayout.of(row_starts, indices, shape)

@@ -203,7 +203,7 @@ def test_consecutive_products_stay_in_panels(dtype):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_what_is_not_finite_stays_with_its_token(dtype, value):
+def test_non_finite_values_stay_with_their_token(dtype, value):
     case = Case("dense", (20, 30), 40, dtype)
     case.x[7, 3] = value
     y = forward(case.layout, case.values, case.x, choice=sparse(16))
