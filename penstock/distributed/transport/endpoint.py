@@ -289,6 +289,8 @@ class Endpoint:
             stream, self._received, self._connection_ended, lambda: self.shares_memory
         )
         self._all_connections.add(connection)
+        if self._closing:  # `close` may have run before it was added
+            connection.close()
         if not connection.is_open:  # the connection may have ended before it was added
             self._all_connections.discard(connection)
         return connection

@@ -247,7 +247,8 @@ def test_slow_receiver_blocks_sender(hosts):
     one, two = hosts(token, 1), hosts(token, 2)
     connection = greet(one, 1, two)
     connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
-    wait_until(lambda: two.node.messages)
+    # A connection receives as soon as it is made, a moment before the endpoint has added it.
+    wait_until(lambda: two.node.messages and two.endpoint._all_connections)
     (back,) = two.endpoint._all_connections
     is_held, may_go, take = threading.Event(), threading.Event(), back._take
 
