@@ -215,14 +215,23 @@ def test_handshake_may_arrive_byte_by_byte(hosts):
 # The stream
 
 
+def only_connection(host):
+    """Return the connection of a host to which one peer has sent a message.
+
+    A connection receives as soon as it is made, a moment before the endpoint has added it.
+    """
+    wait_until(lambda: host.node.messages and host.endpoint._all_connections)
+    (connection,) = host.endpoint._all_connections
+    return connection
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_payloads_of_all_sizes_arrive_in_order_both_ways_at_once(hosts, seed):
     token = new_token()
     one, two = hosts(token, 1), hosts(token, 2)
     there = greet(one, 1, two)
     there.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
-    wait_until(lambda: two.node.messages)
-    (back,) = two.endpoint._all_connections
+    back = only_connection(two)
     one.endpoint.call(lambda: one.endpoint.attach(2, there))
     random = np.random.default_rng(seed)
     sizes = [1, 16_384, 16_385, 65_536, 1 << 20, 5_000_000, *random.integers(1, 300_000, 40)]
@@ -247,9 +256,7 @@ def test_slow_receiver_blocks_sender(hosts):
     one, two = hosts(token, 1), hosts(token, 2)
     connection = greet(one, 1, two)
     connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2))
-    # A connection receives as soon as it is made, a moment before the endpoint has added it.
-    wait_until(lambda: two.node.messages and two.endpoint._all_connections)
-    (back,) = two.endpoint._all_connections
+    back = only_connection(two)
     is_held, may_go, take = threading.Event(), threading.Event(), back._take
 
     def slow(connection, message: Message) -> None:
