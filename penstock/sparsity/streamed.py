@@ -16,7 +16,8 @@ class SparseWeight:
     Attributes:
         name: name of the weight.
         shape: of the dense weight.
-        values: float32 or bfloat16 `[kept]`, in the order of the mask; a view of the store's memory.
+        values: float32 or bfloat16 `[kept]`, in the order of the mask; a view of the
+            store's memory.
         index: the mask.
         version: number of changes of this mask since the start of the run. Equal versions of a
             weight have equal masks, so an engine may keep what it derives from a mask.
