@@ -1,12 +1,12 @@
 """Whole steps with sparse blocks against dense ones, on the same batches.
 
-A GPT with layers 1024 wide and a vocabulary of 4096, AdamW with clipping, in fp32 and bf16. Two runs
-of Penstock, each in a process of its own, take turns step by step: one dense, and one whose blocks
-keep a tenth of their weights (`method: static`, masks at random). The value is the least ratio of
-steps per second over its own target: 4 in fp32, 3 in bf16 where the processor has no matrix unit for
-bfloat16 (AMX), 1 where it has one. Beside it stand what each step streams, what the store holds, how
-long the updates take, the peak memory, and the share of a dense step's arithmetic that is not products
-with the blocks' weights, which sparsity leaves as it is.
+A GPT with layers 1024 wide and a vocabulary of 4096, AdamW with clipping, in fp32 and bf16. Two
+runs of Penstock, each in a process of its own, take turns step by step: one dense, and one whose
+blocks keep a tenth of their weights (`method: static`, masks at random). The value is the least
+ratio of steps per second over its own target: 4 in fp32, 3 in bf16 where the processor has no
+matrix unit for bfloat16 (AMX), 1 where it has one. Beside it stand what each step streams, what
+the store holds, how long the updates take, the peak memory, and the share of a dense step's
+arithmetic that is not products with the blocks' weights, which sparsity leaves as it is.
 
     python benchmarks/sparse_training.py [--quick] [--rounds N] [--precision fp32|bf16]
 """
