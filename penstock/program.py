@@ -33,6 +33,9 @@ class WeightSpec:
     and `aliases` contains its further names. `format` defines how the store keeps the weight and
     which part is sent to engines. A shard of a store keeps flat pieces of parameters; a piece
     begins at the parameter's element `begin`. In a program, weights are whole.
+
+    A sparse weight keeps at most `capacity` entries; its mask takes at most `index_bytes` on the
+    wire. Both are 0 for other weights.
     """
 
     name: str
@@ -41,10 +44,22 @@ class WeightSpec:
     trainable: bool
     aliases: tuple[str, ...] = ()
     begin: int = 0
+    capacity: int = 0
+    index_bytes: int = 0
 
     @property
     def elements(self) -> int:
+        """The elements of the parameter, of which a sparse weight keeps some."""
         return math.prod(self.shape)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.format.is_sparse
+
+    @property
+    def entries(self) -> int:
+        """The values that the store has room for: all elements, or the capacity of a mask."""
+        return self.capacity if self.is_sparse else self.elements
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -52,12 +67,13 @@ class WeightSpec:
 
     @property
     def stream_bytes(self) -> int:
-        return nbytes(self.shape, self.stream_dtype)
+        """The most bytes of one fetch: the values, and the mask of a sparse weight."""
+        return self.entries * self.stream_dtype.itemsize + self.index_bytes
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the weight in the store, without the optimizer's state."""
-        return self.elements * self.format.width
+        return self.entries * self.format.width + self.index_bytes
 
 
 @dataclass(frozen=True)

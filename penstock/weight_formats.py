@@ -7,7 +7,7 @@ compiler adds the conversion. `store/codecs.py` converts between values and arra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,8 @@ class WeightFormat:
         rest: the parts that stay in the store.
         saved_dtype: the type in which a checkpoint holds the weight, exactly.
         is_trainable: whether an optimizer can update the weight.
+        is_sparse: whether the parts hold only the entries that a mask keeps; the mask is stored and
+            streamed as a packed index (`penstock.sparsity`).
     """
 
     name: str
@@ -45,6 +47,7 @@ class WeightFormat:
     stream_dtype: torch.dtype
     saved_dtype: torch.dtype
     is_trainable: bool
+    is_sparse: bool = False
 
     @property
     def parts(self) -> tuple[FormatPart, ...]:
@@ -88,15 +91,25 @@ BFLOAT16 = WeightFormat(
 )
 """A frozen weight whose values are exactly bfloat16: 2 bytes per element, and no master."""
 
-FORMATS = {one.name: one for one in (DENSE, SPLIT, BFLOAT16)}
+PACKED = replace(DENSE, name="packed", is_sparse=True)
+"""The float32 masters of the kept entries, in the order of the mask, streamed unchanged."""
+
+PACKED_SPLIT = replace(SPLIT, name="packed split", is_sparse=True)
+"""The float32 masters of the kept entries in two halves; the high half is streamed as bfloat16."""
+
+FORMATS = {one.name: one for one in (DENSE, SPLIT, BFLOAT16, PACKED, PACKED_SPLIT)}
 
 
-def format_of(stream_dtype: torch.dtype, is_exactly_bfloat16: bool = False) -> WeightFormat:
+def format_of(
+    stream_dtype: torch.dtype, is_exactly_bfloat16: bool = False, is_sparse: bool = False
+) -> WeightFormat:
     """Return the format of a weight that is computed in `stream_dtype`.
 
     **Arguments:** `is_exactly_bfloat16` says that the weight is frozen and all its values are
-    exactly bfloat16.
+    exactly bfloat16. `is_sparse` says that only the entries of a mask exist.
     """
+    if is_sparse:
+        return PACKED_SPLIT if stream_dtype == torch.bfloat16 else PACKED
     if is_exactly_bfloat16:
         return BFLOAT16
     return SPLIT if stream_dtype == torch.bfloat16 else DENSE

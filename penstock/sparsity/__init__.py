@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         sparsity_at,
         steps_of,
     )
+    from penstock.sparsity.streamed import SparseWeight
     from penstock.sparsity.votes import (
         Order,
         Selection,
@@ -95,6 +96,7 @@ __all__ = [
     "SparseEvolutionaryTraining",
     "SparseKernel",
     "SparseLayout",
+    "SparseWeight",
     "SparsityPolicy",
     "SparsitySchedule",
     "StaticMasks",
@@ -191,6 +193,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
+    "streamed": ("SparseWeight",),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

@@ -1,0 +1,38 @@
+"""A sparse weight on its way from the store to an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.sparsity.packed_index import PackedIndex
+
+
+@dataclass(frozen=True, eq=False)
+class SparseWeight:
+    """What a fetch returns for a sparse weight.
+
+    Attributes:
+        name: name of the weight.
+        shape: of the dense weight.
+        values: float32 or bfloat16 `[kept]`, in the order of the mask; a view of the
+            store's memory.
+        index: the mask.
+        version: number of changes of this mask since the start of the run. Equal versions of a
+            weight have equal masks, so an engine may keep what it derives from a mask.
+        dense_gradient: whether the store wants the gradient of every element in this step, of the
+            dense shape, instead of one number per kept entry.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: torch.Tensor
+    index: PackedIndex
+    version: int
+    dense_gradient: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire: values and mask."""
+        return self.values.nbytes + self.index.nbytes
