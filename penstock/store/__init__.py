@@ -48,6 +48,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.packed_export import MaskedReader, export_packed
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.sharded import Assembly, ShardedStore
@@ -78,6 +79,7 @@ __all__ = [
     "HeldPart",
     "Holding",
     "Lion",
+    "MaskedReader",
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
@@ -103,6 +105,7 @@ __all__ = [
     "commit_by",
     "export_adapters",
     "export_huggingface",
+    "export_packed",
     "fill",
     "find_checkpoint",
     "learning_rate",
