@@ -68,7 +68,25 @@ def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
 
     `recorded` is the `trajectory` in the run's checkpoint.
     """
-    lines = differences(recorded, trajectory(config))
+    _refuse(config, differences(recorded, trajectory(config)))
+
+
+def check_same_sparsity(config: Config, recorded: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, naming the keys, unless the recorded run has the same sparse weights.
+
+    Everything that opens the state of a run needs this, and not only a resume: masks are part of
+    it.
+    """
+    now = trajectory(config)
+    then, now = ({k: v for k, v in keys.items() if _is_mask(k)} for keys in (recorded, now))
+    _refuse(config, differences(then, now))
+
+
+def _is_mask(key: str) -> bool:
+    return key.startswith("sparsity.")
+
+
+def _refuse(config: Config, lines: list[str]) -> None:
     if lines:
         raise ConfigError(
             "\n".join(
@@ -89,7 +107,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         old, new = (run.get(key, _LATER.get(key)) for run in (recorded, now))
         if _plain(old) != _plain(new):
             hint = ""
-            if key.startswith("sparsity.") and key.removeprefix("sparsity.") in _PLACES:
+            if _is_mask(key) and key.removeprefix("sparsity.") in _PLACES:
                 hint = f" (as a step; set it to {old})"
             if key == "optimizer.schedule.decay_steps" and old is not None:
                 hint = f" (run.steps if unset; set it to {old} to continue at the final rate)"

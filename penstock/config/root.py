@@ -28,15 +28,14 @@ from penstock.config.run import RunConfig
 from penstock.config.schedule import DECAYING
 from penstock.config.section import Patterns, Section, refuse, section, setting
 from penstock.config.size import ByteSize
-from penstock.config.sparsity import SparsityConfig, check_places, places_as_steps
+from penstock.config.sparsity import (
+    SPARSE_RUNS,
+    SparsityConfig,
+    check_places,
+    places_as_steps,
+)
 from penstock.config.store import StoreConfig
 from penstock.errors import ConfigError
-
-ONLY_IN_ONE_PROCESS = (
-    "expected a store in memory (store.flash.path null), store.shards 1 and engines on the CPU in "
-    "this process, got {got}; other runs cannot have sparse weights yet"
-)
-"""What a run with sparse weights is limited to."""
 
 
 class Config(Section):
@@ -181,7 +180,7 @@ class Config(Section):
             if is_unlike
         ]
         if unlike:
-            raise refuse("sparsity", ONLY_IN_ONE_PROCESS.format(got=", ".join(unlike)))
+            raise refuse("sparsity", SPARSE_RUNS.format(got=", ".join(unlike)))
 
     @classmethod
     def from_mapping(

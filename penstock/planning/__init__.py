@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from penstock.planning.execution_plan import ExecutionPlan, plan_execution
     from penstock.planning.machine import Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes
+    from penstock.planning.sparse_weights import SparsePlan, first_change
 
 __all__ = [
     "ExecutionPlan",
     "Machine",
+    "SparsePlan",
     "build_program",
     "builders",
+    "first_change",
     "plan_execution",
     "store_factory",
     "transfer_buffer_bytes",
@@ -25,7 +28,9 @@ __getattr__ = lazily(
     {
         "ExecutionPlan": "execution_plan",
         "Machine": "machine",
+        "SparsePlan": "sparse_weights",
         "build_program": "builders",
+        "first_change": "sparse_weights",
         "plan_execution": "execution_plan",
         "transfer_buffer_bytes": "memory_budget",
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
+from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
 from penstock.program import Program
 from penstock.step_schedule import StepSchedule
 
@@ -28,7 +29,7 @@ class ExecutionPlan:
     `device` is the target's name, for all engines. `products` is the library that multiplies large
     float32 matrices. `slot_bytes` is the limit on the program's stages, if any. With fewer engines
     than `least_engines` a step would exceed the budget of one engine. `room` limits the number of
-    engines on this machine.
+    engines on this machine. `sparse` are the sparse weights, if the run has any.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class ExecutionPlan:
     least_engines: int = 1
     room: HostCapacity | None = None
     products: Products = "torch"
+    sparse: SparsePlan | None = None
 
     @cached_property
     def schedule(self) -> StepSchedule:
@@ -70,14 +72,16 @@ def plan_execution(
     bfloat16: Collection[str] | None = None,
     *,
     recorded_products: Products | None = None,
+    recorded_entries: Mapping[str, int] | None = None,
     read_machine: ReadMachine = Machine.here,
 ) -> ExecutionPlan:
     """Divide the batch (`micro_batching.py`), compile, and choose the stages to recompute.
 
-    A resumed run keeps the micro-batch and the cut of its start, if they fit, and its library of
-    matrix products. `devices` are those of a group. `notice` is called with sentences for the user.
-    `bfloat16` are the frozen weights to store as bfloat16; by default, the weights that came as
-    bfloat16. `read_machine` reads the machine of the engines.
+    A resumed run keeps the micro-batch and the cut of its start, if they fit, its library of matrix
+    products, and the numbers of entries that its sparse weights had. `devices` are those of a
+    group. `notice` is called with sentences for the user. `bfloat16` are the frozen weights to
+    store as bfloat16; by default, the weights that came as bfloat16. `read_machine` reads the
+    machine of the engines.
 
     **Raises:** `BudgetError` if the engines cannot execute a step; the errors of
     `refuse_implausible`.
@@ -85,6 +89,8 @@ def plan_execution(
 
     if bfloat16 is None:
         bfloat16 = builders.kept_as_bfloat16(config, source)
+    trained = builders.trained_weights(config, source)
+    sparse = plan_sparse_weights(config, source, trained, recorded_entries)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
         return builders.compile_source(
@@ -97,17 +103,18 @@ def plan_execution(
             train=config.train,
             freeze=config.freeze,
             bfloat16=bfloat16,
+            sparse=sparse.capacities if sparse is not None else None,
             slot_bytes=slot_bytes,
         )
 
     machine = read_machine(())
-    refuse_implausible(config, source, length, device, machine)
+    refuse_implausible(config, source, length, device, machine, sparse)
     products = target_of(device).products_as_recorded(recorded_products, machine.processor)
 
     def planned(division: MicroBatchPlan) -> ExecutionPlan:
         machine = read_machine(devices or (device,))  # includes the compiled program
         plan = _planned(config, division, device, length, devices, machine)
-        return replace(plan, products=products)
+        return replace(plan, products=products, sparse=sparse)
 
     with contextlib.suppress(BudgetError):
         recorded = recorded_micro_batch, recorded_slot_bytes

@@ -321,7 +321,7 @@ class Budget:
     def _loading_bytes(self, weight: WeightSpec) -> int:
         """Return the memory of a weight, in its source and its stored format, and of its state."""
         state = 4 * len(self._roles) if weight.trainable else 0
-        return weight.elements * (4 + weight.format.width + state)
+        return weight.entries * (weight.format.width + state) + 4 * weight.elements
 
     @property
     def _limit_name(self) -> str:
@@ -412,7 +412,7 @@ def _largest_moved(program: Program) -> int:
 
 
 def _gradient_bytes(weight: WeightSpec) -> int:
-    return 4 * weight.elements if weight.trainable else 0
+    return 4 * weight.entries if weight.trainable else 0
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
@@ -434,7 +434,7 @@ def _shared_bytes(config: Config, program: Program) -> int:
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return the memory of a store in memory: masters, gradients, moments."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
-    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
+    trained = [weight.entries for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
     weights = sum(weight.stored_bytes for weight in program.weights.values())
     once = weights + gradient * sum(trained) + state

@@ -158,7 +158,7 @@ class StepRunner:
         step, op = self._step, operation.number
         with self._spans.span("gradients", "wait", step=step, op=op):
             nodes = [part.wait() for part in made if part is not None]
-        size = sum(4 * self._layout.program.weights[name].elements for name in operation.gradients)
+        size = sum(4 * self._layout.program.weights[name].entries for name in operation.gradients)
         with self._spans.span("store", "receive", step=step, op=op, bytes=size):
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
             self._store.receive(operation.stage, total)

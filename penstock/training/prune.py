@@ -23,7 +23,8 @@ from penstock.training.export import export
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune_model` has written: the files, and per sparse weight its shape and kept entries."""
+    """What `prune_model` has written: files, and the shape and kept entries of each sparse
+    weight."""
 
     files: Sequence[Path]
     shapes: Mapping[str, tuple[int, ...]]
