@@ -49,7 +49,20 @@ if TYPE_CHECKING:
         exchanging,
         gradual_magnitude,
     )
-    from penstock.sparsity.products import forward, input_gradient, weight_gradient
+    from penstock.sparsity.product_memory import (
+        max_building_bytes,
+        max_layout_bytes,
+        product_bytes,
+    )
+    from penstock.sparsity.products import (
+        entries_of,
+        forward,
+        input_gradient,
+        multiply_token,
+        to_dense,
+        transposed_forward,
+        weight_gradient,
+    )
     from penstock.sparsity.sparsity_schedules import (
         ChangeTimes,
         DropFraction,
@@ -58,7 +71,7 @@ if TYPE_CHECKING:
         sparsity_at,
         steps_of,
     )
-    from penstock.sparsity.streamed import SparseWeight
+    from penstock.sparsity.streamed import SparseWeight, StreamedWeight
     from penstock.sparsity.votes import (
         Order,
         Selection,
@@ -100,6 +113,7 @@ __all__ = [
     "SparsityPolicy",
     "SparsitySchedule",
     "StaticMasks",
+    "StreamedWeight",
     "Votes",
     "absent_votes",
     "added",
@@ -113,6 +127,7 @@ __all__ = [
     "densities",
     "drop_fraction_at",
     "empty_index",
+    "entries_of",
     "exchanging",
     "forward",
     "from_panels",
@@ -127,9 +142,13 @@ __all__ = [
     "kept_count",
     "kept_votes",
     "magnitude_index",
+    "max_building_bytes",
     "max_bytes",
     "max_compact_bytes",
+    "max_layout_bytes",
+    "multiply_token",
     "narrowed",
+    "product_bytes",
     "random_index",
     "require_exact",
     "select",
@@ -139,7 +158,9 @@ __all__ = [
     "sparse_weights",
     "sparsity_at",
     "steps_of",
+    "to_dense",
     "to_panels",
+    "transposed_forward",
     "updates_by_age",
     "weight_gradient",
 ]
@@ -149,7 +170,16 @@ _MODULES = {
     "layout": ("SparseLayout",),
     "measurement": ("choose_product",),
     "panels": ("Panels", "from_panels", "to_panels"),
-    "products": ("forward", "input_gradient", "weight_gradient"),
+    "product_memory": ("max_building_bytes", "max_layout_bytes", "product_bytes"),
+    "products": (
+        "entries_of",
+        "forward",
+        "input_gradient",
+        "multiply_token",
+        "to_dense",
+        "transposed_forward",
+        "weight_gradient",
+    ),
     "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
     "ages": (
         "Ages",
@@ -193,7 +223,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight",),
+    "streamed": ("SparseWeight", "StreamedWeight"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",
