@@ -270,6 +270,11 @@ class Program:
         return frozenset(name for name, w in self.weights.items() if w.format is BFLOAT16)
 
     @property
+    def capacities(self) -> dict[str, int]:
+        """The most entries of each sparse weight, by name."""
+        return {name: w.capacity for name, w in self.weights.items() if w.is_sparse}
+
+    @property
     def sparse_weights(self) -> dict[str, SparseUse]:
         """How the stages compute with each sparse weight, all stages that use it together."""
         found: dict[str, SparseUse] = {}

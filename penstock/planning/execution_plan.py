@@ -18,6 +18,7 @@ from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
 from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
+from penstock.planning.step_flops import StepFlops
 from penstock.program import Program
 from penstock.step_schedule import StepSchedule
 
@@ -49,6 +50,11 @@ class ExecutionPlan:
     def schedule(self) -> StepSchedule:
         """The operations of a step that trains every trainable weight."""
         return StepSchedule.of(self.program, self.plan.recompute)
+
+    @cached_property
+    def flops(self) -> StepFlops:
+        """The arithmetic of a step."""
+        return StepFlops(self.program, self.micro_batches)
 
     def schedule_of(self, step: int) -> StepSchedule:
         """Return the operations of a step, which counts from 1; depends only on the step number."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
 from penstock.planning import ExecutionPlan
+from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
@@ -74,6 +75,7 @@ class StepRunner:
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1
+        kept = self._store.kept_entries
         schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
         waiting = self._sweep(schedule.before_loss, None)
@@ -95,6 +97,7 @@ class StepRunner:
             store_seconds=measured.seconds["store"],
             tokens=self._tokens,
             engine_bytes=self.engine_peak_bytes,
+            figures=MaskFigures.of(self._layout, kept, commit.decision),
         )
 
     def _begin(self) -> float:
@@ -173,6 +176,7 @@ def step_done(
     store_seconds: float,
     tokens: int,
     engine_bytes: int,
+    figures: MaskFigures,
 ) -> StepDone:
     """Return the event of a committed step.
 
@@ -182,6 +186,7 @@ def step_done(
         seconds: of the whole step.
         store_seconds: the part of `seconds` in which no engine computed.
         engine_bytes: the peak memory of any engine.
+        figures: of the arithmetic and the masks.
     """
     decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()
@@ -206,4 +211,7 @@ def step_done(
         update_seconds=traffic.update_seconds,
         snapshot_seconds=traffic.snapshot_seconds,
         peak_rss_bytes=process_memory.peak_resident_bytes(),
+        flops=figures.flops,
+        sparsity=figures.sparsity,
+        changed_entries=figures.changed_entries,
     )

@@ -157,6 +157,7 @@ class Evaluator:
                 device=self._device,
                 products=self._layout.products,
                 bfloat16=self._layout.program.bfloat16,
+                sparse=self._layout.program.capacities,
                 goal="evaluate",
                 slot_bytes=self._layout.slot_bytes,
                 known=self._layout.program,

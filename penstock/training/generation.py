@@ -48,6 +48,7 @@ def make_writer(
             device=device,
             products=layout.products,
             bfloat16=layout.program.bfloat16,
+            sparse=layout.program.capacities,
             goal="logits",
         )
         target = target_of(device)
