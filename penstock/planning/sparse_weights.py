@@ -7,9 +7,10 @@ a checkpoint with zeros has: those are counted once and recorded with the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from penstock.config import Config
@@ -18,6 +19,8 @@ from penstock.models import ModelSource, embeddings_and_heads
 from penstock.sparsity import (
     Densify,
     GradualMagnitude,
+    MaskSize,
+    PackedIndex,
     RigL,
     SparseEvolutionaryTraining,
     SparsityPolicy,
@@ -29,6 +32,7 @@ from penstock.sparsity import (
     sparse_weights,
     steps_of,
 )
+from penstock.store import InitialMask, MaskRule
 
 _NEAR = 0.005
 """The most by which the sparsity of a checkpoint may differ from the configured one."""
@@ -51,12 +55,44 @@ class SparsePlan:
     kept: Mapping[str, int]
     capacities: Mapping[str, int]
     policy: SparsityPolicy
-    initial_mask: str
+    initial_mask: InitialMask
 
     @property
     def elements(self) -> Mapping[str, int]:
         """The number of elements of every sparse weight, absent ones included."""
         return {name: math.prod(shape) for name, shape in self.shapes.items()}
+
+    def mask_rule(self, source: ModelSource, seed: int) -> MaskRule:
+        """Return the rule by which the store makes and changes the masks."""
+        elements = self.elements
+        shares = {name: count / elements[name] for name, count in self.kept.items()}
+        return _RuleWithGivenMasks(self.policy, seed, self.initial_mask, shares, source.mask)
+
+    def reachable_sparsities(self, run_steps: int) -> dict[str, tuple[float, ...]]:
+        """Return the sparsities that each weight has in the steps of a run."""
+        kept, elements = dict(self.kept), self.elements
+        found = {name: {count} for name, count in kept.items()}
+        for step in _steps_that_change_counts(self.policy, run_steps):
+            sizes = {name: MaskSize(elements[name], count) for name, count in kept.items()}
+            update = self.policy.at(step, sizes)
+            for change in update.changes if update is not None else ():
+                kept[change.weight] += change.grow - change.drop
+                found[change.weight].add(kept[change.weight])
+        return {
+            name: tuple(1 - count / elements[name] for count in sorted(counts))
+            for name, counts in found.items()
+        }
+
+
+@dataclass(frozen=True)
+class _RuleWithGivenMasks(MaskRule):
+    """A rule that takes the masks of a packed checkpoint as they are: a kept entry may be 0."""
+
+    given: Callable[[str], PackedIndex | None]
+
+    def initial(self, name: str, shape: tuple[int, ...], values: np.ndarray) -> PackedIndex:
+        index = self.given(name) if self.initial_mask == "zeros" else None
+        return super().initial(name, shape, values) if index is None else index
 
 
 def plan_sparse_weights(
@@ -214,3 +250,16 @@ def first_change(policy: SparsityPolicy) -> int | None:
     if isinstance(policy, GradualMagnitude):  # changes at its end in any case
         return max(1, min(first, times.end))
     return first if first < times.end else None
+
+
+def _steps_that_change_counts(policy: SparsityPolicy, run_steps: int) -> list[int]:
+    """Return the steps at whose commit the numbers of entries may change."""
+    steps: set[int] = set()
+    until = policy
+    if isinstance(policy, Densify):
+        steps.add(policy.step)
+        until = policy.until
+    if isinstance(until, GradualMagnitude):
+        times = until.times
+        steps |= {*range(times.begin, times.end + 1, times.every), times.end}
+    return sorted(step for step in steps if 1 <= step <= run_steps)

@@ -7,7 +7,7 @@ wrote them. So the type of each value is checked before use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class ResumeState:
     architecture: Mapping[str, str] | None = None
     products: Products | None = None
     sparse_entries: Mapping[str, int] | None = None
-    sparse_products: Mapping[str, Any] | None = None
+    sparse_products: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
@@ -70,7 +70,7 @@ class ResumeState:
                 "best_loss": None | float() | int(),
                 "evaluations_since_best": int(evaluations),
                 "sparse_entries": None | dict() as entries,
-                "sparse_products": None | dict(),
+                "sparse_products": None | [*_],
             } if (
                 _is_count(micro_batch)
                 and _is_count(slot_bytes)

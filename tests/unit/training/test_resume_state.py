@@ -11,7 +11,7 @@ from penstock.training.resume_state import ResumeState
 ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
 KEPT = ResumeState(
     {"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn",
-    sparse_entries={"w": 10}, sparse_products={"choices": []},
+    sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}],
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_keys_missing_in_older_releases_are_optional():
         ("sparse_entries", {"w": 0}),
         ("sparse_entries", {"w": None}),
         ("sparse_entries", {"w": True}),
-        ("sparse_products", []),
+        ("sparse_products", {"tokens": 1}),
     ],
 )
 def test_value_of_another_type_is_refused_by_its_key(key, value):
