@@ -194,7 +194,7 @@ class Kind:
     backward_transient_bytes: int
     recompute_transient_bytes: int
     turn_transient_bytes: int
-    sparse: Mapping[int, SparseUse] = field(default_factory=dict)
+    sparse: Mapping[int, SparseUse] = field(default_factory=dict, hash=False)
     graphs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -141,9 +141,10 @@ class StepRunner:
             yield operation
 
     def _load(self, operation: Operation) -> None:
-        size = sum(self._layout.program.weights[name].stream_bytes for name in operation.weights)
-        with self._spans.span("store", "fetch", step=self._step, op=operation.number, bytes=size):
+        span = self._spans.span("store", "fetch", step=self._step, op=operation.number)
+        with span:
             weights = self._store.fetch(operation.stage, operation.positions)
+            span.bytes = sum(weight.nbytes for weight in weights)
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
                 engine.load(operation.stage, tensors)
 
@@ -161,9 +162,10 @@ class StepRunner:
         step, op = self._step, operation.number
         with self._spans.span("gradients", "wait", step=step, op=op):
             nodes = [part.wait() for part in made if part is not None]
-        size = sum(4 * self._layout.program.weights[name].entries for name in operation.gradients)
-        with self._spans.span("store", "receive", step=step, op=op, bytes=size):
+        span = self._spans.span("store", "receive", step=step, op=op)
+        with span:
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
+            span.bytes = sum(gradient.nbytes for gradient in total if gradient is not None)
             self._store.receive(operation.stage, total)
 
 
