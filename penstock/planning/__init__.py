@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from penstock.planning.execution_plan import ExecutionPlan, plan_execution
     from penstock.planning.machine import Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes
+    from penstock.planning.sparse_products import (
+        make_inference_engine,
+        measure_current,
+        with_products,
+    )
     from penstock.planning.sparse_weights import SparsePlan, first_change
 
 __all__ = [
@@ -18,9 +23,12 @@ __all__ = [
     "build_program",
     "builders",
     "first_change",
+    "make_inference_engine",
+    "measure_current",
     "plan_execution",
     "store_factory",
     "transfer_buffer_bytes",
+    "with_products",
 ]
 
 __getattr__ = lazily(
@@ -31,7 +39,10 @@ __getattr__ = lazily(
         "SparsePlan": "sparse_weights",
         "build_program": "builders",
         "first_change": "sparse_weights",
+        "make_inference_engine": "sparse_products",
+        "measure_current": "sparse_products",
         "plan_execution": "execution_plan",
         "transfer_buffer_bytes": "memory_budget",
+        "with_products": "sparse_products",
     },
 )

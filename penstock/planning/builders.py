@@ -33,6 +33,7 @@ from penstock.config import (
 from penstock.engine import (
     Engine,
     EnginePlan,
+    SparseWeights,
     keep_freed_pages,
     return_freed_pages,
     target_of,
@@ -269,11 +270,22 @@ def build_program(
 
 
 def make_engines(
-    program: Program, plan: EnginePlan, shares: MemoryShares, engines: int, device: str
+    program: Program,
+    plan: EnginePlan,
+    shares: MemoryShares,
+    engines: int,
+    device: str,
+    sparse: SparseWeights | None = None,
 ) -> list[Engine]:
-    """Return this many engines of this process, each with its own budget."""
+    """Return this many engines of this process, each with its own budget.
+
+    They share what is derived from the masks of `sparse` weights.
+    """
     target = target_of(device)
-    return [target.make_engine(program, plan, budget_bytes=shares.engine) for _ in range(engines)]
+    return [
+        target.make_engine(program, plan, budget_bytes=shares.engine, sparse=sparse)
+        for _ in range(engines)
+    ]
 
 
 def settle_pages(shares: MemoryShares, device: str) -> None:

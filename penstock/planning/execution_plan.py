@@ -9,7 +9,7 @@ from functools import cached_property
 
 from penstock.compiler import Products
 from penstock.config import Config
-from penstock.engine import EnginePlan, Sharing, predict_bytes, target_of
+from penstock.engine import EnginePlan, Sharing, SparseWeights, predict_bytes, target_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders, store_factory
@@ -30,7 +30,8 @@ class ExecutionPlan:
     `device` is the target's name, for all engines. `products` is the library that multiplies large
     float32 matrices. `slot_bytes` is the limit on the program's stages, if any. With fewer engines
     than `least_engines` a step would exceed the budget of one engine. `room` limits the number of
-    engines on this machine. `sparse` are the sparse weights, if the run has any.
+    engines on this machine. `sparse` are the sparse weights, if the run has any, and
+    `sparse_weights` is what the engines of this process share of them.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class ExecutionPlan:
     room: HostCapacity | None = None
     products: Products = "torch"
     sparse: SparsePlan | None = None
+    sparse_weights: SparseWeights | None = None
 
     @cached_property
     def schedule(self) -> StepSchedule:

@@ -240,6 +240,7 @@ class Budget:
                 self._device,
                 self._sharing,
                 self._beside,
+                computes_dense_gradients(config),
             )
         except BudgetError:
             is_divided = config.memory is not None and config.engine.memory == "auto"
@@ -295,9 +296,14 @@ class Budget:
         return self._choice()[0]
 
     def _choice(self) -> tuple[int, int]:
-        recompute = self._config.engine.recompute
         return bytes_of_choice(
-            self._program, self._micro_batches, recompute, self._device, self._sharing, self._beside
+            self._program,
+            self._micro_batches,
+            self._config.engine.recompute,
+            self._device,
+            self._sharing,
+            self._beside,
+            computes_dense_gradients(self._config),
         )
 
     @property
@@ -398,6 +404,11 @@ def transfer_buffer_bytes(program: Program, device: str) -> int:
     gradients = [sum(_gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
     return buffers + 2 * most
+
+
+def computes_dense_gradients(config: Config) -> bool:
+    """Return whether some steps compute the gradient of every element of sparse weights."""
+    return config.sparsity.method == "rigl"
 
 
 def _floor(size: int) -> str:

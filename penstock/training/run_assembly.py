@@ -17,7 +17,7 @@ from penstock.data import Source
 from penstock.engine import choose_target, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders, plan_execution
+from penstock.planning import ExecutionPlan, builders, plan_execution, with_products
 from penstock.step import (
     Batches,
     LocalEngines,
@@ -103,6 +103,8 @@ def set_up(
         recorded_products=recorded.products if recorded else None,
         recorded_entries=recorded.sparse_entries if recorded else None,
     )
+    products = recorded.sparse_products if recorded else None
+    plan = with_products(plan, config.run.steps, products, notice)
     return RunSetup(found, data, devices, target.name, plan)
 
 

@@ -378,6 +378,7 @@ class Trainer:
     def _extra(self) -> dict[str, Any]:
         """Return the resume state outside the store."""
         dataset, sparse = self._data.dataset, self._layout.sparse
+        in_engines = self._layout.sparse_weights
         return ResumeState(
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
@@ -390,6 +391,7 @@ class Trainer:
             best_loss=self._early_stop.best_loss,
             evaluations_since_best=self._early_stop.evaluations_since_best,
             sparse_entries=dict(sparse.kept) if sparse else None,
+            sparse_products=in_engines.products.as_record() if in_engines else None,
         ).to_mapping()
 
     def close(self) -> None:
