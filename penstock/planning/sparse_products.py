@@ -13,6 +13,7 @@ from typing import Any
 from penstock.engine import Engine, EnginePlan, SparseProducts, SparseWeights, target_of
 from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
+from penstock.store import Store, kept_entries
 
 
 def with_products(
@@ -44,16 +45,12 @@ def with_products(
     return replace(plan, sparse_weights=SparseWeights(products))
 
 
-def measure_current(plan: ExecutionPlan, program: Program, kept: Mapping[str, int]) -> None:
-    """Measure what another program of the model needs for its sparse products with these masks.
-
-    Args:
-        plan: of the run.
-        kept: entries of every sparse weight, by name.
-    """
+def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None:
+    """Measure what another program of the model needs for its products with the present masks."""
     if plan.sparse is None or plan.sparse_weights is None:
         return
     elements, products = plan.sparse.elements, plan.sparse_weights.products
+    kept = kept_entries(store, plan.sparse.shapes)
     sparsities = {name: (1 - count / elements[name],) for name, count in kept.items()}
     products.measure(products.cases(program, sparsities))
 

@@ -17,7 +17,7 @@ from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
-from penstock.store import Commit, Store
+from penstock.store import Commit, Store, kept_entries
 from penstock.telemetry import Measured, Spans, StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
@@ -75,7 +75,8 @@ class StepRunner:
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1
-        kept = self._store.kept_entries
+        sparse = self._layout.sparse
+        kept = kept_entries(self._store, sparse.shapes) if sparse else {}
         schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
         waiting = self._sweep(schedule.before_loss, None)

@@ -48,7 +48,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
-from penstock.store.packed_export import MaskedReader, export_packed
+from penstock.store.packed_export import export_packed, kept_entries, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.sharded import Assembly, ShardedStore
@@ -79,7 +79,6 @@ __all__ = [
     "HeldPart",
     "Holding",
     "Lion",
-    "MaskedReader",
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
@@ -108,9 +107,11 @@ __all__ = [
     "export_packed",
     "fill",
     "find_checkpoint",
+    "kept_entries",
     "learning_rate",
     "load_checkpoint",
     "make_optimizer",
+    "mask_of",
     "merged",
     "portions_of",
     "read_state",

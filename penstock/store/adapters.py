@@ -20,7 +20,7 @@ from penstock.store import tensor_file
 from penstock.store.files import appearing_folder
 from penstock.store.interface import WeightReader
 from penstock.store.narrowing import narrowed
-from penstock.store.packed_export import MaskedReader
+from penstock.store.packed_export import mask_of
 from penstock.store.roles import MASTER
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _TASKS = {"causal_lm": "CAUSAL_LM"}  # PEFT has no name for the others
 class MergedWeights:
     """Weights with the product of each adapter added to the weight that the adapter belongs to."""
 
-    def __init__(self, weights: MaskedReader, adapters: Mapping[str, Adapter]) -> None:
+    def __init__(self, weights: WeightReader, adapters: Mapping[str, Adapter]) -> None:
         self._weights = weights
         self._adapters = adapters
         own = {name for adapter in adapters.values() for name in (adapter.down, adapter.up)}
@@ -65,7 +65,7 @@ class MergedWeights:
     def mask(self, name: str) -> PackedIndex | None:
         """Return the mask of a sparse weight; None for a dense one, and for one whose adapter fills
         the entries that the mask lacks."""
-        return None if name in self._adapters else self._weights.mask(name)
+        return None if name in self._adapters else mask_of(self._weights, name)
 
     def _matrix(self, name: str) -> np.ndarray:
         shape = self._weights.shapes[name]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,12 +28,24 @@ from penstock.store.roles import MASTER
 from penstock.weight_formats import PACKED_FILE, PACKED_INDEX, PACKED_SHAPE, PACKED_VALUES
 
 
-class MaskedReader(WeightReader, Protocol):
-    """Weights that can be read in pieces, as dense ones, and the masks of the sparse ones."""
+@runtime_checkable
+class MaskedReader(Protocol):
+    """The masks of weights some of which may be sparse."""
 
     def mask(self, name: str) -> PackedIndex | None:
         """Return the mask of a sparse weight; None for a dense one."""
         ...
+
+
+def mask_of(weights: WeightReader, name: str) -> PackedIndex | None:
+    """Return the mask of a sparse weight; None for a dense one, and where no weight is sparse."""
+    return weights.mask(name) if isinstance(weights, MaskedReader) else None
+
+
+def kept_entries(weights: WeightReader, names: Iterable[str]) -> dict[str, int]:
+    """Return the number of entries of every sparse weight among `names`."""
+    masks = {name: mask_of(weights, name) for name in names}
+    return {name: index.kept for name, index in masks.items() if index is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +58,7 @@ class _Part:
 
 
 def export_packed(
-    weights: MaskedReader,
+    weights: WeightReader,
     folder: Path,
     *,
     config: Mapping[str, Any],
@@ -91,10 +103,10 @@ def export_packed(
     return [folder / PACKED_FILE]
 
 
-def _parts(weights: MaskedReader, dtype: torch.dtype) -> list[_Part]:
+def _parts(weights: WeightReader, dtype: torch.dtype) -> list[_Part]:
     parts = []
     for name, shape in weights.shapes.items():
-        index = weights.mask(name)
+        index = mask_of(weights, name)
         if index is None:
             parts.append(_Part(name, "", tensor_file.Entry(name, dtype, shape)))
             continue
@@ -108,12 +120,12 @@ def _parts(weights: MaskedReader, dtype: torch.dtype) -> list[_Part]:
     return parts
 
 
-def _pieces(weights: MaskedReader, part: _Part) -> Iterator[np.ndarray]:
+def _pieces(weights: WeightReader, part: _Part) -> Iterator[np.ndarray]:
     shape, name = weights.shapes[part.weight], part.weight
     if part.what == PACKED_SHAPE:
         yield from tensor_file.pieces_of(torch.tensor(shape, dtype=torch.int64))
         return
-    index = weights.mask(name) if part.what else None
+    index = mask_of(weights, name) if part.what else None
     if part.what == PACKED_INDEX:
         assert index is not None
         yield np.frombuffer(compact_bytes(index), np.uint8)

@@ -148,7 +148,7 @@ class Evaluator:
         if rows not in self._engines:
             self._engines[rows] = make_inference_engine(self._layout, self._program(rows))
         engine = self._engines[rows]
-        measure_current(self._layout, engine.program, self._store.kept_entries)
+        measure_current(self._layout, engine.program, self._store)
         return engine
 
     def _program(self, rows: int) -> Program:

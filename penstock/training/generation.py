@@ -65,7 +65,7 @@ def make_writer(
         store.stream,
         dataset.tokenizer(),
         sequence_length(config, model),
-        prepare=lambda program: measure_current(layout, program, store.kept_entries),
+        prepare=lambda program: measure_current(layout, program, store),
     )
 
 

@@ -9,7 +9,7 @@ from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan
 from penstock.program import Program
 from penstock.progress import show_count
-from penstock.store import Store
+from penstock.store import Store, kept_entries
 from penstock.telemetry import RunStarted
 from penstock.training.data_loading import TrainingData
 
@@ -63,7 +63,7 @@ def _masks(config: Config, layout: ExecutionPlan, store: Store) -> dict[str, Any
     """Return the part of the event that describes the sparse weights, if there are any."""
     if layout.sparse is None:
         return {}
-    kept = store.kept_entries
+    kept = kept_entries(store, layout.sparse.shapes)
     return {
         "sparse_weights": len(kept),
         "sparse_entries": sum(kept.values()),
