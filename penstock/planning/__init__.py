@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         measure_current,
         with_products,
     )
-    from penstock.planning.sparse_weights import SparsePlan, first_change
+    from penstock.planning.sparse_weights import SparsePlan
 
 __all__ = [
     "ExecutionPlan",
@@ -22,7 +22,6 @@ __all__ = [
     "SparsePlan",
     "build_program",
     "builders",
-    "first_change",
     "make_inference_engine",
     "measure_current",
     "plan_execution",
@@ -38,7 +37,6 @@ __getattr__ = lazily(
         "Machine": "machine",
         "SparsePlan": "sparse_weights",
         "build_program": "builders",
-        "first_change": "sparse_weights",
         "make_inference_engine": "sparse_products",
         "measure_current": "sparse_products",
         "plan_execution": "execution_plan",

@@ -7,8 +7,8 @@ a checkpoint with zeros has: those are counted once and recorded with the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class SparsePlan:
         """Return the sparsities that each weight has in the steps of a run."""
         kept, elements = dict(self.kept), self.elements
         found = {name: {count} for name, count in kept.items()}
-        for step in _steps_that_change_counts(self.policy, run_steps):
+        for step in _change_steps(_changing_counts(self.policy), run_steps):
             sizes = {name: MaskSize(elements[name], count) for name, count in kept.items()}
             update = self.policy.at(step, sizes)
             for change in update.changes if update is not None else ():
@@ -82,6 +82,13 @@ class SparsePlan:
             name: tuple(1 - count / elements[name] for count in sorted(counts))
             for name, counts in found.items()
         }
+
+    def first_change(self, run_steps: int) -> int | None:
+        """Return the first step of a run at whose commit masks change; None if they never do."""
+        elements = self.elements
+        sizes = {name: MaskSize(elements[name], count) for name, count in self.kept.items()}
+        steps = _change_steps(self.policy, run_steps)
+        return next((step for step in steps if self.policy.at(step, sizes)), None)
 
 
 @dataclass(frozen=True)
@@ -238,28 +245,23 @@ def _policy(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> SparsityPo
     return Densify(policy, steps_of(section.densify_at, steps))
 
 
-def first_change(policy: SparsityPolicy) -> int | None:
-    """Return the first step at whose commit a policy changes masks; None if it never does."""
-    if isinstance(policy, Densify):
-        before = first_change(policy.until)
-        return policy.step if before is None else min(before, policy.step)
-    if not isinstance(policy, GradualMagnitude | SparseEvolutionaryTraining | RigL):
-        return None
-    times = policy.times
-    first = times.begin or times.every
-    if isinstance(policy, GradualMagnitude):  # changes at its end in any case
-        return max(1, min(first, times.end))
-    return first if first < times.end else None
-
-
-def _steps_that_change_counts(policy: SparsityPolicy, run_steps: int) -> list[int]:
-    """Return the steps at whose commit the numbers of entries may change."""
-    steps: set[int] = set()
-    until = policy
-    if isinstance(policy, Densify):
-        steps.add(policy.step)
-        until = policy.until
-    if isinstance(until, GradualMagnitude):
+def _change_steps(policy: SparsityPolicy, run_steps: int) -> Iterator[int]:
+    """Yield, rising, the steps of a run at whose commit a policy may change masks."""
+    lifted = policy.step if isinstance(policy, Densify) else run_steps + 1
+    until = policy.until if isinstance(policy, Densify) else policy
+    if isinstance(until, GradualMagnitude | SparseEvolutionaryTraining | RigL):
         times = until.times
-        steps |= {*range(times.begin, times.end + 1, times.every), times.end}
-    return sorted(step for step in steps if 1 <= step <= run_steps)
+        last = min(times.end, run_steps, lifted - 1)
+        yield from (s for s in range(times.begin, last + 1, times.every) if s >= 1)
+        is_due = (times.end - times.begin) % times.every == 0
+        if 1 <= times.end == last and not is_due:
+            yield times.end
+    if lifted <= run_steps:
+        yield lifted
+
+
+def _changing_counts(policy: SparsityPolicy) -> SparsityPolicy:
+    """Return a policy without the changes that exchange entries and keep their number."""
+    if isinstance(policy, Densify):
+        return replace(policy, until=_changing_counts(policy.until))
+    return policy if isinstance(policy, GradualMagnitude) else StaticMasks()

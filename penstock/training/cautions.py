@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from penstock.config import Config
 from penstock.errors import few
 from penstock.models import ModelSource, parts_in_eval_mode
-from penstock.planning import ExecutionPlan, first_change
+from penstock.planning import ExecutionPlan
 from penstock.program import Program
 
 
@@ -47,8 +47,7 @@ def _masks_that_never_change(config: Config, layout: ExecutionPlan) -> Iterator[
     """Warn that a method which changes masks does not do so in this run."""
     if layout.sparse is None or config.sparsity.method == "static":
         return
-    first = first_change(layout.sparse.policy)
-    if first is None or first > config.run.steps:
+    if layout.sparse.first_change(config.run.steps) is None:
         yield (
             f"sparsity: {config.sparsity.method} changes no mask in this run of "
             f"{config.run.steps} steps, with a change every {config.sparsity.update_every}; lower "
