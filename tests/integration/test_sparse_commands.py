@@ -10,7 +10,7 @@ import torch
 import yaml
 from command_line import penstock
 from safetensors.torch import load_file
-from test_sparse_runs import choose  # noqa: F401  (a fixture: nothing is measured)
+from sparse_choices import chosen
 
 from penstock.config import load_run
 from penstock.models import ModelSource
@@ -54,9 +54,16 @@ def written(folder, **changes):
 def trained(tmp_path_factory):
     """The folder of a run that was trained by the command, and what the command printed."""
     folder = tmp_path_factory.mktemp("sparse")
-    done = penstock("train", written(folder))
+    with chosen():
+        done = penstock("train", written(folder))
     assert done.returncode == 0, done.stderr
     return folder, done
+
+
+@pytest.fixture(autouse=True)
+def measure_nothing():
+    with chosen():
+        yield
 
 
 def test_log_and_metrics_have_sparsity_changes_and_arithmetic(trained):

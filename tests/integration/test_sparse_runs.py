@@ -10,10 +10,8 @@ import torch
 from grids import thinned
 from masked_training import Change, masked_training
 from plain_training import ORDERS, ROUNDING, Recipe, distance, trainer_of
+from sparse_choices import chosen, kernels, tiles
 from tiny_models import language_model
-
-from penstock.engine import SparseProducts
-from penstock.sparsity import Choice, DenseTiles, SparseKernel
 
 STEPS = 20
 EVERY = 4
@@ -21,30 +19,10 @@ END = 16
 SPARSITY = 0.8
 
 
-def kernels(shape, dtype, sparsity, tokens):
-    """Sparse kernels for every product; a measurement would take seconds."""
-    product = SparseKernel(16)
-    return Choice(32 if dtype == torch.float32 else 64, product, product, product)
-
-
-def tiles(shape, dtype, sparsity, tokens):
-    """Expanded tiles for every product."""
-    return Choice(32 if dtype == torch.float32 else 64, *[DenseTiles(16)] * 3)
-
-
 @pytest.fixture(autouse=True)
-def choose(monkeypatch):
-    """Return a function that sets how products are computed; kernels, unless it is called."""
-
-    def set_choice(measure):
-        class Chosen(SparseProducts):
-            def __init__(self, choices=None, ignored=None):
-                super().__init__(choices, measure)
-
-        monkeypatch.setattr("penstock.planning.sparse_products.SparseProducts", Chosen)
-
-    set_choice(kernels)
-    return set_choice
+def measure_nothing():
+    with chosen(kernels):
+        yield
 
 
 def kept(elements, density):
@@ -200,19 +178,19 @@ def test_a_stopped_run_continues_with_the_same_bits(policy, precision, tmp_path)
     assert last == weights
 
 
-def test_expanded_tiles_agree_with_kernels(choose, tmp_path):
+def test_expanded_tiles_agree_with_kernels(tmp_path):
     losses, _ = bits(tmp_path / "kernels")
-    choose(tiles)
-    expanded, _ = bits(tmp_path / "tiles")
+    with chosen(tiles):
+        expanded, _ = bits(tmp_path / "tiles")
     assert expanded == pytest.approx(losses, rel=1e-4)
     assert expanded != losses  # or the choice had no effect
 
 
-def test_a_resumed_run_takes_the_recorded_choice(choose, tmp_path):
+def test_a_resumed_run_takes_the_recorded_choice(tmp_path):
     losses, weights = bits(tmp_path / "whole")
     begun, _ = bits(tmp_path / "parts", until=4)
-    choose(tiles)  # as a measurement on a busy machine might have chosen
-    rest, last = bits(tmp_path / "parts")
+    with chosen(tiles):  # as a measurement on a busy machine might have chosen
+        rest, last = bits(tmp_path / "parts")
     assert begun + rest == losses
     assert last == weights
 
