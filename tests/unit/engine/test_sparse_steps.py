@@ -26,8 +26,14 @@ from tiny_models import language_model
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.engine import Batch, EnginePlan, SparseProducts, SparseWeights, TorchEngine
-from penstock.engine import sparse_weights
+from penstock.engine import (
+    Batch,
+    EnginePlan,
+    SparseProducts,
+    SparseWeights,
+    TorchEngine,
+    sparse_weights,
+)
 from penstock.errors import ConfigError
 
 CHOICES = {"kernels": KERNELS, "tiles": TILES, "one tile": ONE_TILE}
