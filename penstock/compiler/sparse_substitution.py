@@ -124,7 +124,7 @@ def _substitute(
     if reader.target in HEADS:
         return _substitute_head(reader, form, weight, spec)
     product = _product_of(reader, form)
-    if product is None:
+    if product is None or weight in product[:2]:
         return None
     x, bias, transposed = product
     outputs = spec.shape[1 if transposed else 0]
