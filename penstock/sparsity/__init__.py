@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         random_index,
     )
     from penstock.sparsity.layout import SparseLayout
-    from penstock.sparsity.mask_change import MaskChange, Remap, apply_change, require_exact
+    from penstock.sparsity.mask_change import (
+        MaskChange,
+        Remap,
+        apply_change,
+        grown_entries,
+        require_exact,
+        require_not_empty,
+    )
     from penstock.sparsity.measurement import choose_product
     from penstock.sparsity.packed_index import (
         PackedIndex,
@@ -58,7 +65,7 @@ if TYPE_CHECKING:
         sparsity_at,
         steps_of,
     )
-    from penstock.sparsity.streamed import SparseWeight
+    from penstock.sparsity.streamed import SparseWeight, StreamedWeight
     from penstock.sparsity.votes import (
         Order,
         Selection,
@@ -100,6 +107,7 @@ __all__ = [
     "SparsityPolicy",
     "SparsitySchedule",
     "StaticMasks",
+    "StreamedWeight",
     "Votes",
     "absent_votes",
     "added",
@@ -118,6 +126,7 @@ __all__ = [
     "from_panels",
     "full_index",
     "gradual_magnitude",
+    "grown_entries",
     "index_from_bytes",
     "index_from_compact",
     "index_of_mask",
@@ -132,6 +141,7 @@ __all__ = [
     "narrowed",
     "random_index",
     "require_exact",
+    "require_not_empty",
     "select",
     "select_absent",
     "select_all",
@@ -168,7 +178,9 @@ _MODULES = {
         "MaskChange",
         "Remap",
         "apply_change",
+        "grown_entries",
         "require_exact",
+        "require_not_empty",
     ),
     "packed_index": (
         "PackedIndex",
@@ -193,7 +205,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight",),
+    "streamed": ("SparseWeight", "StreamedWeight"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

@@ -36,3 +36,7 @@ class SparseWeight:
     def nbytes(self) -> int:
         """Bytes on the wire: values and mask."""
         return self.values.nbytes + self.index.nbytes
+
+
+StreamedWeight = torch.Tensor | SparseWeight
+"""What a fetch returns for one weight: a dense tensor, or the kept entries and their mask."""
