@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         random_index,
     )
     from penstock.sparsity.layout import SparseLayout
-    from penstock.sparsity.mask_change import MaskChange, Remap, apply_change, require_exact
+    from penstock.sparsity.mask_change import (
+        MaskChange,
+        Remap,
+        apply_change,
+        grown_entries,
+        require_exact,
+        require_not_empty,
+    )
     from penstock.sparsity.measurement import choose_product
     from penstock.sparsity.packed_index import (
         PackedIndex,
@@ -133,6 +140,7 @@ __all__ = [
     "from_panels",
     "full_index",
     "gradual_magnitude",
+    "grown_entries",
     "index_from_bytes",
     "index_from_compact",
     "index_of_mask",
@@ -151,6 +159,7 @@ __all__ = [
     "product_bytes",
     "random_index",
     "require_exact",
+    "require_not_empty",
     "select",
     "select_absent",
     "select_all",
@@ -198,7 +207,9 @@ _MODULES = {
         "MaskChange",
         "Remap",
         "apply_change",
+        "grown_entries",
         "require_exact",
+        "require_not_empty",
     ),
     "packed_index": (
         "PackedIndex",

@@ -26,6 +26,7 @@ from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
 from penstock.store.norm import GradientReport, merged
+from penstock.store.packed import require_dense
 from penstock.store.roles import MASTER, Role, Stored, stored_of
 from penstock.store.sharding import HeldRange, ShardMap
 
@@ -48,6 +49,7 @@ class ShardedStore:
         roles: Sequence[Role],
         rule: CommitRule,
     ) -> None:
+        require_dense(program, f"store.shards {len(shards)}")
         self.program = program
         self.shard_map, self.shards, self._rule = shard_map, shards, rule
         self._roles = {role.name: role for role in roles}

@@ -49,6 +49,7 @@ from penstock.store.lock import FolderLock
 from penstock.store.masters import stream_of
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.packed import require_dense
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.unchanged import UnchangedWeights
 
@@ -93,6 +94,7 @@ class FlashStore:
         block_elements: int = BLOCK_ELEMENTS,
         durable_every: int = 1,
     ) -> None:
+        require_dense(program, "store.tier flash")
         self.program = program
         self.folder = folder
         self.step = 0
