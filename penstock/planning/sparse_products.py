@@ -50,7 +50,7 @@ def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None
     if plan.sparse is None or plan.sparse_weights is None:
         return
     elements, products = plan.sparse.elements, plan.sparse_weights.products
-    kept = kept_entries(store, plan.sparse.shapes)
+    kept = kept_entries(store)
     sparsities = {name: (1 - count / elements[name],) for name, count in kept.items()}
     products.measure(products.cases(program, sparsities))
 

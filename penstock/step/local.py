@@ -75,8 +75,7 @@ class StepRunner:
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1
-        sparse = self._layout.sparse
-        kept = kept_entries(self._store, sparse.shapes) if sparse else {}
+        kept = kept_entries(self._store)
         schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
         waiting = self._sweep(schedule.before_loss, None)

@@ -33,9 +33,11 @@ from penstock.store.interface import (
     Store,
     Traffic,
     WeightReader,
+    kept_entries,
 )
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
+from penstock.store.mask_rule import InitialMask, MaskRule
 from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -48,7 +50,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
-from penstock.store.packed_export import export_packed, kept_entries, mask_of
+from penstock.store.packed_export import export_packed, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.sharded import Assembly, ShardedStore
@@ -78,7 +80,9 @@ __all__ = [
     "GroupSettings",
     "HeldPart",
     "Holding",
+    "InitialMask",
     "Lion",
+    "MaskRule",
     "MemoryStore",
     "MergedWeights",
     "Optimizer",

@@ -382,6 +382,11 @@ class DramStore:
         self._update(name)
         return self._masks.index(name)
 
+    def kept(self, name: str) -> int | None:
+        """Return the number of entries of a sparse weight after the last commit; None for a dense
+        one. Applies no update."""
+        return self._masks.kept(name) if name in self._masks else None
+
     def snapshot(self, buffer_bytes: int) -> Snapshot:
         """Return the state of the present step, for a thread that reads it during later steps.
 

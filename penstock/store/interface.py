@@ -177,3 +177,18 @@ class MemoryStore(Store, Protocol):
     """A store that can be saved during training (`DramStore.snapshot`)."""
 
     def snapshot(self, buffer_bytes: int) -> OpenSnapshot: ...
+
+
+@runtime_checkable
+class _WithMasks(Protocol):
+    """A store that may have sparse weights."""
+
+    def kept(self, name: str) -> int | None: ...
+
+
+def kept_entries(store: Store) -> dict[str, int]:
+    """Return the number of entries of every sparse weight after the last commit, by name."""
+    if not isinstance(store, _WithMasks):
+        return {}
+    kept = {name: store.kept(name) for name in store.program.weights}
+    return {name: count for name, count in kept.items() if count is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -40,12 +40,6 @@ class MaskedReader(Protocol):
 def mask_of(weights: WeightReader, name: str) -> PackedIndex | None:
     """Return the mask of a sparse weight; None for a dense one, and where no weight is sparse."""
     return weights.mask(name) if isinstance(weights, MaskedReader) else None
-
-
-def kept_entries(weights: WeightReader, names: Iterable[str]) -> dict[str, int]:
-    """Return the number of entries of every sparse weight among `names`."""
-    masks = {name: mask_of(weights, name) for name in names}
-    return {name: index.kept for name, index in masks.items() if index is not None}
 
 
 @dataclass(frozen=True, eq=False)

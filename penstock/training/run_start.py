@@ -63,7 +63,7 @@ def _masks(config: Config, layout: ExecutionPlan, store: Store) -> dict[str, Any
     """Return the part of the event that describes the sparse weights, if there are any."""
     if layout.sparse is None:
         return {}
-    kept = kept_entries(store, layout.sparse.shapes)
+    kept = kept_entries(store)
     return {
         "sparse_weights": len(kept),
         "sparse_entries": sum(kept.values()),

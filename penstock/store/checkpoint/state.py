@@ -60,6 +60,12 @@ class CheckpointState:
         return {**masters, **self.sparse}
 
     @property
+    def kept(self) -> dict[str, int]:
+        """The number of entries of every sparse weight, by name."""
+        values = {name: self.tensors[tensor_name(VALUES, name)] for name in self.sparse}
+        return {name: place.extent.shape[0] for name, place in values.items()}
+
+    @property
     def base_weights(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight that the checkpoint omits, by name."""
         return {name: w.shape for name, w in self.base.weights.items()} if self.base else {}
