@@ -130,7 +130,7 @@ def plan_sparse_weights(
             "the model that the run was started with"
         )
     elements = {name: math.prod(shape) for name, shape in shapes.items()}
-    policy = _policy(config, shapes)
+    policy = policy_of(config, shapes)
     lifts = isinstance(policy, Densify)
     return SparsePlan(
         shapes=shapes,
@@ -213,7 +213,8 @@ def _origin(source: ModelSource) -> str:
     return str(source.weights_folder or source.name)
 
 
-def _policy(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> SparsityPolicy:
+def policy_of(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> SparsityPolicy:
+    """Return how masks change; `shapes` are those of all sparse weights."""
     section, steps = config.sparsity, config.run.steps
     policy: SparsityPolicy = StaticMasks()
     if section.method == "gmp":

@@ -50,12 +50,14 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.packed import room_of
 from penstock.store.packed_export import export_packed, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharding import ShardMap
+from penstock.store.weight_memory import masks_bytes
 
 __all__ = [
     "MASTER",
@@ -116,9 +118,11 @@ __all__ = [
     "load_checkpoint",
     "make_optimizer",
     "mask_of",
+    "masks_bytes",
     "merged",
     "portions_of",
     "read_state",
+    "room_of",
     "save_checkpoint",
     "trainable_weights",
     "verify_checkpoint",

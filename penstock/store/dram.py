@@ -385,7 +385,7 @@ class DramStore:
     def kept(self, name: str) -> int | None:
         """Return the number of entries of a sparse weight after the last commit; None for a dense
         one. Applies no update."""
-        return self._masks.kept(name) if name in self._masks else None
+        return self._masks.kept_after_commit(name) if name in self._masks else None
 
     def snapshot(self, buffer_bytes: int) -> Snapshot:
         """Return the state of the present step, for a thread that reads it during later steps.

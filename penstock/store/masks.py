@@ -125,6 +125,11 @@ class Masks:
         """Return the number of entries of a weight."""
         return self._indices[name].kept
 
+    def kept_after_commit(self, name: str) -> int:
+        """Return the number of entries of a weight after the last commit, whose change of the mask
+        may be pending."""
+        return self._kept[name]
+
     # --- one step ---------------------------------------------------------------------------------
 
     def needs_dense_gradient(self, name: str) -> bool:

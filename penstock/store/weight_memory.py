@@ -167,3 +167,11 @@ class WeightMemory:
     def _keep(self, name: str, index: PackedIndex) -> None:
         self.masters.keep(name, index.kept)
         self.state.keep(name, index)
+
+
+def masks_bytes(program: Holding, optimizer: Optimizer, rule: MaskRule) -> int:
+    """Return the memory of the masks of a store, and of the ages of its entries."""
+    age = rule.age_type(optimizer.corrected_betas)
+    trained = [w.capacity for w in program.weights.values() if w.is_sparse and w.trainable]
+    ages = 0 if age is None else np.dtype(age).itemsize * sum(trained)
+    return sum(Masks(program, rule).memory_bytes.values()) + ages
