@@ -42,7 +42,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
-from penstock.planning.sparse_weights import plan_sparse_weights
+from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
 from penstock.program import Program
 from penstock.store import Base, ReadBase
 
@@ -177,6 +177,18 @@ def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
     return source.bfloat16 - trained_weights(config, source)
 
 
+def sparse_weights_of(
+    config: Config, source: ModelSource, recorded: Mapping[str, int] | None = None
+) -> SparsePlan | None:
+    """Return the sparse weights of a run; errors are those of `plan_sparse_weights`.
+
+    **Arguments:** `recorded` are the entries at the start of a resumed run, by weight.
+    """
+    if config.sparsity.method is None:
+        return None
+    return plan_sparse_weights(config, source, trained_weights(config, source), recorded)
+
+
 def compile_source(
     source: ModelSource,
     *,
@@ -255,7 +267,7 @@ def build_program(
     """Compile a model for inspection: no memory of a weight's size is allocated."""
     source = with_adapters(_base_of(config, None, False, False), config.lora)
     length = sequence_length or source.max_sequence_length or 1
-    sparse = plan_sparse_weights(config, source, trained_weights(config, source))
+    sparse = sparse_weights_of(config, source)
     return compile_source(
         source,
         micro_batch=micro_batch,

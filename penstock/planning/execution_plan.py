@@ -17,7 +17,7 @@ from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
-from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
+from penstock.planning.sparse_weights import SparsePlan
 from penstock.planning.step_flops import StepFlops
 from penstock.program import Program
 from penstock.step_schedule import StepSchedule
@@ -97,8 +97,7 @@ def plan_execution(
 
     if bfloat16 is None:
         bfloat16 = builders.kept_as_bfloat16(config, source)
-    trained = builders.trained_weights(config, source)
-    sparse = plan_sparse_weights(config, source, trained, recorded_entries)
+    sparse = builders.sparse_weights_of(config, source, recorded_entries)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
         return builders.compile_source(
