@@ -6,29 +6,39 @@ from collections.abc import Mapping
 
 from penstock.program import Program
 
-_PRODUCTS = 3  # of a sparse weight: outputs, gradient of the inputs, its own gradient
+_OF_ENTRIES = 3  # products: outputs, gradient of the inputs, gradient of the weight
 
 
 class StepFlops:
     """Counts the operations of a step's forward and backward sweeps, without recomputation.
 
     A multiply-add counts as two. The program counts a sparse weight's products by its capacity;
-    here they are counted by the entries that exist.
+    here they are counted by the entries that exist, and the gradient of every element where a step
+    computes it.
     """
 
     def __init__(self, program: Program, micro_batches: int) -> None:
         kinds = [stage.kind for stage in program.stages]
         of_one = sum(kind.forward_flops + kind.backward_flops for kind in kinds)
         self._at_capacity = micro_batches * of_one
-        self._per_entry: dict[str, int] = {}
-        self._capacities = {n: w.capacity for n, w in program.weights.items() if w.is_sparse}
+        self._sparse = {name: w for name, w in program.weights.items() if w.is_sparse}
+        self._tokens = dict.fromkeys(self._sparse, 0)  # of a step's products with each weight
         for stage in program.stages:
             for position, use in stage.kind.sparse.items():
-                name, tokens = stage.weights[position], micro_batches * sum(use.product_tokens)
-                per_entry = self._per_entry.get(name, 0)
-                self._per_entry[name] = per_entry + 2 * _PRODUCTS * tokens
+                tokens = micro_batches * sum(use.product_tokens)
+                self._tokens[stage.weights[position]] += tokens
 
-    def of(self, kept: Mapping[str, int]) -> int:
-        """Return the operations of a step; `kept` are the entries of every sparse weight."""
-        absent = {name: self._capacities[name] - count for name, count in kept.items()}
-        return self._at_capacity - sum(self._per_entry[n] * count for n, count in absent.items())
+    def of(self, kept: Mapping[str, int], with_dense_gradients: bool = False) -> int:
+        """Return the operations of a step.
+
+        Args:
+            kept: the entries of every sparse weight.
+            with_dense_gradients: whether the step computes the gradient of every element.
+        """
+        total = self._at_capacity
+        for name, count in kept.items():
+            weight, of_entry = self._sparse[name], 2 * self._tokens[name]
+            total -= _OF_ENTRIES * of_entry * (weight.capacity - count)
+            if with_dense_gradients and weight.trainable:
+                total += of_entry * (weight.elements - count)
+        return total

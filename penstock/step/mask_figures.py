@@ -30,9 +30,9 @@ class MaskFigures:
             kept: entries of every sparse weight before the commit.
             decision: of the commit.
         """
-        flops = plan.flops.of(kept)
         if plan.sparse is None:
-            return cls(flops)
+            return cls(plan.flops.of({}))
+        flops = plan.flops.of(kept, plan.sparse.policy.needs_dense_gradients(decision.step))
         after = {**kept, **{change.weight: change.kept_after for change in decision.masks}}
         changed = sum(change.drop.count + change.grow.count for change in decision.masks)
         sparsity = 1 - sum(after.values()) / sum(plan.sparse.elements.values())
