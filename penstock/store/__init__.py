@@ -36,6 +36,7 @@ from penstock.store.interface import (
 )
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
+from penstock.store.mask_rule import MaskRule
 from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -78,6 +79,7 @@ __all__ = [
     "HeldPart",
     "Holding",
     "Lion",
+    "MaskRule",
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
