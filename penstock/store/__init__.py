@@ -37,6 +37,7 @@ from penstock.store.interface import (
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
 from penstock.store.mask_rule import MaskRule
+from penstock.store.memory_account import dram_store_memory
 from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -103,6 +104,7 @@ __all__ = [
     "checkpoint_folders",
     "checkpoint_hash",
     "commit_by",
+    "dram_store_memory",
     "export_adapters",
     "export_huggingface",
     "fill",

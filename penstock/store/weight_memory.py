@@ -45,10 +45,11 @@ class WeightMemory:
         self._program = program
         self.masks = Masks(program, rule)
         self.masters = Masters(program)
-        roles = optimizer.roles if optimizer is not None else ()
-        betas = optimizer.corrected_betas if optimizer is not None else ()
-        age = rule.age_type(betas) if rule is not None else None
-        self.state = OptimizerState(program, trained if optimizer else (), roles, age)
+        if optimizer is None:
+            self.state = OptimizerState(program, (), (), None)
+        else:
+            age = None if rule is None else rule.age_type(optimizer.corrected_betas)
+            self.state = OptimizerState(program, trained, optimizer.roles, age)
         self.is_loaded = False
         self.state_is_zero = True
         self._written: dict[str, dict[str, int]] = {}

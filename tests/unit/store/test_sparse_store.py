@@ -94,6 +94,7 @@ def test_masks_change_at_the_steps_of_the_policy_and_by_its_numbers(method):
         if name in SPARSE:
             kept.append(weight.values.numel())
             assert weight.version == len(changes)
+            assert store.mask_sizes[name].kept == weight.index.kept
     assert kept[:2] == [math.floor(elements_of(n) * DENSITY[n] + 0.5) for n in SPARSE[:2]]
 
 
@@ -314,6 +315,20 @@ def test_memory_is_that_of_the_entries():
     assert 0 <= grows["age"] - entries < padding
     assert grows["grown entries"] > 0
     assert grows["mask change"] == 24 * 910
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_account_before_allocation_is_the_memory_of_the_store(method, optimizer, precision):
+    program = sparse_program(method, precision)
+    for width, dtype in ((4, torch.float32), (2, torch.bfloat16)):
+        account = dram_store_memory(program, OPTIMIZERS[optimizer], width, rule_of(method))
+        store = empty_store(program, method, optimizer, precision, gradient_dtype=dtype)
+        found = store.memory_bytes
+        assert account.keys() == found.keys()
+        for use, size in account.items():
+            assert 0 <= found[use] - size < 64 * len(program.weights), use
 
 
 @pytest.mark.parametrize("method", ["set", "rigl", "gmp"])
