@@ -35,7 +35,13 @@ from penstock.sparsity import (
     SparseWeight,
     SparsitySchedule,
 )
-from penstock.store import DramStore, MaskRule, ShardedDramStore, ShardMap
+from penstock.store import (
+    DramStore,
+    MaskRule,
+    ShardedDramStore,
+    ShardMap,
+    dram_store_memory,
+)
 from penstock.store.flash import FlashStore
 
 ALL_STEPS = 20
