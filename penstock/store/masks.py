@@ -29,7 +29,6 @@ from penstock.sparsity import (
     Remap,
     Selection,
     SparseWeight,
-    StaticMasks,
     apply_change,
     compact_bytes,
     empty_index,
@@ -42,11 +41,9 @@ from penstock.sparsity import (
 )
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import Decision
-from penstock.store.mask_rule import MaskRule
-from penstock.store.packed import dense_values, index_memory
+from penstock.store.mask_rule import MaskRule, mask_memory
+from penstock.store.packed import dense_values
 from penstock.store.roles import CHANGES, INDEX, Stored
-
-_CHANGE_BYTES = 24  # per entry of the largest weight: its numbers before and after, and its values
 
 Values = Callable[[str], np.ndarray]
 """Returns the float32 values of a sparse weight's entries."""
@@ -96,21 +93,8 @@ class Masks:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """The most memory of masks, of grown entries until they are applied, and of the change of
-        one mask."""
-        if not self._specs:
-            return {}
-        policy = StaticMasks() if self._rule is None else self._rule.policy
-        grown = 0
-        for name in self._trained if policy.grown_by_gradient else ():
-            spec = self._specs[name]
-            count = min(int(policy.grown_by_gradient * spec.capacity), spec.elements)
-            grown += index_memory(count, spec.elements)
-        changing = () if isinstance(policy, StaticMasks) else self._trained
-        largest = max((self._specs[name].capacity for name in changing), default=0)
-        masks = sum(index_memory(w.capacity, w.elements) for w in self._specs.values())
-        masks += max(w.index_bytes for w in self._specs.values())  # one in its compact form
-        return {"index": masks, "grown entries": grown, "mask change": _CHANGE_BYTES * largest}
+        """The most memory of masks and of their changes (`mask_memory`)."""
+        return mask_memory(self._specs, self._rule)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,10 +109,10 @@ class Masks:
         """Return the number of entries of a weight."""
         return self._indices[name].kept
 
-    def kept_after_commit(self, name: str) -> int:
-        """Return the number of entries of a weight after the last commit, whose change of the mask
-        may be pending."""
-        return self._kept[name]
+    @property
+    def sizes(self) -> dict[str, MaskSize]:
+        """The sizes of all masks after the changes that are decided, pending ones included."""
+        return {n: MaskSize(w.elements, self._kept[n]) for n, w in self._specs.items()}
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -280,8 +264,9 @@ class Masks:
         if self._rule is None or not self._trained:
             return None
         if self._update[0] != step:
-            sizes = {n: MaskSize(self._specs[n].elements, self._kept[n]) for n in self._trained}
-            self._update = step, self._rule.policy.at(step, sizes)
+            sizes = self.sizes
+            trained = {name: sizes[name] for name in self._trained}
+            self._update = step, self._rule.policy.at(step, trained)
         return self._update[1]
 
     # --- reading and restoring --------------------------------------------------------------------
