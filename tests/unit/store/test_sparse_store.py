@@ -68,16 +68,23 @@ def test_twenty_steps_agree_with_a_masked_dense_loop(method, optimizer, precisio
                 store.mask(name).mask(), reference.masks[name], err_msg=f"{where}: {name}"
             )
         for name in reference.trained:
-            compare(store, reference, name, where)
+            changes = any(change.weight == name for change in commit.decision.masks)
+            compare(store, reference, name, changes, where)
     assert torch.equal(store.master("position"), random_weights(store.program, 5)["position"])
 
 
-def compare(store, reference, name, where):
-    """Compare a weight and its moments; a rounded moment is then taken from the store."""
+def compare(store, reference, name, changes, where):
+    """Compare a weight and its moments; a rounded moment is then taken from the store.
+
+    A moment of 8 bits is rounded at the update, and again where the mask changes: its group is
+    another then.
+    """
     weight = store.master(name).numpy().reshape(-1)
     np.testing.assert_allclose(weight, reference.weights[name], **EXACT, err_msg=f"{where}: {name}")
     for role, exact in reference.moments[name].items():
         moment, step = dense_moment(store, name, role)
+        if changes:  # the first rounding is by the scale of a group before, and of its value
+            step = 2.2 * step + step.any() * np.abs(exact).max() * 2.0**-15
         error = np.abs(moment - exact) - (step + EXACT["atol"] + EXACT["rtol"] * np.abs(exact))
         assert (error <= 0).all(), f"{where}: {role} of {name}, by {error.max()}"
         if step.any():
