@@ -24,7 +24,7 @@ def embeddings_and_heads(source: ModelSource) -> frozenset[str]:
     chosen = {
         path: child
         for path, child in module.named_modules()
-        if child is head or isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) or id(child) == id(head)
     }
     names = {
         f"{path}.{name}" if path else name
