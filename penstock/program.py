@@ -123,6 +123,29 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class SparseUse:
+    """How a kind computes with a sparse weight.
+
+    Memory and operations are counted for `capacity` entries. `product_tokens` are the numbers of
+    tokens of its sparse products, ascending. `dense_readers` are the operators that have no sparse
+    product: they read the weight expanded, with zeros where the mask keeps nothing.
+    """
+
+    capacity: int
+    product_tokens: tuple[int, ...] = ()
+    dense_readers: tuple[str, ...] = ()
+
+    @property
+    def way(self) -> str:
+        """The entry of the weight in the program's table."""
+        if not self.dense_readers:
+            return "sparse product"
+        verb = "read" if len(self.dense_readers) > 1 else "reads"
+        dense = f"masked dense, because {', '.join(self.dense_readers)} {verb} it"
+        return f"sparse product; {dense}" if self.product_tokens else dense
+
+
+@dataclass(frozen=True)
 class Kind:
     """The compiled part that stages with the same graph and shapes share.
 
@@ -143,6 +166,10 @@ class Kind:
     A gradient may be None where the loss does not depend on that input. `flops` count a
     multiply-add as two. A call's `transient` bytes are the peak of its allocations, including its
     results.
+
+    `sparse` describes the sparse weights by their position. An executable takes for each the
+    engine's object with values and mask, and returns as its gradient float32 [kept entries], or a
+    dense float32 tensor where the store has asked for that.
     """
 
     name: str
@@ -167,6 +194,7 @@ class Kind:
     backward_transient_bytes: int
     recompute_transient_bytes: int
     turn_transient_bytes: int
+    sparse: Mapping[int, SparseUse] = field(default_factory=dict, hash=False)
     graphs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -242,6 +270,21 @@ class Program:
         return frozenset(name for name, w in self.weights.items() if w.format is BFLOAT16)
 
     @property
+    def capacities(self) -> dict[str, int]:
+        """The most entries of each sparse weight, by name."""
+        return {name: w.capacity for name, w in self.weights.items() if w.is_sparse}
+
+    @property
+    def sparse_weights(self) -> dict[str, SparseUse]:
+        """How the stages compute with each sparse weight, all stages that use it together."""
+        found: dict[str, SparseUse] = {}
+        for stage in self.stages:
+            for position, use in stage.kind.sparse.items():
+                name = stage.weights[position]
+                found[name] = _together(found[name], use) if name in found else use
+        return found
+
+    @property
     def draws_dropout(self) -> bool:
         """Return whether any stage's result depends on its dropout key."""
         return any(stage.kind.draws_dropout for stage in self.stages)
@@ -255,6 +298,14 @@ class Program:
         for name in self.results:
             last[name] = len(self.stages)
         return last
+
+
+def _together(one: SparseUse, other: SparseUse) -> SparseUse:
+    return SparseUse(
+        one.capacity,
+        tuple(sorted({*one.product_tokens, *other.product_tokens})),
+        tuple(dict.fromkeys((*one.dense_readers, *other.dense_readers))),
+    )
 
 
 class StagedWeights(Protocol):
@@ -350,7 +401,24 @@ def _verify_stages(program: Program) -> None:
                 program.weights[name].trainable == trainable,
                 f"{where}: {name!r} is trainable in one place and frozen in another",
             )
+        _verify_sparse(where, stage, program.weights)
         _verify_saved(where, kind)
+
+
+def _verify_sparse(where: str, stage: Stage, weights: Mapping[str, WeightSpec]) -> None:
+    for position, name in enumerate(stage.weights):
+        use, spec = stage.kind.sparse.get(position), weights[name]
+        have = None if use is None else use.capacity
+        wanted = spec.capacity if spec.is_sparse else None
+        _require(
+            have == wanted,
+            f"{where}: its kind has {have} entries of {name!r} (None: a dense weight), the "
+            f"weight's capacity is {wanted}",
+        )
+        _require(
+            0 <= spec.capacity <= spec.elements,
+            f"weight {name!r} has {spec.elements} elements and a capacity of {spec.capacity}",
+        )
 
 
 def _verify_saved(where: str, kind: Kind) -> None:

@@ -113,3 +113,10 @@ def format_of(
     if is_exactly_bfloat16:
         return BFLOAT16
     return SPLIT if stream_dtype == torch.bfloat16 else DENSE
+
+
+PACKED_FILE = "model.packed.safetensors"
+"""The file of `penstock export --packed`; a name that other programs do not look for."""
+
+PACKED_VALUES, PACKED_INDEX, PACKED_SHAPE = ".packed_values", ".packed_index", ".packed_shape"
+"""The tensors of a sparse weight in that file, each after the weight's name."""

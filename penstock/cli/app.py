@@ -22,6 +22,7 @@ from penstock.cli import (
     inspect,
     output,
     program,
+    prune,
     scale,
     train,
 )
@@ -50,7 +51,7 @@ def _print_version(wanted: bool) -> None:
 
 # Measured with PyTorch 2.13 for CPUs: the smallest run is made in 1.4 GiB, and not in 1.2.
 _LEAST_ADDRESS_SPACE_BYTES = 1280 << 20
-_WITH_TORCH = ("train", "eval", "generate", "export", "program", "scale")
+_WITH_TORCH = ("train", "eval", "generate", "export", "prune", "program", "scale")
 
 
 @app.callback()
@@ -77,6 +78,7 @@ app.command("scale")(scale.scale)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)
+app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
 app.add_typer(data.app, name="data")

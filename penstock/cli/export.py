@@ -29,6 +29,14 @@ def export(
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Only the LoRA adapters, in PEFT's format.")
     ] = False,
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed",
+            help="Sparse weights as values and masks, in one file: smaller, and only Penstock "
+            "reads it (model.hf).",
+        ),
+    ] = False,
 ) -> None:
     """Write the newest state of RUN as a Hugging Face folder: safetensors, tokenizer and JSON.
 
@@ -42,12 +50,19 @@ def export(
     except ValueError as error:
         raise ConfigError(f"--shard-size: {error}") from None
     settings = load_run(run)
+    if packed and settings.sparsity.method is None:
+        raise ConfigError(
+            f"--packed: expected a run with sparse weights, {run} has none (sparsity.method is "
+            "null); export it without --packed"
+        )
+    if packed and adapters:
+        raise ConfigError("--packed: has no effect on --adapters; choose one of them")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists and was not changed; choose a new folder")
 
     from penstock.training import export_run
 
-    export_run(settings, out, dtype.value, shard_bytes, only_adapters=adapters)
+    export_run(settings, out, dtype.value, shard_bytes, only_adapters=adapters, packed=packed)
     files = sorted(out.iterdir())
     written = show_bytes(sum(file.stat().st_size for file in files))
     typer.echo(f"wrote {out}: {', '.join(file.name for file in files)} ({written})")

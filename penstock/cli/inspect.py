@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.progress import show_bytes, show_count, show_shares
+from penstock.progress import show_bytes, show_count, show_shares, show_sparsity
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -76,6 +76,8 @@ def inspect(
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
         if folder == latest:
             typer.echo(f"weights      {_hash(settings, folder, state)}")
+            for line in _sparse_lines(state):
+                typer.echo(line)
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
     damage.raise_if_found()
@@ -299,6 +301,23 @@ def _checkpoint(state: CheckpointState) -> str:
         f"step {state.step}, {_counted(state.weights)}{beside}, "
         f"{show_bytes(state.bytes)} in {len(state.files)} files, all checksums match"
     )
+
+
+def _sparse_lines(state: CheckpointState) -> list[str]:
+    """Return a line for all sparse weights together and one for each."""
+    if not state.sparse:
+        return []
+    elements = {name: math.prod(shape) for name, shape in state.sparse.items()}
+    sums = sum(state.kept.values()), sum(elements.values())
+    lines = [f"sparse       {len(elements)} weights: {_entries(*sums)}"]
+    for name, shape in state.sparse.items():
+        size = " x ".join(map(str, shape))
+        lines.append(f"             {name} [{size}]: {_entries(state.kept[name], elements[name])}")
+    return lines
+
+
+def _entries(kept: int, elements: int) -> str:
+    return f"sparsity {show_sparsity(1 - kept / elements)}, {kept:,} of {elements:,} entries"
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]]) -> str:

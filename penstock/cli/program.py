@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.progress import show_bytes, show_count, show_flops
+from penstock.errors import few
+from penstock.progress import show_bytes, show_count, show_flops, show_sparsity
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.config import Config
-    from penstock.program import Program, Stage
+    from penstock.program import Program, Stage, WeightSpec
 
 
 class Precision(StrEnum):
@@ -68,6 +70,8 @@ def program(
     if not console.is_terminal:
         console = Console(width=160)  # A pipe has no width of its own to keep to.
     console.print(render(built, fold=not all_stages))
+    if built.capacities:
+        console.print(render_sparse(built))
 
 
 def configuration(model: str, overrides: list[str]) -> Config:
@@ -94,7 +98,9 @@ def render(program: Program, fold: bool = True) -> Table:
     table.add_column("stage", no_wrap=True)
     table.add_column("name", overflow="fold")  # the one that gives way where the terminal is narrow
     table.add_column("kind", no_wrap=True)
-    for heading in ("weights", "streamed", "forward\nFLOP", "backward\nFLOP", "live", "saved"):
+    sparse = ["sparsity"] if program.capacities else []
+    headings = ("weights", *sparse, "streamed", "forward\nFLOP", "backward\nFLOP", "live", "saved")
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     if _tied(program):
         table.caption = (
@@ -110,6 +116,7 @@ def render(program: Program, fold: bool = True) -> Table:
             names(first, last),
             f"{first.kind.name} x{len(stages)}" if many else first.kind.name,
             show_count(sum(w.elements for w in _weights(program, first))),
+            *([_sparsity(_weights(program, first))] if sparse else []),
             show_bytes(program.stage_stream_bytes(first)),
             show_flops(first.kind.forward_flops),
             show_flops(first.kind.backward_flops),
@@ -123,6 +130,7 @@ def render(program: Program, fold: bool = True) -> Table:
         "in all",
         f"{kinds} kinds",
         show_count(program.parameters),
+        *([_sparsity(program.weights.values())] if sparse else []),
         show_bytes(sum(program.stage_stream_bytes(stage) for stage in program.stages)),
         show_flops(sum(stage.kind.forward_flops for stage in program.stages)),
         show_flops(sum(stage.kind.backward_flops for stage in program.stages)),
@@ -130,6 +138,50 @@ def render(program: Program, fold: bool = True) -> Table:
         show_bytes(sum(stage.kind.saved_bytes for stage in program.stages)),
     )
     return table
+
+
+def render_sparse(program: Program) -> Table:
+    """Return a table of the sparse weights: a line for all that are computed in the same way.
+
+    Bytes, operations and sparsity are those of the most entries that a weight has in the run.
+    """
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="sparse weights, with the most entries that they have",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    for heading in ("weights", "shape", "sparsity", "streamed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("computed by", overflow="fold")
+    table.add_column("names", overflow="fold")
+    alike: dict[tuple[tuple[int, ...], int, str], list[str]] = {}
+    for name, use in program.sparse_weights.items():
+        spec = program.weights[name]
+        alike.setdefault((spec.shape, spec.capacity, use.way), []).append(name)
+    for (shape, _, way), found in alike.items():
+        spec = program.weights[found[0]]
+        table.add_row(
+            str(len(found)),
+            " x ".join(map(str, shape)),
+            _sparsity([spec]),
+            show_bytes(spec.stream_bytes),
+            way,
+            few(found, 2),
+        )
+    return table
+
+
+def _sparsity(weights: Iterable[WeightSpec]) -> str:
+    """Return the sparsity of the sparse ones among some weights, a dash if none is sparse."""
+    sparse = [weight for weight in weights if weight.is_sparse]
+    if not sparse:
+        return "-"
+    elements = sum(weight.elements for weight in sparse)
+    return show_sparsity(1 - sum(weight.capacity for weight in sparse) / elements)
 
 
 def title(program: Program) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock.collectives.tree_reduce import PartialSum
+
+if TYPE_CHECKING:
+    from penstock.sparsity import StreamedWeight
 
 
 @dataclass
@@ -24,8 +27,8 @@ class Fabric(Protocol):
 
     traffic: CollectiveTraffic
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Send the same tensors to every engine; return one entry per engine."""
+    def broadcast(self, weights: Sequence[StreamedWeight]) -> list[Sequence[StreamedWeight]]:
+        """Send the same weights to every engine; return one entry per engine."""
         ...
 
     def reduce(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.collectives.interface import CollectiveTraffic
 from penstock.collectives.tree_reduce import PartialSum, TreeReduction
+
+if TYPE_CHECKING:
+    from penstock.sparsity import StreamedWeight
 
 
 class LocalFabric:
@@ -17,10 +21,10 @@ class LocalFabric:
         self._engines = engines
         self.traffic = CollectiveTraffic()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Pass the same tensors to every engine; each byte counts once."""
-        self.traffic.broadcast_bytes += sum(t.nbytes for t in tensors)
-        return [tensors] * self._engines
+    def broadcast(self, weights: Sequence[StreamedWeight]) -> list[Sequence[StreamedWeight]]:
+        """Pass the same weights to every engine; each byte counts once."""
+        self.traffic.broadcast_bytes += sum(weight.nbytes for weight in weights)
+        return [weights] * self._engines
 
     def reduce(
         self, parts: Sequence[Sequence[PartialSum]], leaves: int

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ import torch.distributed as dist
 from penstock.collectives.interface import CollectiveTraffic
 from penstock.collectives.tree_reduce import PartialSum, root_level
 from penstock.errors import GroupError
+
+if TYPE_CHECKING:
+    from penstock.sparsity import StreamedWeight
 
 TIMEOUT = timedelta(minutes=10)
 """The longest wait of a device for another device; no stage should compute for longer."""
@@ -160,10 +163,10 @@ class GroupFabric:
         self._devices = devices
         self.traffic = CollectiveTraffic()
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Pass the same tensors to every engine; each byte leaves host memory once."""
-        self.traffic.broadcast_bytes += sum(t.nbytes for t in tensors)
-        return [tensors] * self._devices
+    def broadcast(self, weights: Sequence[StreamedWeight]) -> list[Sequence[StreamedWeight]]:
+        """Pass the same weights to every engine; each byte leaves host memory once."""
+        self.traffic.broadcast_bytes += sum(weight.nbytes for weight in weights)
+        return [weights] * self._devices
 
     def reduce(
         self, parts: Sequence[Sequence[PartialSum]], leaves: int

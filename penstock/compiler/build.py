@@ -25,6 +25,11 @@ from penstock.compiler.products import Products
 from penstock.compiler.retarget_devices import move, on_device
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
+from penstock.compiler.sparse_substitution import (
+    require_weights,
+    sparse_sizes,
+    substitute_products,
+)
 from penstock.errors import CompileError, NoTrainingError, few
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
 from penstock.weight_formats import format_of
@@ -35,7 +40,8 @@ class CompileOptions:
     """The settings of a compilation.
 
     `train`, `freeze` and `adapters` select the trained weights (`selection.py`). `bfloat16` names
-    frozen weights that the store keeps and streams as bfloat16 in every precision. `device` is the
+    frozen weights that the store keeps and streams as bfloat16 in every precision. `sparse` maps
+    the names of sparse weights to the most entries that their masks may keep. `device` is the
     engine's device, and `products` the library for its matrix products (`products.py`).
     `slot_bytes` limits the weights of one stage. `weight_prefix` is removed from the parameters'
     names (it belongs to the wrapper that adds the loss). `training` programs return a scalar loss;
@@ -49,6 +55,7 @@ class CompileOptions:
     freeze: tuple[str, ...] = ()
     adapters: frozenset[str] = frozenset()
     bfloat16: frozenset[str] = frozenset()
+    sparse: Mapping[str, int] = field(default_factory=dict, hash=False)
     slot_bytes: int | None = None
     weight_prefix: str = ""
     training: bool = True
@@ -88,6 +95,7 @@ def _compile(
     known: Program | None,
 ) -> Program:
     names = WeightNames.of(module, options.weight_prefix)
+    require_weights(options.sparse, names.aliases)
     trainable = names.trainable(options) if options.training else frozenset()
     if options.training:
         refuse_gradient_hooks(module, options.weight_prefix)
@@ -236,9 +244,14 @@ class _ProgramAssembly:
             self.weights[name] = WeightSpec(
                 name=name,
                 shape=tuple(parameter.shape),
-                format=format_of(self._computed_dtype, name in self.options.bfloat16),
+                format=format_of(
+                    self._computed_dtype,
+                    name in self.options.bfloat16,
+                    is_sparse=name in self.options.sparse,
+                ),
                 trainable=name in self.trainable,
                 aliases=tuple(self.names.aliases[name]),
+                **sparse_sizes(name, parameter.numel(), self.options.sparse.get(name)),
             )
         if self.options.training and not any(w.trainable for w in self.weights.values()):
             raise NoTrainingError(
@@ -417,7 +430,7 @@ class _ProgramAssembly:
         graph, signature, first_dropout = self._stage_graph(
             piece, list(weights), placeholders, list(inputs), outputs
         )
-        digest = digest_of([repr(signature), *lines_of(graph)])
+        digest = digest_of([*signature.lines, *lines_of(graph)])
         if digest not in self.kinds:
             label = _kind_name(piece.name, {k.name for k in self.kinds.values()})
             device, products = self.options.device, self.options.products
@@ -449,6 +462,8 @@ class _ProgramAssembly:
         for i, node in enumerate(inputs):
             made[node] = graph.placeholder(f"x{i}")
         made[self.key] = graph.placeholder("key")
+        for node, placeholder in made.items():
+            placeholder.meta = dict(node.meta)
         for i, node in enumerate(piece.nodes):
             made[node] = graph.node_copy(node, lambda n: made[n])
             made[node].name = f"n{i}"
@@ -456,8 +471,12 @@ class _ProgramAssembly:
             if isinstance(node.target, CustomGradient):
                 made[node].target = node.target.moved(self.options.device)
         graph.output(tuple(made[n] for n in outputs))
-        for name, weight in by_name.items():
-            if self.weights[name].stream_dtype != self._computed_dtype:
+        sparse = []
+        for position, (name, weight) in enumerate(by_name.items()):
+            spec = self.weights[name]
+            if spec.is_sparse:
+                sparse.append((position, substitute_products(graph, weight, spec)))
+            elif spec.stream_dtype != self._computed_dtype:
                 open_weight(graph, weight, self._computed_dtype)
         first_dropout = count_dropouts_from_first(graph)
         signature = StageSignature(
@@ -467,6 +486,7 @@ class _ProgramAssembly:
             trainable=tuple(self.weights[n].trainable for n in weights),
             inputs=tuple(self.values[n.name].tensor for n in inputs),
             inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
+            sparse=tuple(sparse),
         )
         return graph, signature, first_dropout
 

@@ -12,8 +12,14 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
-from penstock.compiler.fused_head import scratch_bytes
+from penstock.compiler.fused_head import chunk_rows, scratch_bytes
 from penstock.compiler.products import onednn_flops
+from penstock.compiler.sparse_lowering import (
+    head_scratch_bytes,
+    share_of,
+    sparse_scratch_bytes,
+    sparse_weight_of,
+)
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
@@ -33,7 +39,8 @@ def graph_flops(graph: fx.Graph) -> int:
             continue
         own = _OWN.get(node.target)
         if own is not None:
-            total += own(*_values(node.args))
+            kept, elements = share_of(node)
+            total += own(*_values(node.args)) * kept // elements
         elif isinstance(node.target, torch._ops.OpOverload):
             formula = flop_registry.get(node.target.overloadpacket)
             if formula is not None:
@@ -63,6 +70,10 @@ def _attention_backward(
     return 5 * _attention(query, key, value) // 2
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor) -> int:
+    return 2 * x.numel() // x.shape[-1] * weight.numel()
+
+
 def _head(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     return 2 * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
 
@@ -74,6 +85,8 @@ _OWN: Mapping[Any, Callable[..., int]] = {
     penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
     penstock.linear_cross_entropy_backward.default: lambda s, h, w, *_: 3 * _head(h, w),
     penstock.linear_cross_entropy_turn.default: lambda s, h, w, *_: 3 * _head(h, w),
+    penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
+    penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
 }
 
 
@@ -125,7 +138,8 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def _scratch(node: fx.Node) -> int:
-    """Return the bytes that a penstock operator allocates internally: the chunk of logits."""
+    """Return the bytes that a penstock operator allocates internally: the chunk of logits, or the
+    panels of a sparse product."""
     heads = {
         penstock.linear_cross_entropy.default: 0,
         penstock.linear_cross_entropy_predictions.default: 0,
@@ -133,6 +147,13 @@ def _scratch(node: fx.Node) -> int:
         penstock.linear_cross_entropy_turn.default: 1,
     }
     if node.target not in heads:
-        return 0
+        return sparse_scratch_bytes(node)
     hidden, weight = (_value(a) for a in node.args[heads[node.target] :][:2])
-    return scratch_bytes(hidden, weight, gradients=heads[node.target] == 1)
+    gradients = heads[node.target] == 1
+    sparse = sparse_weight_of(node)
+    if sparse is None:
+        return scratch_bytes(hidden, weight, gradients)
+    element_bytes = hidden.element_size()
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], element_bytes)
+    logits = rows * weight.shape[0] * element_bytes
+    return head_scratch_bytes(sparse, rows, logits, element_bytes, gradients)

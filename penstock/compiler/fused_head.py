@@ -12,6 +12,8 @@ weight reads and writes all of it once per chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +35,119 @@ def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
     return -(-tokens // chunks)
 
 
+class HeadWeight(Protocol):
+    """The weight of a head and its products; `step` is the number of rows of a full chunk.
+
+    Attributes:
+        vocabulary: number of labels.
+        gradient_dtype: type of its gradient.
+    """
+
+    vocabulary: int
+    gradient_dtype: torch.dtype
+
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        """Return the logits [rows, vocabulary] of hidden states, without bias."""
+        ...
+
+    def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
+        """Return the gradient of the hidden states [rows, width] from that of the logits."""
+        ...
+
+    def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
+        """Return the gradient of the weight from that of the logits."""
+        ...
+
+
+class _DenseWeight:
+    """A dense weight [vocabulary, width]; large products use oneDNN, if `onednn`."""
+
+    def __init__(self, weight: Tensor, onednn: bool) -> None:
+        self.vocabulary, self.gradient_dtype = weight.shape[0], weight.dtype
+        self._weight, self._onednn = weight, onednn
+
+    def logits(self, hidden: Tensor, step: int) -> Tensor:
+        return product(hidden, self._weight.t(), self._onednn)
+
+    def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
+        return product(logits, self._weight, self._onednn)
+
+    def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
+        return product(logits.t(), hidden, self._onednn)
+
+
+@dataclass(frozen=True)
+class Head:
+    """One call of a head: the arguments of `loss_sum`, with any kind of weight."""
+
+    hidden: Tensor
+    weight: HeadWeight
+    bias: Tensor | None
+    labels: Tensor
+    ignore_index: int
+
+    def loss_sum(self) -> Tensor:
+        """Return the sum of the losses, float32 []."""
+        losses = []
+        for rows, logits in self._chunks():
+            losses.append(_losses(logits, self.labels[rows], self.ignore_index))
+        return torch.cat(losses).sum()
+
+    def loss_sum_and_predictions(self) -> tuple[Tensor, Tensor]:
+        """Return also each token's most likely label, int64 [tokens]."""
+        losses, predictions = [], []
+        for rows, logits in self._chunks():
+            losses.append(_losses(logits, self.labels[rows], self.ignore_index))
+            predictions.append(_most_likely(logits))
+        return torch.cat(losses).sum(), torch.cat(predictions)
+
+    def loss_sum_and_gradients(self, scale: Tensor, with_weight: bool) -> list[Tensor]:
+        """Return the sum of the losses and, times `scale`, the gradients of hidden, weight and bias
+        (if any)."""
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        # On a GPU the number stays on the device: reading it would wait for all queued work.
+        factor = float(scale) if scale.device.type == "cpu" else scale
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        grad_weight = torch.empty(0)
+        grad_bias = torch.zeros(weight.vocabulary, dtype=torch.float32, device=hidden.device)
+        losses = []
+        for number, (rows, logits) in enumerate(self._chunks()):
+            labels = self.labels[rows]
+            losses.append(_losses_to_gradients(logits, labels, self.ignore_index, factor))
+            grad_hidden[rows] = weight.hidden_gradient(logits, self._step)
+            if not with_weight:
+                continue
+            part = weight.weight_gradient(logits, hidden[rows], self._step)
+            # Chunks are added in float32 for every type, so that small contributions are not
+            # rounded away.
+            grad_weight = part if number == 0 else grad_weight.float().add_(part)
+            if bias is not None:
+                grad_bias += logits.sum(0, dtype=torch.float32)
+        grads = [torch.cat(losses).sum(), grad_hidden]
+        if with_weight:
+            grads.append(grad_weight.to(weight.gradient_dtype))
+            if bias is not None:
+                grads.append(grad_bias.to(bias.dtype))
+        return grads
+
+    @property
+    def _step(self) -> int:
+        hidden = self.hidden
+        return chunk_rows(hidden.shape[0], self.weight.vocabulary, hidden.element_size())
+
+    def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows of this chunk, its logits [rows, vocabulary]); the caller may overwrite the
+        logits."""
+        tokens, step = self.hidden.shape[0], self._step
+        for start in range(0, tokens, step):
+            rows = slice(start, min(start + step, tokens))
+            logits = self.weight.logits(self.hidden[rows], step)
+            if self.bias is not None:
+                logits += self.bias
+            yield rows, logits
+            del logits  # freed before the next chunk's logits are computed
+
+
 def loss_sum(
     hidden: Tensor,
     weight: Tensor,
@@ -47,10 +162,7 @@ def loss_sum(
     None; `labels` int64 [tokens], entries equal to `ignore_index` are ignored; `onednn` selects the
     library for products (`products.py`).
     """
-    losses = []
-    for rows, logits in _logit_chunks(hidden, weight, bias, onednn):
-        losses.append(_losses(logits, labels[rows], ignore_index))
-    return torch.cat(losses).sum()
+    return Head(hidden, _DenseWeight(weight, onednn), bias, labels, ignore_index).loss_sum()
 
 
 def loss_sum_and_predictions(
@@ -66,11 +178,8 @@ def loss_sum_and_predictions(
 
     Among equal logits the first is chosen, as in `torch.argmax`.
     """
-    losses, predictions = [], []
-    for rows, logits in _logit_chunks(hidden, weight, bias, onednn):
-        losses.append(_losses(logits, labels[rows], ignore_index))
-        predictions.append(_most_likely(logits))
-    return torch.cat(losses).sum(), torch.cat(predictions)
+    head = Head(hidden, _DenseWeight(weight, onednn), bias, labels, ignore_index)
+    return head.loss_sum_and_predictions()
 
 
 def gradients(
@@ -103,45 +212,8 @@ def loss_sum_and_gradients(
 
     A gradient has the type of its tensor; chunks are added in float32.
     """
-    # On a GPU the number stays on the device: reading it would wait for all queued work.
-    factor = float(scale) if scale.device.type == "cpu" else scale
-    grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    grad_weight = torch.empty(0)
-    grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
-    losses = []
-    for number, (rows, logits) in enumerate(_logit_chunks(hidden, weight, bias, onednn)):
-        losses.append(_losses_to_gradients(logits, labels[rows], ignore_index, factor))
-        grad_hidden[rows] = product(logits, weight, onednn)
-        if not with_weight:
-            continue
-        part = product(logits.t(), hidden[rows], onednn)
-        # Chunks are added in float32 for every type, so that small contributions are not rounded
-        # away.
-        grad_weight = part if number == 0 else grad_weight.float().add_(part)
-        if bias is not None:
-            grad_bias += logits.sum(0, dtype=torch.float32)
-    grads = [torch.cat(losses).sum(), grad_hidden]
-    if with_weight:
-        grads.append(grad_weight.to(weight.dtype))
-        if bias is not None:
-            grads.append(grad_bias.to(bias.dtype))
-    return grads
-
-
-def _logit_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows of this chunk, its logits [rows, vocabulary]); the caller may overwrite the
-    logits."""
-    tokens = hidden.shape[0]
-    step = chunk_rows(tokens, weight.shape[0], hidden.element_size())
-    for start in range(0, tokens, step):
-        rows = slice(start, min(start + step, tokens))
-        logits = product(hidden[rows], weight.t(), onednn)
-        if bias is not None:
-            logits += bias
-        yield rows, logits
-        del logits  # freed before the next chunk's logits are computed
+    head = Head(hidden, _DenseWeight(weight, onednn), bias, labels, ignore_index)
+    return head.loss_sum_and_gradients(scale, with_weight)
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from penstock.compiler.cost import graph_flops, peak_bytes
 from penstock.compiler.products import Products, choose_products
 from penstock.compiler.recompute_cheap import keep_costly, make_late
+from penstock.compiler.sparse_lowering import lower, mark_sparse
 from penstock.errors import ProgramError
-from penstock.program import Kind, SavedTensor, TensorSpec
+from penstock.program import Kind, SavedTensor, SparseUse, TensorSpec
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
@@ -33,12 +34,22 @@ penstock = torch.ops.penstock
 
 @dataclass(frozen=True)
 class StageSignature:
-    """The inputs of a stage's graph: weights, then inputs, then the dropout key."""
+    """The inputs of a stage's graph: weights, then inputs, then the dropout key.
+
+    `sparse` are the sparse weights by position. `repr` omits them, so that a kind of dense weights
+    has the digest that it always had.
+    """
 
     weights: tuple[TensorSpec, ...]
     trainable: tuple[bool, ...]
     inputs: tuple[TensorSpec, ...]
     inputs_grad: tuple[bool, ...]
+    sparse: tuple[tuple[int, SparseUse], ...] = field(default=(), repr=False)
+
+    @property
+    def lines(self) -> list[str]:
+        """The signature as text, for a digest."""
+        return [repr(self), *(f"sparse {place} {use.capacity}" for place, use in self.sparse)]
 
 
 def make_kind(
@@ -56,6 +67,7 @@ def make_kind(
     the library for products of large float32 matrices.
     """
     joint, outputs, outputs_grad = _trace(graph, signature, device, products)
+    mark_sparse(joint, dict(signature.sparse))
     parts = _Parts.of(joint, signature, len(outputs), sum(outputs_grad))
     needs_backward = any(outputs_grad)
     saved_nodes = _saved_nodes(parts) if needs_backward else []
@@ -75,8 +87,12 @@ def make_kind(
         "recompute": recompute,
         "turn": turn,
     }
+    forward_flops, turn_flops = graph_flops(infer), graph_flops(turn)
+    peaks = {key: peak_bytes(g) for key, g in graphs.items()}
+    draws_dropout = bool(_calls(infer, penstock.dropout.default))
+    for lowered in graphs.values():
+        lower(lowered)
     modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
-    forward_flops = graph_flops(infer)
     return Kind(
         name=name,
         digest=digest,
@@ -93,13 +109,14 @@ def make_kind(
         backward=modules["backward"],
         recompute=modules["recompute"],
         turn=modules["turn"],
-        draws_dropout=bool(_calls(infer, penstock.dropout.default)),
+        draws_dropout=draws_dropout,
         forward_flops=forward_flops,
-        backward_flops=max(0, graph_flops(turn) - forward_flops) if needs_backward else 0,
-        forward_transient_bytes=peak_bytes(forward),
-        backward_transient_bytes=peak_bytes(backward),
-        recompute_transient_bytes=peak_bytes(recompute),
-        turn_transient_bytes=peak_bytes(turn),
+        backward_flops=max(0, turn_flops - forward_flops) if needs_backward else 0,
+        forward_transient_bytes=peaks["forward"],
+        backward_transient_bytes=peaks["backward"],
+        recompute_transient_bytes=peaks["recompute"],
+        turn_transient_bytes=peaks["turn"],
+        sparse=dict(signature.sparse),
         graphs=graphs,
     )
 

@@ -5,7 +5,12 @@ No module here imports torch, so that errors in a file are reported at once.
 
 from penstock.config.checkpoint import CheckpointConfig
 from penstock.config.cluster import ClusterConfig, cluster_keys
-from penstock.config.deciding_keys import check_resumable, digest, trajectory
+from penstock.config.deciding_keys import (
+    check_resumable,
+    check_same_sparsity,
+    digest,
+    trajectory,
+)
 from penstock.config.document import dump_inline
 from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load, to_config
@@ -23,9 +28,11 @@ from penstock.config.record import check_run, load_run, recorded_flash, verify_r
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
+from penstock.config.sparsity import SPARSE_RUNS, SparsityConfig
 from penstock.config.starter import commented
 
 __all__ = [
+    "SPARSE_RUNS",
     "ByteSize",
     "CheckpointConfig",
     "ClusterConfig",
@@ -40,9 +47,11 @@ __all__ = [
     "OptimizerConfig",
     "PresetModel",
     "ScheduleConfig",
+    "SparsityConfig",
     "check_data",
     "check_resumable",
     "check_run",
+    "check_same_sparsity",
     "cluster_keys",
     "commented",
     "digest",

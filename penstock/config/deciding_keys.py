@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.config.root import Config
 from penstock.config.schedule import DECAYING
+from penstock.config.sparsity import places_as_steps
 from penstock.errors import ConfigError
 
 # The other keys (engines, budgets, recomputation, folders, logging, evaluation and saving) change
@@ -19,6 +20,8 @@ from penstock.errors import ConfigError
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
 # Keys that did not exist when older runs were recorded, with the value that those runs used.
 _LATER = {"optimizer.moments": "fp32"}
+# Keys of `sparsity` that a share of the run may stand for; steps are compared.
+_PLACES = ("schedule.begin", "schedule.end", "update_begin", "update_end", "densify_at")
 
 
 def trajectory(config: Config) -> dict[str, Any]:
@@ -37,6 +40,10 @@ def trajectory(config: Config) -> dict[str, Any]:
         flat["train"] = whole["train"]
     if config.lora.rank is not None:
         _flatten("lora", whole["lora"], flat)
+    if config.sparsity.method is not None:
+        _flatten("sparsity", whole["sparsity"], flat)
+        for key, step in places_as_steps(config.sparsity, config.run.steps).items():
+            flat[f"sparsity.{key}"] = step
     flat["store.gradients"] = config.gradient_precision
     flat["data.sequence_length"] = config.data.sequence_length
     flat["data.seed"] = config.data.seed
@@ -61,7 +68,25 @@ def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
 
     `recorded` is the `trajectory` in the run's checkpoint.
     """
-    lines = differences(recorded, trajectory(config))
+    _refuse(config, differences(recorded, trajectory(config)))
+
+
+def check_same_sparsity(config: Config, recorded: Mapping[str, Any]) -> None:
+    """Raise `ConfigError`, naming the keys, unless the recorded run has the same sparse weights.
+
+    Everything that opens the state of a run needs this, and not only a resume: masks are part of
+    it.
+    """
+    now = trajectory(config)
+    then, now = ({k: v for k, v in keys.items() if _is_mask(k)} for keys in (recorded, now))
+    _refuse(config, differences(then, now))
+
+
+def _is_mask(key: str) -> bool:
+    return key.startswith("sparsity.")
+
+
+def _refuse(config: Config, lines: list[str]) -> None:
     if lines:
         raise ConfigError(
             "\n".join(
@@ -82,6 +107,8 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         old, new = (run.get(key, _LATER.get(key)) for run in (recorded, now))
         if _plain(old) != _plain(new):
             hint = ""
+            if _is_mask(key) and key.removeprefix("sparsity.") in _PLACES:
+                hint = f" (as a step; set it to {old})"
             if key == "optimizer.schedule.decay_steps" and old is not None:
                 hint = f" (run.steps if unset; set it to {old} to continue at the final rate)"
             lines.append(f"{key}: {_shown(old)} in the run, {_shown(new)} now{hint}")

@@ -72,8 +72,8 @@ class HuggingFaceModel(Section):
     """A model with its weights, from a local Hugging Face folder: `{hf: FOLDER}`."""
 
     hf: Place = Field(
-        description="local Hugging Face folder: config.json, safetensors (single or sharded) and "
-        "tokenizer; weights are read one at a time, pickles (.bin, .pt) never"
+        description="local Hugging Face folder: config.json, safetensors (single, sharded or "
+        "packed) and tokenizer; weights are read one at a time, pickles (.bin, .pt) never"
     )
     ignore: Patterns = setting(
         (),

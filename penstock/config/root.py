@@ -16,13 +16,24 @@ from penstock.config.engine import EngineConfig
 from penstock.config.evaluation import EvaluationConfig
 from penstock.config.logging import LoggingConfig
 from penstock.config.lora import LoraConfig
-from penstock.config.model import HuggingFaceModel, ModelField
+from penstock.config.model import (
+    HuggingFaceConfigModel,
+    HuggingFaceModel,
+    ModelField,
+    PresetModel,
+)
 from penstock.config.optimizer import OptimizerConfig
 from penstock.config.problems import Origin, explain
 from penstock.config.run import RunConfig
 from penstock.config.schedule import DECAYING
 from penstock.config.section import Patterns, Section, refuse, section, setting
 from penstock.config.size import ByteSize
+from penstock.config.sparsity import (
+    SPARSE_RUNS,
+    SparsityConfig,
+    check_places,
+    places_as_steps,
+)
 from penstock.config.store import StoreConfig
 from penstock.errors import ConfigError
 
@@ -59,6 +70,9 @@ class Config(Section):
         example=["*.ln_*"],
     )
     lora: LoraConfig = section(LoraConfig, "low-rank adapters beside frozen weights")
+    sparsity: SparsityConfig = section(
+        SparsityConfig, "weights of which only some entries are stored, streamed and trained"
+    )
     memory: ByteSize | None = setting(
         None,
         "memory limit of the whole process, such as 10GiB; if `store.dram` or `engine.memory` is "
@@ -103,6 +117,7 @@ class Config(Section):
                 "cluster.shards to apart",
             )
         self._check_devices()
+        self._check_sparsity()
         if self.batch.size < self.engines:
             raise refuse(
                 "engines",
@@ -142,6 +157,31 @@ class Config(Section):
                 "needs a sequence",
             )
 
+    def _check_sparsity(self) -> None:
+        if self.sparsity.method is None:
+            return
+        check_places(self.sparsity, self.run.steps)
+        is_random = isinstance(self.model, PresetModel | HuggingFaceConfigModel)
+        if self.sparsity.initial_mask == "zeros" and is_random:
+            raise refuse(
+                "sparsity.initial_mask",
+                "expected weights with zeros for initial_mask: zeros, such as those of model.hf; "
+                "this model starts with random weights: choose another initial_mask",
+            )
+        unlike = [
+            text
+            for text, is_unlike in (
+                (f"store.flash.path {self.store.flash.path}", self.store.flash.path is not None),
+                (f"store.shards {self.store.shards}", self.store.shards > 1),
+                (f"cluster.start {self.cluster.start}", self.cluster.start != "none"),
+                ("engine.device cuda", self.engine.device == "cuda"),
+                ("engine.devices", self.engine.devices is not None),
+            )
+            if is_unlike
+        ]
+        if unlike:
+            raise refuse("sparsity", SPARSE_RUNS.format(got=", ".join(unlike)))
+
     @classmethod
     def from_mapping(
         cls, data: Mapping[str, Any], overrides: Sequence[str] = (), origin: Origin | None = None
@@ -167,6 +207,8 @@ class Config(Section):
     def more_steps(self) -> str:
         """Return the overrides under which a completed run can continue."""
         more = f"run.steps={2 * self.run.steps}"
+        for key, step in places_as_steps(self.sparsity, self.run.steps).items():
+            more += f" sparsity.{key}={step}"
         if self.optimizer.schedule.name not in DECAYING:
             return more
         return f"{more} optimizer.schedule.decay_steps={self.decay_steps}, at the final rate"

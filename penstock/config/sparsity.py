@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
 from penstock.config.section import Patterns, Section, refuse, section, setting
-from penstock.errors import ConfigError
 
 _USED_BY: dict[str, tuple[str, ...]] = {
     "initial_mask": ("static", "set", "rigl"),
@@ -19,6 +18,12 @@ _USED_BY: dict[str, tuple[str, ...]] = {
     "drop_decay": ("set", "rigl"),
     "drop_power": ("set", "rigl"),
 }
+
+SPARSE_RUNS = (
+    "expected a store in memory (store.flash.path null), store.shards 1 and engines on the CPU in "
+    "this process, got {got}; other runs cannot have sparse weights yet"
+)
+"""The runs that can have sparse weights; `got` names what another run has."""
 
 
 class SparsityScheduleConfig(Section):
@@ -65,7 +70,12 @@ class SparsityConfig(Section):
         example="rigl",
     )
     sparsity: float | None = setting(
-        None, "share of the entries that do not exist, at the end", example=0.9, ge=0, lt=1
+        None,
+        "share of the entries that do not exist, at the end; may be null with initial_mask: zeros, "
+        "which takes the share of the checkpoint",
+        example=0.9,
+        ge=0,
+        lt=1,
     )
     weights: Patterns = setting(
         (),
@@ -80,10 +90,11 @@ class SparsityConfig(Section):
         "uniform",
         "how the sparsity is distributed: equal for all weights, or denser where a weight is small",
     )
-    initial_mask: Literal["random", "magnitude", "balanced"] = setting(
+    initial_mask: Literal["random", "magnitude", "balanced", "zeros"] = setting(
         "random",
-        "which entries exist at the start (static, set, rigl): random ones, those of the greatest "
-        "magnitude, or random ones with equally many per row",
+        "which entries exist at the start (static, set, rigl). random: random ones; magnitude: "
+        "those of the greatest magnitude; balanced: random ones, equally many per row; zeros: "
+        "those that are not zero in the weights of model.hf, whose sparsity it keeps",
     )
     schedule: SparsityScheduleConfig = section(
         SparsityScheduleConfig, "the sparsity over the steps (gmp)"
@@ -120,7 +131,7 @@ class SparsityConfig(Section):
                         key, "has no effect without a method; set sparsity.method, such as rigl"
                     )
             return self
-        if self.sparsity is None:
+        if self.sparsity is None and self.initial_mask != "zeros":
             raise refuse("sparsity", "expected a share with sparsity.method, such as 0.9, got null")
         for key, methods in _USED_BY.items():
             if self._is_changed(key) and self.method not in methods:
@@ -128,12 +139,23 @@ class SparsityConfig(Section):
                     key,
                     f"has no effect on {self.method}; remove it, or choose {' or '.join(methods)}",
                 )
+        if self.initial_mask == "zeros" and self._is_changed("distribution"):
+            raise refuse(
+                "distribution",
+                "has no effect with initial_mask: zeros, which takes the zeros of the checkpoint; "
+                "remove it, or choose another initial_mask",
+            )
         self._check_places()
         return self
 
     def _check_places(self) -> None:
         for key in ("update_begin", "update_end", "densify_at"):
             _require_share(key, getattr(self, key))
+        if self.densify_at == 0:
+            raise refuse(
+                "densify_at",
+                "expected a step of 1 or more, got 0; a run without masks has no sparsity.method",
+            )
         begin, end = self.update_begin, self.update_end
         if type(begin) is type(end) and begin > end:
             raise refuse("update_end", f"expected an end not before {begin}, got {end}")
@@ -155,34 +177,51 @@ class SparsityConfig(Section):
 
 
 def check_places(config: SparsityConfig, run_steps: int) -> None:
-    """Check that nothing is to happen after the end of the run.
-
-    **Raises:** `ConfigError` naming the key, if a step is after the last one or a begin after its
-    end.
-    """
-    if config.method is None:
-        return
-    pairs: list[tuple[str, Any]] = [("densify_at", config.densify_at)]
-    ranges = {
-        "gmp": (("schedule.begin", config.schedule.begin), ("schedule.end", config.schedule.end)),
-        "set": (("update_begin", config.update_begin), ("update_end", config.update_end)),
-    }
-    ranges["rigl"] = ranges["set"]
-    first_and_last = ranges.get(config.method, ())
-    for key, place in (*pairs, *first_and_last):
+    """Check that nothing is to happen after the end of the run; called by the whole
+    configuration's validator."""
+    for key, place in _places(config).items():
         if isinstance(place, int) and place > run_steps:
-            raise ConfigError(
-                f"sparsity.{key}: step {place} is after the end of the run, step {run_steps}; "
-                "lower it, or raise run.steps"
+            raise refuse(
+                f"sparsity.{key}",
+                f"step {place} is after the end of the run, step {run_steps}; lower it, or raise "
+                "run.steps",
             )
-    if first_and_last:
-        (_, begin), (key, end) = first_and_last
-        first, last = _step(begin, run_steps), _step(end, run_steps)
+    steps = places_as_steps(config, run_steps)
+    if steps.pop("densify_at", 1) < 1:
+        raise refuse(
+            "sparsity.densify_at",
+            f"expected a place after step 0 of the {run_steps} steps, got {config.densify_at}; "
+            "write the number of a step",
+        )
+    if steps:
+        (_, first), (key, last) = steps.items()
         if first > last:
-            raise ConfigError(
-                f"sparsity.{key}: expected an end that is not before the begin, step {first}, got "
-                f"step {last}; raise it, or begin earlier"
+            raise refuse(
+                f"sparsity.{key}",
+                f"expected an end that is not before the begin, step {first}, got step {last}; "
+                "raise it, or begin earlier",
             )
+
+
+def places_as_steps(config: SparsityConfig, run_steps: int) -> dict[str, int]:
+    """Return the keys that name a place in the run, each with its step: the begin before the end.
+
+    A share of the run is another step in a longer run.
+    """
+    return {key: _step(place, run_steps) for key, place in _places(config).items()}
+
+
+def _places(config: SparsityConfig) -> dict[str, int | float]:
+    """Return the keys that name a place in the run and have an effect."""
+    places: dict[str, int | float] = {}
+    if config.method == "gmp":
+        places["schedule.begin"] = config.schedule.begin
+        places["schedule.end"] = config.schedule.end
+    elif config.method in ("set", "rigl"):
+        places |= {"update_begin": config.update_begin, "update_end": config.update_end}
+    if config.densify_at is not None:
+        places["densify_at"] = config.densify_at
+    return places
 
 
 def _step(place: int | float, run_steps: int) -> int:

@@ -9,6 +9,8 @@ from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_eng
 from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
+from penstock.engine.sparse_products import ProductCase, SparseProducts, measured_sparsity
+from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
 from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
@@ -24,10 +26,13 @@ __all__ = [
     "MemoryAccount",
     "NullEngine",
     "PendingGradients",
+    "ProductCase",
     "Rounds",
     "Rows",
     "SharedSlots",
     "Sharing",
+    "SparseProducts",
+    "SparseWeights",
     "Target",
     "TorchEngine",
     "accelerators",
@@ -36,6 +41,7 @@ __all__ = [
     "choose_target",
     "compute",
     "keep_freed_pages",
+    "measured_sparsity",
     "micro_batches",
     "plan_engine",
     "predict_bytes",

@@ -24,6 +24,7 @@ from penstock.engine.memory import MemoryAccount
 from penstock.engine.shared_slots import SharedSlots
 from penstock.errors import GroupError
 from penstock.program import Program
+from penstock.sparsity import StreamedWeight
 
 _CLOSING_SECONDS = 10.0
 
@@ -46,7 +47,7 @@ class Call:
 
     method: Literal["load", "forward", "turn", "backward", "infer"]
     stage: int
-    weights: Sequence[torch.Tensor] = ()
+    weights: Sequence[StreamedWeight] = ()
 
 
 class Rounds:
@@ -185,7 +186,7 @@ class DeviceThread:
         self.error = None
         self._submit(lambda: self._begin(batch))
 
-    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         """Start copying a stage's weights to the device; the next call for this stage uses them."""
         self._rounds.give(self, Call("load", stage, weights))
 

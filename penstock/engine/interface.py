@@ -11,6 +11,7 @@ import torch
 from penstock.collectives import PartialSum
 from penstock.engine.memory import MemoryAccount
 from penstock.program import Program
+from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import Operation
 
 
@@ -61,7 +62,7 @@ class Engine(Protocol):
         """Accept the inputs of a step and compute the prelude; discard any earlier step."""
         ...
 
-    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         """Start copying a stage's weights to the device; the next call for this stage uses them."""
         ...
 
@@ -119,8 +120,10 @@ class EnginePlan:
     """`recompute` are the stages whose forward is repeated in the backward sweep.
 
     `beside_bytes` is the engine's memory besides computation: data that is being copied.
+    `dense_gradients` says that some steps compute the gradient of every element of sparse weights.
     """
 
     recompute: frozenset[int] = frozenset()
     slots: int = SLOTS
     beside_bytes: int = 0
+    dense_gradients: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,8 +16,15 @@ from penstock.collectives import PartialSum
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import Arrived
+from penstock.engine.sparse_products import SparseProducts
+from penstock.engine.sparse_weights import (
+    EmptySparse,
+    SparseWeights,
+    gradient_shape,
+    most_layout_bytes,
+)
 from penstock.engine.torch_engine import TorchEngine
-from penstock.program import Kind, Program, TensorSpec
+from penstock.program import Kind, Program, TensorSpec, WeightSpec
 from penstock.step_schedule import StepSchedule
 
 _META = torch.device("meta")
@@ -28,7 +36,14 @@ class NullEngine(TorchEngine):
     def __init__(
         self, program: Program, plan: EnginePlan, *, budget_bytes: int | None = None
     ) -> None:
-        super().__init__(_without_work(program), plan, device="meta", budget_bytes=budget_bytes)
+        super().__init__(
+            _without_work(program),
+            plan,
+            device="meta",
+            budget_bytes=budget_bytes,
+            sparse=SparseWeights(SparseProducts()),
+        )
+        self._most_layout_bytes = most_layout_bytes(program)
 
     def losses(self) -> list[float]:
         """Return a loss of zero per micro-batch."""
@@ -37,6 +52,12 @@ class NullEngine(TorchEngine):
     def is_finite(self, stage: int) -> bool:
         """Return true: nothing is computed, so nothing is infinite."""
         return True
+
+    def _prepare(self, weight: Any) -> Any:
+        return _GradientShape(gradient_shape(weight))
+
+    def _kept_layout_bytes(self) -> int:
+        return self._most_layout_bytes
 
     def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         zeros = [
@@ -74,10 +95,25 @@ def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAcc
     else:
         schedule = StepSchedule.forward_only(program)
     for operation in schedule.operations:
-        kind = program.stages[operation.stage].kind
-        engine.load(operation.stage, [_empty(kind.weights[i]) for i in operation.positions])
+        weights: list[Any] = [
+            _empty_weight(program.weights[name], plan.dense_gradients) for name in operation.weights
+        ]
+        engine.load(operation.stage, weights)
         compute(engine, operation)
     return engine.memory
+
+
+def _empty_weight(spec: WeightSpec, dense_gradients: bool) -> torch.Tensor | EmptySparse:
+    if spec.is_sparse:
+        return EmptySparse.of(spec, dense_gradients and spec.trainable)
+    return _empty(TensorSpec(spec.shape, spec.stream_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _GradientShape:
+    """A sparse weight in a call that computes nothing."""
+
+    shape: tuple[int, ...]
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
@@ -111,18 +147,39 @@ def _null_kind(kind: Kind) -> Kind:
         ]
         return (*map(_empty, kind.outputs), *saved)
 
-    gradients = [spec for spec, grad in zip(kind.inputs, kind.inputs_grad, strict=True) if grad] + [
-        spec for spec, grad in zip(kind.weights, kind.trainable, strict=True) if grad
-    ]
+    everything = range(len(kind.weights))
     return dataclasses.replace(
         kind,
         forward=forward,
         infer=_returning(kind.outputs),
-        backward=_returning(gradients),
-        recompute=_returning(gradients),
-        turn=_returning([*kind.outputs, *gradients]),
+        backward=_returning_gradients(kind, (), kind.backward_weights),
+        recompute=_returning_gradients(kind, (), everything),
+        turn=_returning_gradients(kind, kind.outputs, everything),
     )
 
 
 def _returning(specs: Sequence[TensorSpec]) -> Callable[..., tuple[torch.Tensor, ...]]:
     return lambda *_: tuple(_empty(spec) for spec in specs)
+
+
+def _returning_gradients(
+    kind: Kind, before: Sequence[TensorSpec], positions: Sequence[int]
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a call that returns `before` and the gradients of inputs and weights.
+
+    Its first arguments are the weights at `positions`.
+    """
+    inputs = [spec for spec, grad in zip(kind.inputs, kind.inputs_grad, strict=True) if grad]
+    trained = [place for place, grad in enumerate(kind.trainable) if grad]
+
+    def call(*args: Any) -> tuple[torch.Tensor, ...]:
+        weights = dict(zip(positions, args, strict=False))
+        gradients = [
+            TensorSpec(weights[place].shape, torch.float32)
+            if place in kind.sparse
+            else kind.weights[place]
+            for place in trained
+        ]
+        return tuple(map(_empty, (*before, *inputs, *gradients)))
+
+    return call

@@ -57,9 +57,10 @@ def bytes_of_choice(
     device: str = "cpu",
     sharing: Sharing | None = None,
     beside_bytes: int = 0,
+    dense_gradients: bool = False,
 ) -> tuple[int, int]:
     """Return the minimum engine bytes of a step, and the bytes without any recomputation."""
-    nothing = EnginePlan(beside_bytes=beside_bytes)
+    nothing = EnginePlan(beside_bytes=beside_bytes, dense_gradients=dense_gradients)
     everything = replace(nothing, recompute=frozenset(_by_value(program.stages)))
     frugal = nothing if recompute == "never" else everything
     lavish = everything if recompute == "always" else nothing
@@ -75,6 +76,7 @@ def can_fit(
     budget_bytes: int,
     recompute: Literal["auto", "always", "never"] = "auto",
     device: str = "cpu",
+    dense_gradients: bool = False,
 ) -> bool:
     """Return whether one engine can compute a step of so many micro-batches within a budget.
 
@@ -82,7 +84,7 @@ def can_fit(
     budget costs little time.
     """
     stages = () if recompute == "never" else _by_value(program.stages)
-    plan, tried = EnginePlan(recompute=frozenset(stages)), 1
+    plan, tried = EnginePlan(frozenset(stages), dense_gradients=dense_gradients), 1
     while (
         predict_bytes(program, min(tried, micro_batches), plan, device).peak_bytes <= budget_bytes
     ):
@@ -100,11 +102,13 @@ def plan_engine(
     device: str = "cpu",
     sharing: Sharing | None = None,
     beside_bytes: int = 0,
+    dense_gradients: bool = False,
 ) -> EnginePlan:
     """Choose the stages to recompute so that a step fits the budget.
 
     Stages that free the most bytes per repeated operation are chosen first, and no more than
-    needed.
+    needed. `dense_gradients` says that some steps compute the gradient of every element of sparse
+    weights.
 
     **Raises:** `BudgetError` naming the stage at the peak and the minimum budget.
     """
@@ -114,7 +118,7 @@ def plan_engine(
         return budget_bytes is None or found.peak_bytes <= budget_bytes
 
     candidates = _by_value(program.stages)
-    nothing = EnginePlan(beside_bytes=beside_bytes)
+    nothing = EnginePlan(beside_bytes=beside_bytes, dense_gradients=dense_gradients)
     everything = replace(nothing, recompute=frozenset(candidates))
     if recompute == "always":
         return _checked(program, micro_batches, everything, budget_bytes, device, sharing)

@@ -19,6 +19,8 @@ from penstock.collectives import PartialSum
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes, Mark
 from penstock.engine.sharing import aligned
+from penstock.engine.sparse_weights import require_dense
+from penstock.sparsity import StreamedWeight
 
 
 class WeightSlots(Protocol):
@@ -29,9 +31,9 @@ class WeightSlots(Protocol):
 
     def reset(self) -> None: ...
 
-    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None: ...
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None: ...
 
-    def use(self, stage: int) -> AbstractContextManager[Sequence[torch.Tensor]]: ...
+    def use(self, stage: int) -> AbstractContextManager[Sequence[StreamedWeight]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
 
@@ -66,17 +68,17 @@ class InPlace:
     ahead = 0  # nothing is copied: a later request for weights gives the store more time
 
     def __init__(self) -> None:
-        self._loaded: dict[int, Sequence[torch.Tensor]] = {}
+        self._loaded: dict[int, Sequence[StreamedWeight]] = {}
 
     def reset(self) -> None:
         """Discard the loads of an aborted step."""
         self._loaded.clear()
 
-    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         self._loaded[stage] = weights
 
     @contextmanager
-    def use(self, stage: int) -> Iterator[Sequence[torch.Tensor]]:
+    def use(self, stage: int) -> Iterator[Sequence[StreamedWeight]]:
         try:
             yield self._loaded[stage]
         finally:
@@ -108,11 +110,12 @@ class SlotsInTurn(ABC):
         """Discard the loads of an aborted step."""
         self._loaded.clear()
 
-    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         """Start copying a stage's weights into the next slot.
 
         The weights must stay valid until the next load has returned.
         """
+        dense = require_dense(weights)
         slot = self._next_slot
         for waiting, (taken, _, _) in self._loaded.items():
             if taken == slot:
@@ -122,8 +125,8 @@ class SlotsInTurn(ABC):
                 )
         self._next_slot = (slot + 1) % len(self._slots)
         self._lanes.wait("copy", self._read[slot])
-        tensors = side_by_side(self._slots[slot], weights)
-        self._fill(self._slots[slot], tensors, weights)
+        tensors = side_by_side(self._slots[slot], dense)
+        self._fill(self._slots[slot], tensors, dense)
         there = self._lanes.mark("copy")
         self._loaded[stage] = (slot, tensors, there)
         if self._last_copy is not None:

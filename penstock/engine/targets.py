@@ -20,8 +20,9 @@ from penstock.engine.null_engine import NullEngine
 from penstock.engine.repeatable import choose_repeatable_kernels
 from penstock.engine.sharing import largest_slot
 from penstock.engine.slots import DeviceSlots, WeightSlots
+from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.torch_engine import TorchEngine
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, few
 from penstock.kernels.processor import Processor
 from penstock.program import Program
 
@@ -63,6 +64,7 @@ class Target(ABC):
         device: str | None = None,
         budget_bytes: int | None = None,
         slots: WeightSlots | None = None,
+        sparse: SparseWeights | None = None,
     ) -> Engine:
         """Return an engine.
 
@@ -70,6 +72,11 @@ class Target(ABC):
             device: a device of the target; None: the current one.
             budget_bytes: limit of its memory.
             slots: the path of weights and gradients, if it is not the device's default.
+            sparse: the layouts and choices of sparse weights, for a program with such; the engines
+                of a process share them.
+
+        Raises:
+            ConfigError: the target does not compute with the program's sparse weights.
         """
 
     @property
@@ -103,6 +110,20 @@ class Target(ABC):
                 "another run.dir"
             )
         return recorded
+
+    def refuse_sparse(self, program: Program) -> None:
+        """Refuse a program with sparse weights, for a target without sparse products.
+
+        Raises:
+            ConfigError: naming the target and a weight.
+        """
+        names = [name for name, spec in program.weights.items() if spec.is_sparse]
+        if names:
+            raise ConfigError(
+                f"engine.device: expected cpu for a model with sparse weights ({few(names)}), got "
+                f"{self.name}, which has no sparse products yet; set engine.device: cpu, or remove "
+                "sparsity"
+            )
 
     def make_lanes(self, device: str) -> Lanes:
         """Return the queues of a device."""
@@ -140,8 +161,9 @@ class CpuTarget(Target):
         device: str | None = None,
         budget_bytes: int | None = None,
         slots: WeightSlots | None = None,
+        sparse: SparseWeights | None = None,
     ) -> Engine:
-        return TorchEngine(program, plan, budget_bytes=budget_bytes, slots=slots)
+        return TorchEngine(program, plan, budget_bytes=budget_bytes, slots=slots, sparse=sparse)
 
 
 class CudaTarget(Target):
@@ -171,7 +193,9 @@ class CudaTarget(Target):
         device: str | None = None,
         budget_bytes: int | None = None,
         slots: WeightSlots | None = None,
+        sparse: SparseWeights | None = None,
     ) -> Engine:
+        self.refuse_sparse(program)
         choose_repeatable_kernels(program)
         device = device or self.name
         if slots is None:
@@ -212,6 +236,7 @@ class NullTarget(Target):
         device: str | None = None,
         budget_bytes: int | None = None,
         slots: WeightSlots | None = None,
+        sparse: SparseWeights | None = None,
     ) -> Engine:
         return NullEngine(program, plan, budget_bytes=budget_bytes)
 

@@ -8,7 +8,9 @@ arrive through pinned slots on one stream and gradients return on another (`slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,13 +19,22 @@ from penstock.engine.flow import Flow, check_inputs
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import InPlace, WeightSlots
+from penstock.engine.sparse_weights import (
+    PreparedSparse,
+    SparseWeights,
+    dense_gradient_bytes,
+    held_bytes,
+    require_sparse_weights,
+)
 from penstock.program import Program, Stage
+from penstock.sparsity import StreamedWeight
 
 
 class TorchEngine:
     """Runs a program's stages with PyTorch on `device` within `budget_bytes`.
 
-    `slots` transfer weights and gradients; without slots, weights are read in place.
+    `slots` transfer weights and gradients; without slots, weights are read in place. `sparse` keeps
+    what is derived from masks, for a program with sparse weights.
     """
 
     def __init__(
@@ -34,8 +45,12 @@ class TorchEngine:
         device: str = "cpu",
         budget_bytes: int | None = None,
         slots: WeightSlots | None = None,
+        sparse: SparseWeights | None = None,
     ) -> None:
+        require_sparse_weights(program, sparse)
         self.program = program
+        self._sparse = sparse
+        self._layout_bytes: dict[str, int] = {}  # of sparse weights, by name
         self.memory = MemoryAccount(budget_bytes)
         self._plan = plan
         self._device = torch.device(device)
@@ -45,6 +60,8 @@ class TorchEngine:
         self._batch: Batch | None = None
         self._losses: list[torch.Tensor] = []
         self._sum_bytes = self._sent_bytes = 0  # gradients that are being summed or sent
+        self._transient = 0  # allocations of the last call
+        self._dense_bytes = 0  # dense gradients of the present stage's sparse weights
 
     @property
     def stages_ahead(self) -> int:
@@ -55,6 +72,7 @@ class TorchEngine:
         """Accept the inputs of a step and compute the prelude; discard any earlier step."""
         self.memory.clear()
         self.memory.hold(self._slots.resident, "the slots of weights")
+        self.memory.reserve(self._kept_layout_bytes(), "the masks of sparse weights")
         self._slots.reset()
         self._flows, self._losses, self._batch = [], [], batch
         self._sum_bytes = self._sent_bytes = 0
@@ -83,7 +101,7 @@ class TorchEngine:
                     self.memory.release([flow.values.pop(name)])
             self._flows.append(flow)
 
-    def load(self, stage: int, weights: Sequence[torch.Tensor]) -> None:
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         """Start copying a stage's weights to the device; the next call for this stage uses them."""
         self._slots.load(stage, weights)
 
@@ -92,11 +110,10 @@ class TorchEngine:
         """Run a stage on all micro-batches; keep the values that backward needs."""
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
         recompute = stage in self._plan.recompute
-        with self._slots.use(stage) as weights:
-            held = self._enter(place, weights)
+        with self._entered(place) as weights:
             for flow in self._flows:
                 inputs = flow.inputs(place, self.program.constants)
-                self.memory.peak(kind.forward_transient_bytes, place.name)
+                self._peak(kind.forward_transient_bytes, place)
                 run = kind.infer if recompute else kind.forward
                 results = run(*weights, *inputs, flow.key(place))
                 outputs = results[: len(kind.outputs)]
@@ -110,7 +127,6 @@ class TorchEngine:
                     flow.keep(self.memory, place, saved)
                 flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
                 flow.drop_read(self.memory, self.program, self._last_use, place)
-            self.memory.release(held)
 
     @torch.no_grad()
     def turn(self, stage: int) -> PendingGradients:
@@ -118,8 +134,7 @@ class TorchEngine:
         assert self._batch is not None
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
         total = TreeReduction(self._batch.total)
-        with self._slots.use(stage) as weights:
-            held = self._enter(place, weights)
+        with self._entered(place) as weights:
             for flow in self._flows:
                 inputs = flow.inputs(place, self.program.constants)
                 scales = [
@@ -129,13 +144,12 @@ class TorchEngine:
                     for spec, needs in zip(kind.outputs, kind.outputs_grad, strict=True)
                     if needs
                 ]
-                self.memory.peak(kind.turn_transient_bytes, place.name)
+                self._peak(kind.turn_transient_bytes + self._dense_bytes, place)
                 results = kind.turn(*weights, *inputs, flow.key(place), *scales)
                 self._losses.append(results[0].detach().reshape(()).float())
                 flow.drop_read(self.memory, self.program, self._last_use, place)
                 self._distribute(flow, place, results[len(kind.outputs) :], total)
                 del results  # the sum is complete; free its memory for the next micro-batch
-            self.memory.release(held)
         return self._finish(stage, total)
 
     @torch.no_grad()
@@ -145,8 +159,7 @@ class TorchEngine:
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
         recompute = stage in self._plan.recompute
         total = TreeReduction(self._batch.total)
-        with self._slots.use(stage) as weights:
-            held = self._enter(place, weights)
+        with self._entered(place) as weights:
             for flow in self._flows:
                 saved = flow.saved.pop(stage, [])
                 if not any(kind.outputs_grad):
@@ -154,31 +167,28 @@ class TorchEngine:
                     continue
                 tangents = self._tangents(flow, place)
                 if recompute:
-                    self.memory.peak(kind.recompute_transient_bytes, place.name)
+                    self._peak(kind.recompute_transient_bytes + self._dense_bytes, place)
                     results = kind.recompute(*weights, *saved, flow.key(place), *tangents)
                 else:
-                    self.memory.peak(kind.backward_transient_bytes, place.name)
+                    self._peak(kind.backward_transient_bytes + self._dense_bytes, place)
                     results = kind.backward(*weights, *saved, *tangents, flow.key(place))
                 self.memory.release([*saved, *tangents])
                 del saved, tangents
                 self._distribute(flow, place, results, total)
                 del results
-            self.memory.release(held)
         return self._finish(stage, total)
 
     @torch.no_grad()
     def infer(self, stage: int) -> None:
         """Run a stage forward; keep nothing for a backward."""
         place, kind = self.program.stages[stage], self.program.stages[stage].kind
-        with self._slots.use(stage) as weights:
-            held = self._enter(place, weights)
+        with self._entered(place) as weights:
             for flow in self._flows:
                 inputs = flow.inputs(place, self.program.constants)
-                self.memory.peak(kind.forward_transient_bytes, place.name)
+                self._peak(kind.forward_transient_bytes, place)
                 outputs = kind.infer(*weights, *inputs, flow.key(place))
                 flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
                 flow.drop_read(self.memory, self.program, self._last_use, place)
-            self.memory.release(held)
         if stage == len(self.program.stages) - 1:
             self._losses = [
                 flow.values[self.program.results[0]].reshape(-1)[:1].sum().float()
@@ -204,9 +214,48 @@ class TorchEngine:
             if flow.values[name].is_floating_point()
         )
 
-    def _enter(self, place: Stage, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.memory.hold(weights, place.name)
-        return list(weights)
+    @contextmanager
+    def _entered(self, place: Stage) -> Iterator[list[Any]]:
+        """Provide a stage's weights as executables take them, and account for their memory."""
+        with self._slots.use(place.index) as given:
+            held = [w if isinstance(w, torch.Tensor) else w.values for w in given]
+            sparse = [w for w in given if not isinstance(w, torch.Tensor)]
+            masks = sum(map(held_bytes, sparse))
+            self.memory.hold(held, place.name)
+            self.memory.reserve(masks, place.name)
+            weights = [w if isinstance(w, torch.Tensor) else self._prepare(w) for w in given]
+            self._dense_bytes = sum(map(dense_gradient_bytes, sparse))
+            self._transient = 0
+            yield weights
+            self._hold_layouts(weights, place)
+            self.memory.give_back(masks)
+            self.memory.release(held)
+
+    def _prepare(self, weight: Any) -> Any:
+        """Return a sparse weight as executables take it."""
+        assert self._sparse is not None
+        return self._sparse.prepare(weight)
+
+    def _peak(self, transient_bytes: int, place: Stage) -> None:
+        """Record the allocations of a call."""
+        self._transient = transient_bytes
+        self.memory.peak(transient_bytes, place.name)
+
+    def _kept_layout_bytes(self) -> int:
+        """Return the bytes that are derived from masks and kept between stages."""
+        return sum(self._layout_bytes.values())
+
+    def _hold_layouts(self, weights: Sequence[Any], place: Stage) -> None:
+        """Account for what the products of a stage have derived from masks and kept."""
+        grown = 0
+        for weight in weights:
+            if isinstance(weight, PreparedSparse):
+                size = weight.layout.nbytes
+                grown += size - self._layout_bytes.get(weight.name, 0)
+                self._layout_bytes[weight.name] = size
+        if grown:
+            self.memory.reserve(grown, place.name)
+            self.memory.peak(self._transient, place.name)
 
     def _tangents(self, flow: Flow, place: Stage) -> list[torch.Tensor]:
         found = flow.take_gradients(place)

@@ -13,6 +13,8 @@ __all__ = [
     "lion",
     "memory",
     "moments",
+    "packed_entries",
+    "packed_moments",
     "philox",
     "position_keys",
     "processor",

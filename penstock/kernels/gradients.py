@@ -16,6 +16,7 @@ from penstock.kernels.arguments import require_flat
 from penstock.kernels.bfloat16 import from_bfloat16, to_bfloat16
 from penstock.kernels.blocks import GRANULE, STRIDE, block_bounds, block_count, granule_bounds
 from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.packed_entries import PackedEntries
 from penstock.kernels.vectors import (
     LANES,
     every_lane,
@@ -100,6 +101,20 @@ def _over_granules(at, source, destination, sums, block):
         sums[begin // GRANULE] = sum_lanes(total)
 
 
+@inlined
+def _over_packed_granules(at, source, destination, entries, sums, granule):
+    """In a kernel: like `_over_granules`, for the entries of one dense granule."""
+    begin, last = entries[granule], entries[granule + 1]
+    whole = last - (last - begin) % STRIDE
+    total = splat(0.0)
+    for i in range(begin, whole, STRIDE):
+        for j in range(i, i + STRIDE, LANES):
+            total = at(source, destination, j, every_lane(), total)
+    for i in range(whole, last, LANES):
+        total = at(source, destination, i, first_lanes(last - i), total)
+    sums[granule] = sum_lanes(total)
+
+
 @kernel
 def _copy(source, destination, sums):
     for block in prange(block_count(source.size)):
@@ -110,6 +125,18 @@ def _copy(source, destination, sums):
 def _add(source, destination, sums):
     for block in prange(block_count(source.size)):
         _over_granules(_add_at, source, destination, sums, block)
+
+
+@kernel
+def _copy_packed(source, destination, entries, sums):
+    for granule in prange(entries.size - 1):
+        _over_packed_granules(_copy_at, source, destination, entries, sums, granule)
+
+
+@kernel
+def _add_packed(source, destination, entries, sums):
+    for granule in prange(entries.size - 1):
+        _over_packed_granules(_add_at, source, destination, entries, sums, granule)
 
 
 @kernel
@@ -154,6 +181,47 @@ def add_gradient(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
     sums = _sums(source.size)
     _add(source, destination, sums)
     return sums
+
+
+def copy_packed_gradient(
+    source: np.ndarray, destination: np.ndarray, entry_offsets: np.ndarray
+) -> np.ndarray:
+    """Write the gradient of a sparse weight's entries into the store's slab.
+
+    Args:
+        source: float32 `[kept]`.
+        destination: float32 `[kept]`, or uint16 `[kept]` for bfloat16 patterns (ties to even).
+        entry_offsets: int64 `[granules + 1]`, the number of entries before each dense granule.
+
+    Returns:
+        float64 `[granules]`: per dense granule the sum of the squares of the written values, as
+        from `copy_gradient`.
+
+    Raises:
+        ValueError: an array has another type, length or layout.
+    """
+    sums = _packed_sums(source, destination, entry_offsets)
+    _copy_packed(source, destination, entry_offsets, sums)
+    return sums
+
+
+def add_packed_gradient(
+    source: np.ndarray, destination: np.ndarray, entry_offsets: np.ndarray
+) -> np.ndarray:
+    """Add a gradient to that in the store's slab, as `add_gradient`; the rest is as for
+    `copy_packed_gradient`."""
+    sums = _packed_sums(source, destination, entry_offsets)
+    _add_packed(source, destination, entry_offsets, sums)
+    return sums
+
+
+def _packed_sums(
+    source: np.ndarray, destination: np.ndarray, entry_offsets: np.ndarray
+) -> np.ndarray:
+    require_flat("gradient", source, source.size, np.float32)
+    require_flat("gradient slab", destination, source.size, np.float32, np.uint16, write=True)
+    PackedEntries(entry_offsets).check(source.size)
+    return np.empty(entry_offsets.size - 1, np.float64)
 
 
 def sums_of_squares(gradient: np.ndarray) -> np.ndarray:

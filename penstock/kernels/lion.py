@@ -19,6 +19,13 @@ from penstock.kernels.moments import (
     scratch_of,
     store_moment,
 )
+from penstock.kernels.packed_entries import PackedEntries
+from penstock.kernels.packed_moments import (
+    over_packed_block,
+    packed_blocks,
+    packed_elements,
+    places_of,
+)
 from penstock.kernels.passes import over_block, over_group
 from penstock.kernels.split_master import (
     Weight,
@@ -66,6 +73,15 @@ def _lion_8bit(weight, gradient, average, scalars, work, key, position):
             encode(mean, group, length, key, position)
 
 
+@kernel
+def _lion_8bit_packed(weight, gradient, average, scalars, work, key, position, entries, groups):
+    places = (entries, groups)
+    for block in prange(packed_blocks(entries)):
+        over_packed_block(
+            _at, weight, gradient, average, scalars, work, key, position, places, block
+        )
+
+
 def lion(
     weight: Weight,
     gradient: np.ndarray,
@@ -79,6 +95,7 @@ def lion(
     gradient_scale: float = 1.0,
     key: int = 0,
     position: int = 0,
+    packed: PackedEntries | None = None,
 ) -> None:
     """Update a weight and its running mean in place.
 
@@ -94,13 +111,16 @@ def lion(
         gradient_scale: the factor that is applied to the gradient first (the clip factor).
         key, position: seeds of the random rounding of an 8-bit moment: a number of the weight, and
             the offset of these elements in the weight.
+        packed: the entries of a sparse weight, to which the `n` elements belong.
 
     Raises:
         ValueError: an array has another type, length or layout.
     """
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
-    require_moment("exp_avg", average, gradient.size)
+    if packed is not None:
+        packed.check(gradient.size)
+    require_moment("exp_avg", average, gradient.size, packed)
     scalars = (
         gradient_scale,
         1 - beta1,
@@ -112,5 +132,10 @@ def lion(
     if isinstance(average, np.ndarray):
         _lion(weight, gradient, average, rounded)
         return
-    work, keys = scratch(gradient.size), rounding_keys(key, step)
-    _lion_8bit(weight, gradient, average, rounded, work, keys[0], position)
+    keys = rounding_keys(key, step)
+    if packed is None:
+        work = scratch(gradient.size)
+        _lion_8bit(weight, gradient, average, rounded, work, keys[0], position)
+        return
+    work, places = scratch(packed_elements(packed)), places_of(packed)
+    _lion_8bit_packed(weight, gradient, average, rounded, work, keys[0], position, *places)

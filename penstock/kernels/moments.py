@@ -32,6 +32,7 @@ from numba.extending import overload
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.blocks import BLOCK_LENGTH
 from penstock.kernels.compilation import inlined
+from penstock.kernels.packed_entries import PackedEntries, group_offsets
 from penstock.kernels.vectors import (
     LANES,
     bits_of,
@@ -64,8 +65,10 @@ SIGNED, UNSIGNED = 127, 255
 """The greatest code of a mean, beside its sign, and of a mean of squares."""
 
 
-def require_moment(name: str, moment: Moment, length: int) -> None:
-    """Reject an argument that is not a `Moment` of `length` elements.
+def require_moment(
+    name: str, moment: Moment, length: int, packed: PackedEntries | None = None
+) -> None:
+    """Reject an argument that is not a `Moment` of `length` elements, or entries if `packed`.
 
     Raises:
         ValueError: naming the part, the expected and the actual value.
@@ -74,8 +77,11 @@ def require_moment(name: str, moment: Moment, length: int) -> None:
         require_flat(name, moment, length, np.float32, write=True)
         return
     codes, scales = moment
+    groups = -(-length // GROUP)
+    if packed is not None:
+        groups = int(group_offsets(packed.offsets, GROUP)[-1])
     require_flat(f"codes of {name}", codes, length, np.uint8, write=True)
-    require_flat(f"scales of {name}", scales, -(-length // GROUP), np.float32, write=True)
+    require_flat(f"scales of {name}", scales, groups, np.float32, write=True)
 
 
 def load_moment(moment: Any, index: Any, lanes: Any) -> Any:
@@ -89,20 +95,36 @@ def store_moment(moment: Any, index: Any, value: Any, lanes: Any) -> Any:
     raise TypeError("store_moment works only inside a kernel")
 
 
-# Inside a kernel an 8-bit moment is (codes, scales, greatest code, scratch, its first element).
+# Inside a kernel an 8-bit moment is (codes, scales, greatest code, scratch, its first element). In
+# a packed weight, whose groups begin anew in every granule, the first element of the group and the
+# number of its scale follow (`packed_moments.py`).
+_PACKED = 7
 
 
 @overload(load_moment, jit_options={"forceinline": True})
 def _load_moment(moment, index, lanes):
     if isinstance(moment, numba.types.Array):
         return lambda moment, index, lanes: load(moment, index, lanes)
-    return lambda moment, index, lanes: _decoded(moment, index, lanes)
+    if len(moment) == _PACKED:
+        return lambda moment, index, lanes: decoded(
+            moment[0], moment[1][moment[6]], moment[2], index, lanes
+        )
+    return lambda moment, index, lanes: decoded(
+        moment[0], moment[1][index // GROUP], moment[2], index, lanes
+    )
 
 
 @overload(store_moment, jit_options={"forceinline": True})
 def _store_moment(moment, index, value, lanes):
     if isinstance(moment, numba.types.Array):
         return lambda moment, index, value, lanes: store(moment, index, value, lanes)
+
+    if len(moment) == _PACKED:
+
+        def write_packed(moment, index, value, lanes):
+            store(moment[3], moment[4] + index - moment[5], value, lanes)
+
+        return write_packed
 
     def write(moment, index, value, lanes):
         scratch, first = moment[3], moment[4]
@@ -112,13 +134,13 @@ def _store_moment(moment, index, value, lanes):
 
 
 @inlined
-def _decoded(moment, index, lanes):
-    codes, scales, top = moment[0], moment[1], moment[2]
+def decoded(codes, scale, top, index, lanes):
+    """In a kernel: 16 values of an 8-bit moment from `index` on, whose group has this scale."""
     code = load(codes, index, lanes)
     magnitude = code & splat(np.uint32(top))
     base = splat(np.uint32(_TOP_BITS - (top << _MANTISSA)))
     zero = splat(np.float32(0))
-    value = from_bits(shift_left(magnitude, _MANTISSA) + base) * splat(scales[index // GROUP])
+    value = from_bits(shift_left(magnitude, _MANTISSA) + base) * splat(scale)
     value = select(magnitude < splat(np.uint32(1)), zero, value)
     sign = shift_left(code & splat(np.uint32(255 - top)), 24)
     return from_bits(bits_of(value) | sign)
@@ -163,8 +185,22 @@ def encode(moment, begin, length, key, position):
 
     `position + begin` seeds the random bits of the group's first element.
     """
-    codes, scales, top, scratch, first = moment
     count = min(GROUP, length - begin)
+    _encode_group(moment, begin, count, begin // GROUP, key, position + begin)
+
+
+@inlined
+def encode_packed(moment, count, key, position):
+    """Encode the `count` values of a group of a packed weight, which are in the scratch.
+
+    `position` seeds the random bits of the group's first element.
+    """
+    _encode_group(moment, moment[5], count, moment[6], key, position)
+
+
+@inlined
+def _encode_group(moment, begin, count, number, key, position):
+    codes, scales, top, scratch, first = moment[0], moment[1], moment[2], moment[3], moment[4]
     most = splat(np.float32(0))
     for i in range(0, count, LANES):
         lanes = first_lanes(min(LANES, count - i))
@@ -174,7 +210,7 @@ def encode(moment, begin, length, key, position):
     if most_of_all >= _LEAST or (top == UNSIGNED and most_of_all > 0):
         scale = min(max(most_of_all / _TOP, _LEAST_SCALE), _GREATEST_SCALE)
         inverse = np.float32(1) / scale
-    scales[begin // GROUP] = scale
+    scales[number] = scale
     base = np.uint32(_TOP_BITS - (top << _MANTISSA))
     least = from_bits(splat(np.uint32(base + (1 << _MANTISSA))))
     one, greatest_code = splat(np.uint32(1)), splat(np.uint32(top))
@@ -182,7 +218,7 @@ def encode(moment, begin, length, key, position):
     for i in range(0, count, LANES):
         lanes = first_lanes(min(LANES, count - i))
         value = load(scratch, first + i, lanes)
-        bits = noise(key, position + begin + i)
+        bits = noise(key, position + i)
         scaled = _magnitude(value) * splat(inverse)
         # Between two codes the float32's own bits are the remainder: add, then truncate.
         dither = shift_right(bits, 32 - _MANTISSA)

@@ -24,6 +24,13 @@ from penstock.kernels.moments import (
     scratch_of,
     store_moment,
 )
+from penstock.kernels.packed_entries import PackedEntries
+from penstock.kernels.packed_moments import (
+    over_packed_block,
+    packed_blocks,
+    packed_elements,
+    places_of,
+)
 from penstock.kernels.passes import over_block, over_group
 from penstock.kernels.split_master import (
     Weight,
@@ -77,6 +84,17 @@ def _momentum_8bit(weight, gradient, momentum, scalars, work, key, position):
             encode(mean, group, length, key, position)
 
 
+@kernel
+def _momentum_8bit_packed(
+    weight, gradient, momentum, scalars, work, key, position, entries, groups
+):
+    places = (entries, groups)
+    for block in prange(packed_blocks(entries)):
+        over_packed_block(
+            _momentum_at, weight, gradient, momentum, scalars, work, key, position, places, block
+        )
+
+
 def sgd(
     weight: Weight,
     gradient: np.ndarray,
@@ -116,16 +134,20 @@ def sgd_momentum(
     gradient_scale: float = 1.0,
     key: int = 0,
     position: int = 0,
+    packed: PackedEntries | None = None,
 ) -> None:
     """Update a weight and its momentum in place; the rest is as for `sgd`.
 
     The weight moves along the momentum or, with `nesterov`, along gradient + `momentum` x momentum.
     The seeds of the random rounding of an 8-bit momentum are `key`, a number of the weight, `step`,
-    the number of this update, and `position`, the offset of these elements in the weight.
+    the number of this update, and `position`, the offset of these elements in the weight. `packed`
+    are the entries of a sparse weight, to which the elements belong.
     """
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
-    require_moment("momentum", momentum_state, gradient.size)
+    if packed is not None:
+        packed.check(gradient.size)
+    require_moment("momentum", momentum_state, gradient.size, packed)
     # Both forms are one linear combination: one kernel computes both, exactly.
     of_gradient, of_momentum = (1.0, momentum) if nesterov else (0.0, 1.0)
     scalars = (gradient_scale, weight_decay, learning_rate, momentum, of_gradient, of_momentum)
@@ -133,5 +155,12 @@ def sgd_momentum(
     if isinstance(momentum_state, np.ndarray):
         _momentum(weight, gradient, momentum_state, rounded)
         return
-    work, keys = scratch(gradient.size), rounding_keys(key, step)
-    _momentum_8bit(weight, gradient, momentum_state, rounded, work, keys[0], position)
+    keys = rounding_keys(key, step)
+    if packed is None:
+        work = scratch(gradient.size)
+        _momentum_8bit(weight, gradient, momentum_state, rounded, work, keys[0], position)
+        return
+    work, places = scratch(packed_elements(packed)), places_of(packed)
+    _momentum_8bit_packed(
+        weight, gradient, momentum_state, rounded, work, keys[0], position, *places
+    )

@@ -172,9 +172,15 @@ def lane_numbers(typing_context):
 def load(typing_context, array, index, lanes):
     """16 elements of a flat array from `index` on; masked-off lanes give 0 and are not touched.
 
-    A float32 array gives a float32 vector, a uint16 or uint8 array a uint32 vector (zero-extended).
+    A float32 array gives a float32 vector, a uint32, uint16 or uint8 array a uint32 vector
+    (zero-extended).
     """
-    kinds = {"float32": (float32s.ir, "f32"), "uint16": (_SHORTS, "i16"), "uint8": (_BYTES, "i8")}
+    kinds = {
+        "float32": (float32s.ir, "f32"),
+        "uint32": (uint32s.ir, "i32"),
+        "uint16": (_SHORTS, "i16"),
+        "uint8": (_BYTES, "i8"),
+    }
     kind = kinds.get(str(array.dtype))
     if kind is None:
         return None
@@ -225,6 +231,25 @@ def store(typing_context, array, index, value, lanes):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, mask), generate
+
+
+@intrinsic
+def look_up(typing_context, table, places):
+    """The elements of a flat float32 array at the places in a uint32 vector, all of them within."""
+    if str(table.dtype) != "float32" or places != uint32s:
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, numbers = arguments
+        value = ir.Constant(float32s.ir, ir.Undefined)
+        for number in range(LANES):
+            lane = ir.Constant(_I32, number)
+            place = builder.zext(builder.extract_element(numbers, lane), _I64)
+            pointer = element_pointer(context, builder, signature.args[0], array, place)
+            value = builder.insert_element(value, builder.load(pointer), lane)
+        return value
+
+    return float32s(table, uint32s), generate
 
 
 @intrinsic

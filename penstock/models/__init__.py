@@ -9,6 +9,7 @@ from penstock.models.folder import other_files, tokenizer_files
 from penstock.models.kept import KEPT, keep_small_files, verify_kept
 
 if TYPE_CHECKING:
+    from penstock.models.embeddings import embeddings_and_heads
     from penstock.models.given import require_clear
     from penstock.models.inputs import InputSpec
     from penstock.models.lora import Adapter
@@ -22,6 +23,7 @@ __all__ = [
     "InputSpec",
     "ModelSource",
     "WeightFiles",
+    "embeddings_and_heads",
     "keep_small_files",
     "other_files",
     "parts_in_eval_mode",
@@ -36,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from penstock.models import source
 
         return getattr(source, name)
+    if name == "embeddings_and_heads":
+        from penstock.models.embeddings import embeddings_and_heads
+
+        return embeddings_and_heads
     if name == "parts_in_eval_mode":
         from penstock.models.modes import parts_in_eval_mode
 

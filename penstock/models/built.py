@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -15,6 +16,9 @@ from penstock.models.deferred import TensorNames
 from penstock.models.finite import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
 from penstock.models.shared_memory import refuse_shared_memory
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -81,6 +85,10 @@ class Built:
                     f"the model has no tensor {name!r}{did_you_mean(name, self._values)}"
                 )
         return ((name, self._value(name)) for name in wanted)
+
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return None: a module's weights are dense."""
+        return None
 
     def _value(self, name: str) -> torch.Tensor:
         tensor = self._values[name].detach()

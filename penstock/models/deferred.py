@@ -8,6 +8,7 @@ soon as it is final. The result is bit-identical to `torch.manual_seed(seed); bu
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,6 +24,9 @@ from penstock.models.recording import recording
 from penstock.models.replay import Replay, plan
 from penstock.models.shared_memory import refuse_shared_memory
 from penstock.models.tape import RecordedOperation, Window
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,10 @@ class Deferred:
                     f"the model has no tensor {name!r}{did_you_mean(name, self._windows)}"
                 )
         return self._replay(seed, wanted)
+
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return None: a constructor makes no masks."""
+        return None
 
     def _replay(self, seed: int, wanted: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         names_of: dict[int, list[str]] = {}

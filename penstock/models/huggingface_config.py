@@ -14,7 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from penstock.errors import ConfigError, did_you_mean
+from penstock.errors import ConfigError, PenstockError, did_you_mean
+from penstock.models.deferred import Deferred, record
 from penstock.models.folder import CONFIG, read_json
 
 _TASKS: dict[str, tuple[Any, Any]] = {
@@ -170,3 +171,22 @@ def builder(config: Any, task: str) -> Callable[[], nn.Module]:
         return model.train()
 
     return build
+
+
+def recorded(config: Any, task: str) -> Deferred:
+    """Record the model of a configuration that may be invalid.
+
+    Raises:
+        ConfigError: `transformers` cannot build it.
+    """
+    try:
+        return record(builder(config, task))
+    except PenstockError:
+        raise
+    except OSError:  # an error of an import inside, unrelated to the configuration
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"transformers cannot build a {config.model_type} of this configuration: "
+            f"{type(error).__name__}: {error}"
+        ) from error

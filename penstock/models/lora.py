@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from penstock.errors import CompileError, ConfigError
 from penstock.models.deferred import TensorNames
 from penstock.models.origin import WeightSource
 from penstock.name_patterns import matching
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,10 @@ class AdaptedOrigin:
         own = [name for name in wanted if name in self._down or name in self._up]
         rest = [name for name in wanted if name not in self._down and name not in self._up]
         return itertools.chain(self._base.materialise(seed, rest), self._fresh(seed, own))
+
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return the mask that a weight of the base has at its origin."""
+        return None if name in self._down or name in self._up else self._base.mask(name)
 
     def _fresh(self, seed: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:

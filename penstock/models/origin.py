@@ -1,13 +1,16 @@
 """The origin of a model source: the module's structure and its initial weights."""
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.models.deferred import TensorNames
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 
 class WeightSource(Protocol):
@@ -35,3 +38,7 @@ class WeightSource(Protocol):
     def materialise(
         self, seed: int, names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return the mask that a weight has at its origin, a packed folder; else None."""
+        ...

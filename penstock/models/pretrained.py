@@ -2,6 +2,7 @@
 files."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,6 +10,9 @@ from penstock.errors import ConfigError
 from penstock.models.deferred import Deferred
 from penstock.models.huggingface_weight_names import Converted, Direct, match
 from penstock.models.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 
 class Pretrained:
@@ -59,6 +63,16 @@ class Pretrained:
         yield from self._deferred.materialise(
             seed, [name for name in wanted if name not in self._origins]
         )
+
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return the mask of a weight that equals one packed tensor of the folder; else None."""
+        origin = self._origins.get(name)
+        if not isinstance(origin, Direct):
+            return None
+        try:
+            return self.files.mask(origin.tensor)
+        finally:
+            self.files.close()
 
     def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}

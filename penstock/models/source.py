@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,12 +19,12 @@ from penstock.config import resolve_preset
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built import Built
-from penstock.models.deferred import Deferred, record
+from penstock.models.deferred import record
 from penstock.models.huggingface_config import (
-    builder,
     find_task,
     make_config,
     read_config,
+    recorded,
     refuse_unreadable,
 )
 from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, specs_of
@@ -43,6 +43,9 @@ from penstock.models.origin import WeightSource
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 TASKS = ("causal_lm", "masked_lm", "custom")
 
@@ -181,6 +184,10 @@ class ModelSource:
         wanted = self._origin.names.parameters if names is None else names
         return self._origin.materialise(seed, wanted)
 
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return the mask of a weight of a packed folder; None for other weights."""
+        return self._origin.mask(name)
+
     def buffers(self, seed: int = 0) -> dict[str, torch.Tensor]:
         """Values of all buffers, and of tensors that are plain attributes of modules."""
         return dict(self._origin.materialise(seed, self._origin.names.buffers))
@@ -259,7 +266,7 @@ class ModelSource:
         resolved = resolve_preset(name, overrides)
         fields = {"model_type": resolved.model_type, **resolved.config}
         config = make_config(fields, {})
-        return _language_model(name, _recorded(config, resolved.task), resolved.task, config)
+        return _language_model(name, recorded(config, resolved.task), resolved.task, config)
 
     @classmethod
     def from_hf_config(
@@ -282,7 +289,7 @@ class ModelSource:
         task = task or find_task(made)
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
-        return _language_model(made.model_type, _recorded(made, task), task, made)
+        return _language_model(made.model_type, recorded(made, task), task, made)
 
     @classmethod
     def from_hf(
@@ -313,7 +320,7 @@ class ModelSource:
         files = WeightFiles(folder if weights is None else Path(weights))
         made = make_config(fields, overrides or {}, tensors=len(files.tensors))
         task = find_task(made)
-        origin = Pretrained(_recorded(made, task), files, ignore)
+        origin = Pretrained(recorded(made, task), files, ignore)
         source = _language_model(made.model_type, origin, task, made)
         return replace(source, folder=folder, _files=files)
 
@@ -387,21 +394,6 @@ class ModelSource:
         built = Built(module)
         refuse_bound_loss(module, options.get("loss"))
         return replace(_from_origin(built, **options), _built=built)
-
-
-def _recorded(config: Any, task: str) -> Deferred:
-    """Record the model of a configuration that may be invalid."""
-    try:
-        return record(builder(config, task))
-    except PenstockError:
-        raise
-    except OSError:  # an error of an import inside, unrelated to the configuration
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"transformers cannot build a {config.model_type} of this configuration: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _language_model(

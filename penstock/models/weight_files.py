@@ -2,7 +2,8 @@
 
 Headers are read once, when the folder is opened. A weight is read on request, through a buffer of a
 few megabytes, and converted in the buffer. (The files are not mapped: mapped pages would count as
-the process's memory.) Pickles are never opened.
+the process's memory.) Pickles are never opened. Sparse weights of a packed file
+(`packed_tensors.py`) are read like all others, with zeros where the mask keeps no entry.
 """
 
 import json
@@ -12,7 +13,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -23,6 +24,17 @@ from penstock.io import Extent, header_length, parse_header
 from penstock.kernels.memory import allocate
 from penstock.models.finite import refuse_non_finite
 from penstock.models.folder import cannot_read, open_file, read_json
+from penstock.models.packed_tensors import (
+    PackedTensor,
+    expanded,
+    fold_packed,
+    mask_of,
+    shape_extents,
+)
+from penstock.weight_formats import PACKED_FILE, PACKED_SHAPE
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {
@@ -40,17 +52,19 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file of the folder."""
+    """A tensor in a file of the folder; `extent` has the dense shape if the tensor is `packed`."""
 
     file: str
     extent: Extent
+    packed: PackedTensor | None = None
 
 
 class WeightFiles:
     """The tensors of a folder by name. Files are opened on demand, one at a time.
 
     Args:
-        folder: with `model.safetensors`, or shards and `model.safetensors.index.json`.
+        folder: with `model.safetensors`, or shards and `model.safetensors.index.json`, or
+            `model.packed.safetensors`.
 
     Raises:
         ConfigError: there are no safetensors; if there are pickles, the message explains the
@@ -64,9 +78,9 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {}
         self._sizes: dict[str, int] = {}
         self._open: tuple[str, BinaryIO] | None = None
-        single = (folder / SINGLE).exists()
-        listed = {} if single else self._listed()
-        for file in [SINGLE] if single else dict.fromkeys(listed.values()):
+        alone = next((file for file in (SINGLE, PACKED_FILE) if (folder / file).exists()), None)
+        listed = self._listed() if alone is None else {}
+        for file in dict.fromkeys(listed.values()) if alone is None else [alone]:
             self._add(file)
         for name, file in listed.items():
             if name not in self.tensors or self.tensors[name].file != file:
@@ -108,13 +122,53 @@ class WeightFiles:
         except OSError as error:
             raise cannot_read(path, error) from error
         self._sizes[file] = size
-        for name, extent in parse_header(path, head, size).items():
+        extents = parse_header(path, head, size)
+        if file == PACKED_FILE:
+            self._add_packed(path, extents)
+            return
+        for name, extent in extents.items():
             if name in self.tensors:
                 raise CorruptionError(
                     f"{self.folder}: {name!r} is both in {self.tensors[name].file} and in {file}; "
                     "keep one of them"
                 )
             self.tensors[name] = StoredTensor(file, extent)
+
+    def _add_packed(self, path: Path, extents: dict[str, Extent]) -> None:
+        """Add the tensors of a packed file; the parts of a sparse weight are one tensor."""
+        try:
+            shapes = {
+                name: tuple(torch.frombuffer(self._bytes(extent), dtype=torch.int64).tolist())
+                for name, extent in shape_extents(path, extents).items()
+            }
+        finally:
+            self.close()
+        packed = fold_packed(path, extents, shapes)
+        parts = {id(part) for one in packed.values() for part in (one.values, one.index)}
+        for name, extent in extents.items():
+            if id(extent) not in parts and name.removesuffix(PACKED_SHAPE) not in packed:
+                self.tensors[name] = StoredTensor(PACKED_FILE, extent)
+        for name, one in packed.items():
+            place = Extent(one.values.dtype, one.shape, one.values.begin, one.values.end)
+            self.tensors[name] = StoredTensor(PACKED_FILE, place, one)
+
+    def _bytes(self, extent: Extent) -> bytearray:
+        """Return a small tensor of the packed file."""
+        data = bytearray(extent.end - extent.begin)
+        self._read_into(PACKED_FILE, extent.begin, memoryview(data))
+        return data
+
+    def mask(self, name: str) -> "PackedIndex | None":
+        """Return the mask of a packed tensor; None for other tensors.
+
+        Raises:
+            CorruptionError: the mask is not one of a weight of this shape.
+            StorageError: the operating system refuses to read.
+        """
+        packed = self.tensors[name].packed
+        if packed is None:
+            return None
+        return mask_of(self.folder / PACKED_FILE, name, packed, bytes(self._bytes(packed.index)))
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in its shape, converted to float32.
@@ -124,8 +178,9 @@ class WeightFiles:
             CorruptionError: the file has changed since it was opened.
             StorageError: the operating system refuses to read.
         """
-        stored = self.tensors[name]
-        memory = allocate(4 * math.prod(stored.extent.shape))
+        stored, index = self.tensors[name], self.mask(name)
+        count = math.prod(stored.extent.shape) if index is None else index.kept
+        memory = allocate(4 * count)
         flat = torch.from_numpy(memory.view(np.float32))
         if stored.extent.dtype == "F32":
             self._read_into(stored.file, stored.extent.begin, memory.data)
@@ -134,6 +189,8 @@ class WeightFiles:
             for piece in self.pieces(name):
                 flat[begin : begin + len(piece)] = piece
                 begin += len(piece)
+        if index is not None:
+            flat = expanded(index, flat)
         refuse_non_finite(
             flat,
             f"{self.folder / stored.file}: {name!r}",
@@ -142,7 +199,7 @@ class WeightFiles:
         return flat.view(stored.extent.shape)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's elements in stored order; each piece is valid until the next."""
+        """Yield a tensor's stored elements in their order; each piece is valid until the next."""
         stored = self.tensors[name]
         begin, end = stored.extent.begin, stored.extent.end
         buffer = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
@@ -158,6 +215,9 @@ class WeightFiles:
 
     def _hash(self, name: str) -> bytes:
         digest = xxhash.xxh3_128()
+        packed = self.tensors[name].packed
+        if packed is not None:
+            digest.update(self._bytes(packed.index))
         for piece in self.pieces(name):
             digest.update(piece.view(torch.uint8).numpy().data)
         return digest.digest()
@@ -173,12 +233,13 @@ class WeightFiles:
         for name, stored in sorted(self.tensors.items()):
             extent = stored.extent
             digest.update(f"{name}\0{extent.dtype}\0{list(extent.shape)}\0".encode())
-            size = min(_SAMPLE_BYTES, extent.end - extent.begin)
-            sample = memoryview(bytearray(size))
-            last = extent.end - size
-            for place in (extent.begin, (extent.begin + last) // 2, last):
-                self._read_into(stored.file, place, sample)
-                digest.update(sample)
+            for part in (extent,) if stored.packed is None else (extent, stored.packed.index):
+                size = min(_SAMPLE_BYTES, part.end - part.begin)
+                sample = memoryview(bytearray(size))
+                last = part.end - size
+                for place in (part.begin, (part.begin + last) // 2, last):
+                    self._read_into(stored.file, place, sample)
+                    digest.update(sample)
         self.close()
         return digest.hexdigest()
 

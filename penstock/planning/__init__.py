@@ -9,15 +9,25 @@ if TYPE_CHECKING:
     from penstock.planning.execution_plan import ExecutionPlan, plan_execution
     from penstock.planning.machine import Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes
+    from penstock.planning.sparse_products import (
+        make_inference_engine,
+        measure_current,
+        with_products,
+    )
+    from penstock.planning.sparse_weights import SparsePlan
 
 __all__ = [
     "ExecutionPlan",
     "Machine",
+    "SparsePlan",
     "build_program",
     "builders",
+    "make_inference_engine",
+    "measure_current",
     "plan_execution",
     "store_factory",
     "transfer_buffer_bytes",
+    "with_products",
 ]
 
 __getattr__ = lazily(
@@ -25,8 +35,12 @@ __getattr__ = lazily(
     {
         "ExecutionPlan": "execution_plan",
         "Machine": "machine",
+        "SparsePlan": "sparse_weights",
         "build_program": "builders",
+        "make_inference_engine": "sparse_products",
+        "measure_current": "sparse_products",
         "plan_execution": "execution_plan",
         "transfer_buffer_bytes": "memory_budget",
+        "with_products": "sparse_products",
     },
 )

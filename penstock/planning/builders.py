@@ -6,7 +6,7 @@ Each function builds one part; the trainer combines the parts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,7 @@ from penstock.config import (
 from penstock.engine import (
     Engine,
     EnginePlan,
+    SparseWeights,
     keep_freed_pages,
     return_freed_pages,
     target_of,
@@ -41,6 +42,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
+from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
 from penstock.program import Program
 from penstock.store import Base, ReadBase
 
@@ -175,6 +177,18 @@ def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
     return source.bfloat16 - trained_weights(config, source)
 
 
+def sparse_weights_of(
+    config: Config, source: ModelSource, recorded: Mapping[str, int] | None = None
+) -> SparsePlan | None:
+    """Return the sparse weights of a run; errors are those of `plan_sparse_weights`.
+
+    **Arguments:** `recorded` are the entries at the start of a resumed run, by weight.
+    """
+    if config.sparsity.method is None:
+        return None
+    return plan_sparse_weights(config, source, trained_weights(config, source), recorded)
+
+
 def compile_source(
     source: ModelSource,
     *,
@@ -186,6 +200,7 @@ def compile_source(
     train: Sequence[str] = (),
     freeze: Sequence[str] = (),
     bfloat16: Collection[str] = (),
+    sparse: Mapping[str, int] | None = None,
     goal: Literal["train", "evaluate", "logits"] = "train",
     with_buffers: bool = True,
     slot_bytes: int | None = None,
@@ -196,8 +211,9 @@ def compile_source(
     The goal `evaluate` computes the loss without dropout and, for language models, the most likely
     label of each token. The goal `logits` computes the logits. Both goals run only the forward
     sweep, with every module in eval mode. `products` is the library of matrix products (None: the
-    choice of a new run on this host). `bfloat16` are the weights that the store keeps as bfloat16.
-    `known` is returned if its source graph equals the model's graph.
+    choice of a new run on this host). `bfloat16` are the weights that the store keeps as bfloat16,
+    `sparse` the sparse weights with the most entries that each has. `known` is returned if its
+    source graph equals the model's graph.
     """
     target = target_of(device)
     inputs = source.example_inputs(micro_batch, length)
@@ -224,6 +240,7 @@ def compile_source(
                 freeze=tuple(freeze),
                 adapters=source.adapter_weights,
                 bfloat16=frozenset(bfloat16),
+                sparse=dict(sparse or {}),
                 slot_bytes=slot_bytes,
                 weight_prefix=source.weight_prefix,
                 training=goal == "train",
@@ -250,6 +267,7 @@ def build_program(
     """Compile a model for inspection: no memory of a weight's size is allocated."""
     source = with_adapters(_base_of(config, None, False, False), config.lora)
     length = sequence_length or source.max_sequence_length or 1
+    sparse = sparse_weights_of(config, source)
     return compile_source(
         source,
         micro_batch=micro_batch,
@@ -258,16 +276,28 @@ def build_program(
         train=config.train,
         freeze=config.freeze,
         bfloat16=kept_as_bfloat16(config, source),
+        sparse=sparse.capacities if sparse is not None else None,
         with_buffers=False,
     )
 
 
 def make_engines(
-    program: Program, plan: EnginePlan, shares: MemoryShares, engines: int, device: str
+    program: Program,
+    plan: EnginePlan,
+    shares: MemoryShares,
+    engines: int,
+    device: str,
+    sparse: SparseWeights | None = None,
 ) -> list[Engine]:
-    """Return this many engines of this process, each with its own budget."""
+    """Return this many engines of this process, each with its own budget.
+
+    They share what is derived from the masks of `sparse` weights.
+    """
     target = target_of(device)
-    return [target.make_engine(program, plan, budget_bytes=shares.engine) for _ in range(engines)]
+    return [
+        target.make_engine(program, plan, budget_bytes=shares.engine, sparse=sparse)
+        for _ in range(engines)
+    ]
 
 
 def settle_pages(shares: MemoryShares, device: str) -> None:

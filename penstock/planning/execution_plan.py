@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.compiler import Products
 from penstock.config import Config
-from penstock.engine import EnginePlan, Sharing, predict_bytes, target_of
+from penstock.engine import EnginePlan, Sharing, SparseWeights, predict_bytes, target_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders, store_factory
@@ -17,6 +17,8 @@ from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
+from penstock.planning.sparse_weights import SparsePlan
+from penstock.planning.step_flops import StepFlops
 from penstock.program import Program
 from penstock.step_schedule import StepSchedule
 
@@ -28,7 +30,8 @@ class ExecutionPlan:
     `device` is the target's name, for all engines. `products` is the library that multiplies large
     float32 matrices. `slot_bytes` is the limit on the program's stages, if any. With fewer engines
     than `least_engines` a step would exceed the budget of one engine. `room` limits the number of
-    engines on this machine.
+    engines on this machine. `sparse` are the sparse weights, if the run has any, and
+    `sparse_weights` is what the engines of this process share of them.
     """
 
     program: Program
@@ -42,11 +45,18 @@ class ExecutionPlan:
     least_engines: int = 1
     room: HostCapacity | None = None
     products: Products = "torch"
+    sparse: SparsePlan | None = None
+    sparse_weights: SparseWeights | None = None
 
     @cached_property
     def schedule(self) -> StepSchedule:
         """The operations of a step that trains every trainable weight."""
         return StepSchedule.of(self.program, self.plan.recompute)
+
+    @cached_property
+    def flops(self) -> StepFlops:
+        """The arithmetic of a step."""
+        return StepFlops(self.program, self.micro_batches)
 
     def schedule_of(self, step: int) -> StepSchedule:
         """Return the operations of a step, which counts from 1; depends only on the step number."""
@@ -70,14 +80,16 @@ def plan_execution(
     bfloat16: Collection[str] | None = None,
     *,
     recorded_products: Products | None = None,
+    recorded_entries: Mapping[str, int] | None = None,
     read_machine: ReadMachine = Machine.here,
 ) -> ExecutionPlan:
     """Divide the batch (`micro_batching.py`), compile, and choose the stages to recompute.
 
-    A resumed run keeps the micro-batch and the cut of its start, if they fit, and its library of
-    matrix products. `devices` are those of a group. `notice` is called with sentences for the user.
-    `bfloat16` are the frozen weights to store as bfloat16; by default, the weights that came as
-    bfloat16. `read_machine` reads the machine of the engines.
+    A resumed run keeps the micro-batch and the cut of its start, if they fit, its library of matrix
+    products, and the numbers of entries that its sparse weights had. `devices` are those of a
+    group. `notice` is called with sentences for the user. `bfloat16` are the frozen weights to
+    store as bfloat16; by default, the weights that came as bfloat16. `read_machine` reads the
+    machine of the engines.
 
     **Raises:** `BudgetError` if the engines cannot execute a step; the errors of
     `refuse_implausible`.
@@ -85,6 +97,7 @@ def plan_execution(
 
     if bfloat16 is None:
         bfloat16 = builders.kept_as_bfloat16(config, source)
+    sparse = builders.sparse_weights_of(config, source, recorded_entries)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
         return builders.compile_source(
@@ -97,17 +110,18 @@ def plan_execution(
             train=config.train,
             freeze=config.freeze,
             bfloat16=bfloat16,
+            sparse=sparse.capacities if sparse is not None else None,
             slot_bytes=slot_bytes,
         )
 
     machine = read_machine(())
-    refuse_implausible(config, source, length, device, machine)
+    refuse_implausible(config, source, length, device, machine, sparse)
     products = target_of(device).products_as_recorded(recorded_products, machine.processor)
 
     def planned(division: MicroBatchPlan) -> ExecutionPlan:
         machine = read_machine(devices or (device,))  # includes the compiled program
         plan = _planned(config, division, device, length, devices, machine)
-        return replace(plan, products=products)
+        return replace(plan, products=products, sparse=sparse)
 
     with contextlib.suppress(BudgetError):
         recorded = recorded_micro_batch, recorded_slot_bytes

@@ -28,9 +28,10 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine import Machine
-from penstock.planning.store_factory import assembly_of, least_flash_store_bytes
+from penstock.planning.sparse_weights import policy_of
+from penstock.planning.store_factory import assembly_of, least_flash_store_bytes, optimizer_of
 from penstock.program import Program, WeightSpec, largest_stage
-from penstock.store import Role
+from penstock.store import MaskRule, Role, dram_store_memory
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -240,6 +241,7 @@ class Budget:
                 self._device,
                 self._sharing,
                 self._beside,
+                computes_dense_gradients(config),
             )
         except BudgetError:
             is_divided = config.memory is not None and config.engine.memory == "auto"
@@ -295,9 +297,14 @@ class Budget:
         return self._choice()[0]
 
     def _choice(self) -> tuple[int, int]:
-        recompute = self._config.engine.recompute
         return bytes_of_choice(
-            self._program, self._micro_batches, recompute, self._device, self._sharing, self._beside
+            self._program,
+            self._micro_batches,
+            self._config.engine.recompute,
+            self._device,
+            self._sharing,
+            self._beside,
+            computes_dense_gradients(self._config),
         )
 
     @property
@@ -321,7 +328,7 @@ class Budget:
     def _loading_bytes(self, weight: WeightSpec) -> int:
         """Return the memory of a weight, in its source and its stored format, and of its state."""
         state = 4 * len(self._roles) if weight.trainable else 0
-        return weight.elements * (4 + weight.format.width + state)
+        return weight.entries * (weight.format.width + state) + 4 * weight.elements
 
     @property
     def _limit_name(self) -> str:
@@ -400,6 +407,11 @@ def transfer_buffer_bytes(program: Program, device: str) -> int:
     return buffers + 2 * most
 
 
+def computes_dense_gradients(config: Config) -> bool:
+    """Return whether some steps compute the gradient of every element of sparse weights."""
+    return config.sparsity.method == "rigl"
+
+
 def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
@@ -412,7 +424,7 @@ def _largest_moved(program: Program) -> int:
 
 
 def _gradient_bytes(weight: WeightSpec) -> int:
-    return 4 * weight.elements if weight.trainable else 0
+    return 4 * weight.entries if weight.trainable else 0
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
@@ -432,8 +444,12 @@ def _shared_bytes(config: Config, program: Program) -> int:
 
 
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return the memory of a store in memory: masters, gradients, moments."""
+    """Return the memory of a store in memory: masters, gradients, moments, masks."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
+    if program.capacities:
+        shapes = {name: program.weights[name].shape for name in program.capacities}
+        rule = MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
+        return sum(dram_store_memory(program, optimizer_of(config), gradient, rule).values())
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
     weights = sum(weight.stored_bytes for weight in program.weights.values())

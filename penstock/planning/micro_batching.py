@@ -17,7 +17,7 @@ from penstock.engine import can_fit, target_of
 from penstock.errors import BudgetError
 from penstock.planning import store_factory
 from penstock.planning.machine import Machine, ReadMachine
-from penstock.planning.memory_budget import Budget
+from penstock.planning.memory_budget import Budget, computes_dense_gradients
 from penstock.program import Program
 
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products are dominated by their start-up time
@@ -76,6 +76,7 @@ def divide_batch(
     **Raises:** `BudgetError` if a stage cannot be cut small enough, or no memory is left for
     engines.
     """
+    dense, recompute = computes_dense_gradients(config), config.engine.recompute
     problem: BudgetError | None = None
     tried: list[MicroBatchPlan] = []
     budget_bytes = 0
@@ -94,7 +95,7 @@ def divide_batch(
                 problem = problem or error
                 break
             division = MicroBatchPlan(program, micro_batch, slot_bytes)
-            if can_fit(program, micro_batches, budget_bytes, config.engine.recompute, device):
+            if can_fit(program, micro_batches, budget_bytes, recompute, device, dense):
                 return division
             tried.append(division)
             slot_bytes = budget_bytes // _BUDGET_SLOTS
@@ -104,7 +105,7 @@ def divide_batch(
     fits_any = [
         division
         for division in tried
-        if can_fit(division.program, 1, budget_bytes, config.engine.recompute, device)
+        if can_fit(division.program, 1, budget_bytes, recompute, device, dense)
     ]
     chosen = (*fits_any, tried[-1])[0]
     return MicroBatchPlan(chosen.program, chosen.micro_batch, chosen.slot_bytes, is_for_many=True)

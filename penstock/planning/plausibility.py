@@ -17,6 +17,7 @@ from penstock.errors import BudgetError, CompileError
 from penstock.models import ModelSource
 from penstock.planning import store_factory
 from penstock.planning.machine import Machine
+from penstock.planning.sparse_weights import SparsePlan
 
 MOST_TENSORS = 1 << 16
 """Limit on the parameters of a traced model: 4,096 layers of 16. A layer takes some 50 ms."""
@@ -27,7 +28,12 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def refuse_implausible(
-    config: Config, source: ModelSource, length: int, device: str, machine: Machine
+    config: Config,
+    source: ModelSource,
+    length: int,
+    device: str,
+    machine: Machine,
+    sparse: SparsePlan | None = None,
 ) -> None:
     """Refuse a run of sequences of `length` on `device` that greatly exceeds the machine.
 
@@ -43,7 +49,7 @@ def refuse_implausible(
     limit, limit_name = machine.memory_bytes, "this machine has"
     if config.memory is not None and int(config.memory) < limit:
         limit, limit_name = int(config.memory), "memory allows"
-    parts = [part for part in _parts(config, source, length, device) if part[1]]
+    parts = [part for part in _parts(config, source, length, device, sparse) if part[1]]
     total = sum(size for _, size in parts)
     if total > _TIMES * limit:
         shown = "; ".join(f"{name}: {size_above(size)}" for name, size in parts)
@@ -62,7 +68,9 @@ _ADVICE = {
 }
 
 
-def _parts(config: Config, source: ModelSource, length: int, device: str) -> list[tuple[str, int]]:
+def _parts(
+    config: Config, source: ModelSource, length: int, device: str, sparse: SparsePlan | None
+) -> list[tuple[str, int]]:
     row = sum(spec.bytes(length) for spec in source.inputs.values())
     batch = _COPIES_OF_BATCH * config.batch.size * row
     hidden: Any = getattr(source.hf_config, "hidden_size", None)
@@ -71,14 +79,14 @@ def _parts(config: Config, source: ModelSource, length: int, device: str) -> lis
     if isinstance(hidden, int) and in_host_memory:
         states = length * hidden * _FLOAT_BYTES[config.precision]
     return [
-        (f"store ({source.parameter_count():,} parameters)", _store_bytes(config, source)),
+        (f"store ({source.parameter_count():,} parameters)", _store_bytes(config, source, sparse)),
         (f"batch ({config.batch.size:,} sequences of {length:,})", batch),
         (f"one sequence's hidden states ({length:,} tokens)", states),
         ("buffers", source.buffer_bytes()),
     ]
 
 
-def _store_bytes(config: Config, source: ModelSource) -> int:
+def _store_bytes(config: Config, source: ModelSource, sparse: SparsePlan | None) -> int:
     """Return a lower bound on the store's memory on this host, if the store is in its memory."""
     cluster = config.cluster
     if config.store.flash.path is not None:
@@ -86,9 +94,12 @@ def _store_bytes(config: Config, source: ModelSource) -> int:
     if cluster.shards == "apart" and cluster.has_other_hosts:
         return 0
     trains_all = not (config.freeze or config.train or config.lora.rank is not None)
-    trained = source.trained_count() if trains_all else 0
+    absent = 0
+    if sparse is not None:
+        absent = sum(sparse.elements.values()) - sum(sparse.capacities.values())
+    trained = source.trained_count() - absent if trains_all else 0
     roles = sum(role.bytes(trained) for role in store_factory.optimizer_of(config).roles)
-    weights = 4 * source.parameter_count()
+    weights = 4 * (source.parameter_count() - absent)
     if not trains_all:  # frozen weights that came as bfloat16 stay bfloat16
         weights -= 2 * sum(math.prod(source.shapes()[name]) for name in source.bfloat16)
     once = weights + _FLOAT_BYTES[config.gradient_precision] * trained + roles

@@ -20,6 +20,7 @@ from penstock.store import (
     Group,
     GroupSettings,
     Holding,
+    MaskRule,
     Optimizer,
     Role,
     Schedule,
@@ -55,11 +56,12 @@ def make_store(
     device: str = "cpu",
     notice: Callable[[str], None] = lambda text: None,
     remote_shards: Sequence[RemoteShardStore] | None = None,
+    masks: MaskRule | None = None,
 ) -> Store:
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
     The shards are in this process unless `remote_shards` is given; then the result is not a
-    `MemoryStore`.
+    `MemoryStore`. `masks` is the rule of sparse weights, for a store without shards.
 
     **Raises:** `BudgetError` if the store needs more than `store.dram`.
     """
@@ -75,7 +77,7 @@ def make_store(
             commit_rule(config),
         )
     elif config.store.shards == 1:
-        store = make_dram_shard(config, program, program)
+        store = make_dram_shard(config, program, program, masks)
     else:
         shards = [make_dram_shard(config, program, part) for part in shard_map.parts(program)]
         store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config))
@@ -93,7 +95,9 @@ def make_store(
     return store
 
 
-def make_dram_shard(config: Config, program: Program, holding: Holding) -> DramStore:
+def make_dram_shard(
+    config: Config, program: Program, holding: Holding, masks: MaskRule | None = None
+) -> DramStore:
     """Return an empty store in memory, of a whole program or of a shard's part of it."""
     return DramStore(
         holding,
@@ -102,6 +106,7 @@ def make_dram_shard(config: Config, program: Program, holding: Holding) -> DramS
         groups=_groups(config, program),
         rule=commit_rule(config),
         gradient_dtype=_FLOATS[config.gradient_precision],
+        masks=masks,
     )
 
 

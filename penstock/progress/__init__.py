@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         show_flops,
         show_rate,
         show_shares,
+        show_sparsity,
     )
     from penstock.progress.live import LiveView
     from penstock.progress.log import LineView, show_evaluation
@@ -38,6 +39,7 @@ __all__ = [
     "show_on_stderr",
     "show_rate",
     "show_shares",
+    "show_sparsity",
     "view_for_command",
     "view_from_python",
 ]
@@ -55,6 +57,7 @@ __getattr__ = lazily(
         "show_flops": "figures",
         "show_rate": "figures",
         "show_shares": "figures",
+        "show_sparsity": "figures",
         "view_for_command": "choice",
         "view_from_python": "choice",
     },

@@ -44,6 +44,11 @@ def show_flops(count: float) -> str:
     raise AssertionError("unreachable: P ends the loop")
 
 
+def show_sparsity(sparsity: float) -> str:
+    """Return the share of absent entries, such as `90.00%`."""
+    return f"{sparsity:.2%}"
+
+
 def show_duration(seconds: float) -> str:
     """Return `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 3 h` or `71 years`."""
     if not math.isfinite(seconds):

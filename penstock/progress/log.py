@@ -11,8 +11,10 @@ from penstock.progress.figures import (
     show_bytes,
     show_count,
     show_duration,
+    show_flops,
     show_rate,
     show_shares,
+    show_sparsity,
 )
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View, show_on_stderr
@@ -78,6 +80,8 @@ def step_line(progress: Progress) -> str:
         f"{show_rate(progress.streamed_per_second)} of weights",
         f"engine {show_bytes(last.engine_bytes)}",
     ]
+    if last.sparsity is not None:
+        parts.append(f"sparsity {sparsity_of(progress)}")
     if last.flash_written_bytes:
         parts.append(f"flash {flash_traffic(last)}")
     if progress.epochs is not None:
@@ -86,6 +90,18 @@ def step_line(progress: Progress) -> str:
     if progress.seconds_left is not None:
         parts.append(f"{show_duration(progress.seconds_left)} left")
     return "  ".join(parts)
+
+
+def sparsity_of(progress: Progress) -> str:
+    """Return the sparsity after the last step, and the last change of the masks if there was
+    one."""
+    last, change = progress.last, progress.mask_change
+    assert last is not None
+    assert last.sparsity is not None
+    text = show_sparsity(last.sparsity)
+    if change is None:
+        return text
+    return f"{text}, {show_count(change.changed_entries)} entries changed at step {change.step}"
 
 
 def show_loss(loss: float, unit: str, digits: int = 4) -> str:
@@ -163,11 +179,19 @@ def started_lines(run: RunStarted) -> list[str]:
     if run.steps_per_epoch is not None:
         epochs = f", {run.steps / run.steps_per_epoch:.2f} epochs of the training data"
     resumed = f", resumed from step {run.resumed_from}" if run.resumed_from else ""
+    sparse = ""
+    if run.sparse_weights:
+        absent = 1 - run.sparse_entries / run.sparse_elements
+        sparse = (
+            f"; {run.sparse_weights} weights are sparse ({run.sparse_method}): "
+            f"{show_count(run.sparse_entries)} of {show_count(run.sparse_elements)} entries exist, "
+            f"sparsity {show_sparsity(absent)}"
+        )
     many = "micro-batch" if run.micro_batches == 1 else "micro-batches"
     flash = f" and {show_bytes(run.flash_bytes)} of flash" if run.flash_bytes else ""
     return [
         f"{run.model}: {parameters(run)}, {show_bytes(run.weight_bytes)} of weights in "
-        f"{run.precision}, computed on {run.device}",
+        f"{run.precision}, computed on {run.device}{sparse}",
         f"{run.steps} steps of {show_count(run.tokens_per_step)} {run.row_name} "
         f"({run.micro_batches} {many} of {run.micro_batch}){epochs}, in {run.run_dir}{resumed}",
         f"store: {show_bytes(run.state_bytes)} of memory{flash} for weights, gradients and "
@@ -192,6 +216,11 @@ def measured_lines(run: RunMeasured) -> list[str]:
         if share >= 0.005
     )
     lines = [f"a step's time: {shown}", "a step's traffic: " + traffic(run)]
+    if run.sparsity is not None:
+        lines.append(
+            f"sparsity: {show_sparsity(run.sparsity)} of the sparse weights' entries do not exist; "
+            f"{show_flops(run.flops)}FLOP in {run.steps} steps"
+        )
     if run.flash_rule_written_bytes:
         lines.append(
             f"flash per step: {show_bytes(run.flash_read_bytes / run.steps)} read (predicted: at "

@@ -15,11 +15,18 @@ from penstock.progress.figures import (
     show_bytes,
     show_count,
     show_duration,
+    show_flops,
     show_rate,
     show_shares,
     sparkline,
 )
-from penstock.progress.log import flash_traffic, parameters, show_held_out_loss, show_loss
+from penstock.progress.log import (
+    flash_traffic,
+    parameters,
+    show_held_out_loss,
+    show_loss,
+    sparsity_of,
+)
 from penstock.progress.state import Progress
 from penstock.telemetry import RunStarted, StepDone
 
@@ -91,6 +98,9 @@ def _step_rows(
     if last.clip_scale < 0.995:
         norm += f", clipped to {last.grad_norm * last.clip_scale:.3g}"
     yield "update", f"learning rate {last.learning_rate:.3g}   {norm}"
+    if last.sparsity is not None:
+        yield "sparsity", sparsity_of(progress)
+        yield "", f"{show_flops(last.flops)}FLOP a step"
     yield "engine", _memory(last.engine_bytes, started.engine_bytes)
     yield "store", _memory(last.store_bytes, started.state_bytes)
     if started.flash_bytes:

@@ -42,6 +42,7 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.started: RunStarted | None = None
         self.last: StepDone | None = None
+        self.mask_change: StepDone | None = None  # the last step that changed masks
         self.evaluated: Evaluated | None = None
         self.best: Evaluated | None = None
         self.saved: Saved | None = None
@@ -55,9 +56,11 @@ class Progress:
         if isinstance(event, RunStarted):
             self.started, self._began = event, self._clock()
             self.last, self.losses, self._steps = None, LossHistory(), 0
+            self.mask_change = None
             self._recent.clear()
         elif isinstance(event, StepDone):
             self.last = event
+            self.mask_change = event if event.changed_entries else self.mask_change
             self.losses.add(event.loss)
             self._steps += 1
             if self._steps == _FIRST_STEPS + 1:

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         random_index,
     )
     from penstock.sparsity.layout import SparseLayout
-    from penstock.sparsity.mask_change import MaskChange, Remap, apply_change, require_exact
+    from penstock.sparsity.mask_change import (
+        MaskChange,
+        Remap,
+        apply_change,
+        grown_entries,
+        require_exact,
+        require_not_empty,
+    )
     from penstock.sparsity.measurement import choose_product
     from penstock.sparsity.packed_index import (
         PackedIndex,
@@ -49,7 +56,20 @@ if TYPE_CHECKING:
         exchanging,
         gradual_magnitude,
     )
-    from penstock.sparsity.products import forward, input_gradient, weight_gradient
+    from penstock.sparsity.product_memory import (
+        max_building_bytes,
+        max_layout_bytes,
+        product_bytes,
+    )
+    from penstock.sparsity.products import (
+        entries_of,
+        forward,
+        input_gradient,
+        multiply_token,
+        to_dense,
+        transposed_forward,
+        weight_gradient,
+    )
     from penstock.sparsity.sparsity_schedules import (
         ChangeTimes,
         DropFraction,
@@ -58,7 +78,12 @@ if TYPE_CHECKING:
         sparsity_at,
         steps_of,
     )
-    from penstock.sparsity.streamed import SparseWeight
+    from penstock.sparsity.streamed import (
+        SparseWeight,
+        StreamedWeight,
+        dense_tensors,
+        sparse_refused,
+    )
     from penstock.sparsity.votes import (
         Order,
         Selection,
@@ -100,6 +125,7 @@ __all__ = [
     "SparsityPolicy",
     "SparsitySchedule",
     "StaticMasks",
+    "StreamedWeight",
     "Votes",
     "absent_votes",
     "added",
@@ -110,14 +136,17 @@ __all__ = [
     "choose_product",
     "compact_bytes",
     "correction_ends",
+    "dense_tensors",
     "densities",
     "drop_fraction_at",
     "empty_index",
+    "entries_of",
     "exchanging",
     "forward",
     "from_panels",
     "full_index",
     "gradual_magnitude",
+    "grown_entries",
     "index_from_bytes",
     "index_from_compact",
     "index_of_mask",
@@ -127,19 +156,27 @@ __all__ = [
     "kept_count",
     "kept_votes",
     "magnitude_index",
+    "max_building_bytes",
     "max_bytes",
     "max_compact_bytes",
+    "max_layout_bytes",
+    "multiply_token",
     "narrowed",
+    "product_bytes",
     "random_index",
     "require_exact",
+    "require_not_empty",
     "select",
     "select_absent",
     "select_all",
     "selection_key",
+    "sparse_refused",
     "sparse_weights",
     "sparsity_at",
     "steps_of",
+    "to_dense",
     "to_panels",
+    "transposed_forward",
     "updates_by_age",
     "weight_gradient",
 ]
@@ -149,7 +186,16 @@ _MODULES = {
     "layout": ("SparseLayout",),
     "measurement": ("choose_product",),
     "panels": ("Panels", "from_panels", "to_panels"),
-    "products": ("forward", "input_gradient", "weight_gradient"),
+    "product_memory": ("max_building_bytes", "max_layout_bytes", "product_bytes"),
+    "products": (
+        "entries_of",
+        "forward",
+        "input_gradient",
+        "multiply_token",
+        "to_dense",
+        "transposed_forward",
+        "weight_gradient",
+    ),
     "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
     "ages": (
         "Ages",
@@ -168,7 +214,9 @@ _MODULES = {
         "MaskChange",
         "Remap",
         "apply_change",
+        "grown_entries",
         "require_exact",
+        "require_not_empty",
     ),
     "packed_index": (
         "PackedIndex",
@@ -193,7 +241,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight",),
+    "streamed": ("SparseWeight", "StreamedWeight", "dense_tensors", "sparse_refused"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

@@ -10,9 +10,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
+
 from penstock.errors import ConfigError
 
 Bfloat16 = Literal["dots", "unpacked"]
+
+PANEL_TOKENS = {torch.float32: (32, 64, 128), torch.bfloat16: (64, 128, 256)}
+"""Tokens of a panel that a measurement tries, by type."""
+
+TILE_BYTES = (1 << 20, 4 << 20, 16 << 20)
+"""Bytes of a dense tile that a measurement tries."""
+
+LEAST_TILE_ROWS = 16
+LEAST_BLOCK_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,12 @@ class Choice:
                 "resume the run with the version of Penstock that recorded it"
             ) from error
         return choice
+
+
+def panel_sizes(dtype: torch.dtype, tokens: int) -> tuple[int, ...]:
+    """Return the sizes of a panel that suit a number of tokens, ascending."""
+    sizes = PANEL_TOKENS[dtype]
+    return tuple(size for size in sizes if size <= max(tokens, sizes[0]))
 
 
 def _product(record: dict[str, Any]) -> Product:

@@ -32,6 +32,11 @@ class Rows:
     columns: np.ndarray
     positions: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.starts.nbytes + self.columns.nbytes + self.positions.nbytes
+
     def transposed(self) -> Rows:
         """Return the transposed matrix."""
         rows, columns = self.shape
@@ -74,8 +79,9 @@ class Rows:
 class SparseLayout:
     """The mask of a weight `[outputs, inputs]`, made once per change of the mask.
 
-    What a product needs is made at its first use and kept: the transposed mask, and the order of a
-    matrix. Several threads may use a layout at once.
+    What a product needs is made at its first use and kept: the order of a matrix or, for a product
+    that goes through columns entry by entry, the transposed mask. Several threads may use a layout
+    at once.
 
     Attributes:
         rows: the mask row after row, in the order of the store.
@@ -163,13 +169,28 @@ class SparseLayout:
             )
         if band_rows is not None and band_rows < 1:
             raise ValueError(f"band_rows: expected at least 1, or None for all, got {band_rows}")
-        rows = self.transposed_rows if transposed else self.rows
-        band_rows = rows.shape[0] if band_rows is None else min(band_rows, rows.shape[0])
+        outputs = self.shape[1] if transposed else self.shape[0]
+        band_rows = outputs if band_rows is None else min(band_rows, outputs)
         key = (transposed, block_columns, band_rows)
         with self._lock:
             if key not in self._blocked:
+                rows = self._transposed_now() if transposed else self.rows
                 self._blocked[key] = rows.blocked(block_columns, band_rows)
             return self._blocked[key]
+
+    def _transposed_now(self) -> Rows:
+        """The transposed mask, which is not kept for an order that is made of it."""
+        kept: Rows | None = self.__dict__.get("transposed_rows")
+        return kept or self.rows.transposed()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is kept at present."""
+        with self._lock:
+            matrices = [part for matrix in self._blocked.values() for part in matrix[3:]]
+            kept = [self.__dict__.get(name) for name in ("transposed_rows", "bitmap")]
+        held = sum(array.nbytes for array in matrices)
+        return self.rows.nbytes + held + sum(part.nbytes for part in kept if part is not None)
 
     def forget_blocked(self) -> None:
         """Free the orders that products have asked for; they are made again when needed."""

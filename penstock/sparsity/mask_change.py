@@ -9,7 +9,7 @@ then moved in one pass: dropped entries are gone, kept ones are moved, grown one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from penstock.sparsity.packed_index import (
     PackedIndex,
     granule_count,
     index_of_codes,
+    index_of_positions,
     max_code_bytes,
 )
 from penstock.sparsity.votes import Order, Selection, flip_of, patterns_of
@@ -138,6 +139,7 @@ def apply_change(
     index: PackedIndex,
     magnitudes: np.ndarray | None = None,
     dense_gradient: np.ndarray | None = None,
+    grown: PackedIndex | None = None,
 ) -> Remap:
     """Apply a change to a part of its weight.
 
@@ -147,7 +149,8 @@ def apply_change(
         magnitudes: float32 `[kept]` or bfloat16 patterns: the values on which the votes on `drop`
             were taken; None if these are dropped in a random order.
         dense_gradient: float32 `[elements]` or bfloat16 patterns: those on which the votes on
-            `grow` were taken; None if these are grown in a random order.
+            `grow` were taken; None if these are grown in a random order, or `grown` is given.
+        grown: the entries of this part that `grow` selects, if they are known (`grown_entries`).
 
     Raises:
         NonFiniteError: a value is NaN or infinite.
@@ -156,27 +159,20 @@ def apply_change(
     drop_patterns, grow_patterns = _NO_PATTERNS, _NO_PATTERNS
     if change.drop.count:
         drop_patterns = patterns_of(change.drop.order, magnitudes, index.kept)
-    if change.grow.count:
+    if change.grow.count and grown is None:
         grow_patterns = patterns_of(change.grow.order, dense_gradient, index.elements)
     most = index.kept + min(change.grow.count, index.absent)
     source: np.ndarray = np.empty(most, np.int32 if index.kept < 2**31 else np.int64)
     codes = np.empty(max_code_bytes(most, index.elements), np.uint8)
     sizes = np.empty(granule_count(index.elements), np.uint16)
-    kept, written = _apply(
-        index.codes,
-        index.code_offsets,
-        index.begin,
-        index.elements,
-        drop_patterns,
-        change.drop.count > 0,
-        _bounds(change.drop),
-        grow_patterns,
-        change.grow.count > 0,
-        _bounds(change.grow),
-        codes,
-        sizes,
-        source,
-    )
+    mask = (index.codes, index.code_offsets, index.begin, index.elements)
+    drop = (drop_patterns, change.drop.count > 0, _bounds(change.drop))
+    if grown is None:
+        grow = (grow_patterns, change.grow.count > 0, _bounds(change.grow))
+        kept, written = _apply(*mask, *drop, *grow, codes, sizes, source)
+    else:
+        positions = grown.positions() - index.begin
+        kept, written = _apply_grown(*mask, *drop, positions, codes, sizes, source)
     if kept < 0:
         raise ValueError(
             f"mask of {change.weight}: expected to grow at most {change.grow.count} entries, more "
@@ -186,6 +182,27 @@ def apply_change(
     source = source[:kept].copy()
     stayed = int(np.count_nonzero(source >= 0))
     return Remap(new, source, index.kept - stayed)
+
+
+def grown_entries(
+    weight: str, grow: Selection, index: PackedIndex, dense_gradient: np.ndarray
+) -> PackedIndex:
+    """Return the absent entries that a selection grows in a part of a weight, as a mask of them.
+
+    With it, a change is applied without the dense gradient, which need not be held until then.
+
+    Args:
+        weight: its name.
+        grow: decided selection among the absent entries.
+        index: the mask of this part.
+        dense_gradient: as for `apply_change`, whose errors are those of this function.
+    """
+    nothing = replace(grow, count=0)
+    remap = apply_change(
+        MaskChange(weight, max(1, index.kept), nothing, grow), index, None, dense_gradient
+    )
+    grown = remap.index.positions()[remap.source < 0]
+    return index_of_positions(grown, index.elements, index.begin)
 
 
 def require_exact(change: MaskChange, parts: Sequence[Remap]) -> None:
@@ -281,6 +298,65 @@ def _apply(
                     kept += 1
                 entry += 1
                 i += 1
+        new_sizes[granule] = at - start
+    return kept, at
+
+
+@serial_kernel
+def _apply_grown(
+    codes,
+    code_offsets,
+    begin,
+    elements,
+    drop_patterns,
+    drops,
+    drop,
+    grown,
+    new_codes,
+    new_sizes,
+    source,
+):
+    """Like `_apply`, for the grown positions, counted from `begin`; return -1 too if one of them is
+    kept already."""
+    entry = 0
+    kept = 0
+    at = 0
+    following = 0
+    for granule in range(code_offsets.size - 1):
+        start = at
+        last = np.int64(granule * GRANULE - 1)
+        position = last
+        end = code_offsets[granule + 1]
+        for place in range(code_offsets[granule], end + 1):
+            is_entry = place < end
+            run_end = min((granule + 1) * GRANULE, elements)
+            if is_entry:
+                code = np.int64(codes[place])
+                if code == ESCAPE:
+                    position += ESCAPE
+                    continue
+                position += code + 1
+                run_end = position
+            while following < grown.size and grown[following] < run_end:
+                if kept == source.size:
+                    return -1, at
+                at = put_gap(new_codes, at, grown[following] - last - 1)
+                last = grown[following]
+                source[kept] = -1
+                kept += 1
+                following += 1
+            if is_entry:
+                if following < grown.size and grown[following] == position:
+                    return -1, at
+                rank = _rank(drop_patterns, entry, drop) if drops else np.uint64(0)
+                if not (drops and _is_selected(rank, drop, begin + position)):
+                    if kept == source.size:
+                        return -1, at
+                    at = put_gap(new_codes, at, position - last - 1)
+                    last = position
+                    source[kept] = entry
+                    kept += 1
+                entry += 1
         new_sizes[granule] = at - start
     return kept, at
 

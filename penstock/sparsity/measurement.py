@@ -20,19 +20,28 @@ import numpy as np
 import torch
 
 from penstock.kernels.sparse_vectors import has_bfloat16_dot
-from penstock.sparsity.choice import Bfloat16, Choice, DenseTiles, Product, SparseKernel
+from penstock.sparsity.choice import (
+    LEAST_BLOCK_COLUMNS,
+    LEAST_TILE_ROWS,
+    PANEL_TOKENS,
+    TILE_BYTES,
+    Bfloat16,
+    Choice,
+    DenseTiles,
+    Product,
+    SparseKernel,
+    panel_sizes,
+)
 from penstock.sparsity.layout import SparseLayout
 from penstock.sparsity.products import forward, input_gradient, weight_gradient
 
 _MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays in a cache either way
 _MOST_TOKENS = 1024
 _REPETITIONS = 3
-_PANEL_TOKENS = {torch.float32: (32, 64, 128), torch.bfloat16: (64, 128, 256)}
 _BLOCK_OF_FIRST_CACHE = (0.5, 1.25)  # inputs of a block, as a share of the cache
 _BLOCK_OF_SECOND_CACHE = 0.125
 _BAND_OF_SECOND_CACHE = 1 / 16  # outputs of a band, likewise
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
-_TILE_BYTES = (1 << 20, 4 << 20, 16 << 20)
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -53,7 +62,7 @@ def choose_product(
     Raises:
         ValueError: an argument is out of range.
     """
-    if dtype not in _PANEL_TOKENS:
+    if dtype not in PANEL_TOKENS:
         raise ValueError(f"dtype: expected float32 or bfloat16, got {dtype}")
     if not 0 <= sparsity < 1 or tokens < 1 or min(shape) < 1:
         raise ValueError(
@@ -87,8 +96,7 @@ def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, token
 
 def _panels(dtype: torch.dtype, tokens: int) -> list[tuple[int, Bfloat16]]:
     """The tokens of a panel and the ways to multiply bfloat16 that are worth measuring."""
-    sizes = _PANEL_TOKENS[dtype]
-    few = [size for size in sizes if size <= max(tokens, sizes[0])][-2:]
+    few = panel_sizes(dtype, tokens)[-2:]
     methods: tuple[Bfloat16, ...] = ("unpacked",)
     if dtype == torch.bfloat16 and has_bfloat16_dot():
         methods = ("dots", "unpacked")
@@ -137,7 +145,7 @@ class _Case:
     def dense_tiles(self) -> list[Choice]:
         inputs = max(self.layout.shape)
         itemsize = self.dtype.itemsize
-        bands = sorted({max(16, size // (inputs * itemsize)) for size in _TILE_BYTES})
+        bands = sorted({max(LEAST_TILE_ROWS, size // (inputs * itemsize)) for size in TILE_BYTES})
         return [_all(32, DenseTiles(min(band, inputs))) for band in bands]
 
     def sparse_kernels(self, name: str, panel_tokens: int, bfloat16: Bfloat16) -> list[Choice]:
@@ -148,7 +156,10 @@ class _Case:
         sizes = [share * first for share in _BLOCK_OF_FIRST_CACHE]
         sizes.append(_BLOCK_OF_SECOND_CACHE * second)
         column_bytes = panel_tokens * self.dtype.itemsize
-        blocks = {min(columns, max(16, int(size / column_bytes) // 16 * 16)) for size in sizes}
+        blocks = {
+            min(columns, max(LEAST_BLOCK_COLUMNS, int(size / column_bytes) // 16 * 16))
+            for size in sizes
+        }
         useful = {b for b in blocks if b * self.density >= _LEAST_ENTRIES} or {max(blocks)}
         most = rows
         threads, panels = numba.get_num_threads(), -(-self.tokens // panel_tokens)

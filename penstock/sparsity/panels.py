@@ -9,7 +9,8 @@ import torch
 
 from penstock.kernels.sparse_panels import pack, panel_count, unpack
 
-_TYPES = {torch.float32: 16, torch.bfloat16: 32}  # tokens of a vector
+ACTIVATION_TYPES = {torch.float32: 16, torch.bfloat16: 32}
+"""The types that the products know, and the tokens of a vector of each."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def empty_panels(dtype: torch.dtype, tokens: int, features: int, panel_tokens: i
     Raises:
         ValueError: a panel is not whole vectors.
     """
-    step = _TYPES[dtype]
+    step = ACTIVATION_TYPES[dtype]
     if panel_tokens <= 0 or panel_tokens % step:
         raise ValueError(
             f"panel_tokens: expected a multiple of {step} for {dtype}, got {panel_tokens}"
@@ -73,7 +74,7 @@ def check_activations(name: str, x: torch.Tensor) -> None:
     Raises:
         ValueError: naming the tensor, the expected and the actual value.
     """
-    if x.dtype not in _TYPES or x.dim() != 2 or x.device.type != "cpu" or 0 in x.shape:
+    if x.dtype not in ACTIVATION_TYPES or x.dim() != 2 or x.device.type != "cpu" or 0 in x.shape:
         raise ValueError(
             f"{name}: expected float32 or bfloat16 [tokens, features] in host memory, got "
             f"{x.dtype} {list(x.shape)} on {x.device}"

@@ -78,6 +78,18 @@ class MaskUpdate:
 class SparsityPolicy(Protocol):
     """The rule by which masks change during a run."""
 
+    @property
+    def updates_between_changes(self) -> int | None:
+        """The least number of updates between two changes of a mask, 1 or more; None if no entry is
+        ever grown, so that all entries are equally old."""
+        ...
+
+    @property
+    def grown_by_gradient(self) -> float:
+        """The greatest share of its kept entries by which a change grows a weight by its dense
+        gradient; 0 if no change does."""
+        ...
+
     def needs_dense_gradients(self, step: int) -> bool:
         """Return whether step `step` computes gradients of absent entries too; known before the
         step begins."""
@@ -94,6 +106,14 @@ class SparsityPolicy(Protocol):
 @dataclass(frozen=True)
 class StaticMasks:
     """The masks of the start, for the whole run."""
+
+    @property
+    def updates_between_changes(self) -> int | None:
+        return None
+
+    @property
+    def grown_by_gradient(self) -> float:
+        return 0.0
 
     def needs_dense_gradients(self, step: int) -> bool:
         return False
@@ -118,6 +138,14 @@ class GradualMagnitude:
     schedules: Mapping[str, SparsitySchedule]
     times: ChangeTimes
 
+    @property
+    def updates_between_changes(self) -> int | None:
+        return None
+
+    @property
+    def grown_by_gradient(self) -> float:
+        return 0.0
+
     def needs_dense_gradients(self, step: int) -> bool:
         return False
 
@@ -139,6 +167,14 @@ class _Exchange:
 
     times: ChangeTimes
     fraction: DropFraction
+
+    @property
+    def updates_between_changes(self) -> int | None:
+        return self.times.every
+
+    @property
+    def grown_by_gradient(self) -> float:
+        return 0.0
 
     def _is_due(self, step: int) -> bool:
         return self.times.is_due(step) and drop_fraction_at(self.fraction, step) > 0
@@ -178,6 +214,14 @@ class RigL(_Exchange):
     every change exchanges the number of entries that the drop fraction names.
     """
 
+    @property
+    def updates_between_changes(self) -> int | None:
+        return max(1, self.times.every - 1)  # a change takes the place of an update
+
+    @property
+    def grown_by_gradient(self) -> float:
+        return self.fraction.initial
+
     def needs_dense_gradients(self, step: int) -> bool:
         return self._is_due(step)
 
@@ -198,6 +242,17 @@ class Densify:
 
     until: SparsityPolicy
     step: int
+
+    @property
+    def updates_between_changes(self) -> int | None:
+        # The last gap, to the step at which masks are lifted, may be shorter than the others: of
+        # two gaps or more, the mean is at least half of one of the others.
+        between = self.until.updates_between_changes
+        return max(1, self.step if between is None else between // 2)
+
+    @property
+    def grown_by_gradient(self) -> float:
+        return self.until.grown_by_gradient
 
     def needs_dense_gradients(self, step: int) -> bool:
         return step < self.step and self.until.needs_dense_gradients(step)

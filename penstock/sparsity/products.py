@@ -20,6 +20,7 @@ from penstock.kernels.sparse_vector_product import multiply_vector
 from penstock.sparsity.choice import Choice, DenseTiles, Product
 from penstock.sparsity.layout import Rows, SparseLayout
 from penstock.sparsity.panels import (
+    ACTIVATION_TYPES,
     Panels,
     check_activations,
     empty_panels,
@@ -58,13 +59,9 @@ def forward(
         ValueError: a tensor has another type or shape.
     """
     _check(layout, values, x, layout.shape[1], "x")
-    if bias is not None and bias.shape != (layout.shape[0],):
-        raise ValueError(
-            f"bias: expected shape [{layout.shape[0]}], one number per output, "
-            f"got {list(bias.shape)}"
-        )
+    _check_bias(bias, layout.shape[0])
     if isinstance(x, torch.Tensor) and x.shape[0] == 1:
-        y: Any = _of_one_token(layout, values, x, bias)
+        y: Any = _of_one_token(layout, values, x, bias, transposed=False)
         return y
     return _multiply(layout, values, x, bias, choice, choice.forward, transposed=False)
 
@@ -85,6 +82,98 @@ def input_gradient(
     """
     _check(layout, values, dy, layout.shape[0], "dy")
     return _multiply(layout, values, dy, None, choice, choice.input_gradient, transposed=True)
+
+
+def transposed_forward(
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: Activations,
+    bias: torch.Tensor | None = None,
+    *,
+    choice: Choice,
+) -> Activations:
+    """Return `x W + bias`, the forward product of a weight that is stored `[inputs, outputs]`.
+
+    It is the product of `input_gradient`, with a bias. One token is multiplied by a kernel of its
+    own, whatever the choice.
+
+    Args:
+        layout: the mask, by rows of inputs.
+        values: float32 or bfloat16 `[entries]`, in the order of the store.
+        x: of the values' type, `[tokens, inputs]`, or panels of it.
+        bias: `[outputs]`.
+
+    Returns:
+        `[tokens, outputs]`, or panels.
+
+    Raises:
+        ValueError: a tensor has another type or shape.
+    """
+    _check(layout, values, x, layout.shape[0], "x")
+    _check_bias(bias, layout.shape[1])
+    if isinstance(x, torch.Tensor) and x.shape[0] == 1:
+        y: Any = _of_one_token(layout, values, x, bias, transposed=True)
+        return y
+    return _multiply(layout, values, x, bias, choice, choice.input_gradient, transposed=True)
+
+
+def multiply_token(
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """Return the product of one token, `[1, features]`, with `W` or, `transposed`, with `W^T`.
+
+    It has the bits of `forward` and `transposed_forward`, and needs no choice.
+
+    Raises:
+        ValueError: a tensor has another type or shape.
+    """
+    features, outputs = layout.shape if transposed else layout.shape[::-1]
+    _check(layout, values, x, features, "x")
+    _check_bias(bias, outputs)
+    if x.shape[0] != 1:
+        raise ValueError(f"x: expected one token, got {x.shape[0]}; use forward")
+    return _of_one_token(layout, values, x, bias, transposed=transposed)
+
+
+def to_dense(layout: SparseLayout, values: torch.Tensor) -> torch.Tensor:
+    """Return the weight `[outputs, inputs]` of the values' type, 0 where the mask keeps nothing.
+
+    Raises:
+        ValueError: the values are not those of the mask.
+    """
+    if values.dtype not in ACTIVATION_TYPES or values.shape != (layout.entries,):
+        raise ValueError(
+            f"values: expected float32 or bfloat16 [{layout.entries}], one per entry of the mask, "
+            f"got {values.dtype} {list(values.shape)}"
+        )
+    dense = torch.empty(layout.shape, dtype=values.dtype)
+    _expand_rows(layout, values, range(layout.shape[0]), dense)
+    return dense
+
+
+def entries_of(layout: SparseLayout, dense: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor `[outputs, inputs]` at the entries of the mask.
+
+    Returns:
+        float32 `[entries]`, in the order of the store.
+
+    Raises:
+        ValueError: the tensor has another type or shape.
+    """
+    if dense.dtype not in ACTIVATION_TYPES or dense.shape != layout.shape:
+        raise ValueError(
+            f"dense tensor: expected float32 or bfloat16 {list(layout.shape)}, got {dense.dtype} "
+            f"{list(dense.shape)}"
+        )
+    kept = torch.empty(layout.entries, dtype=torch.float32)
+    rows = layout.rows
+    collect(rows.starts, rows.columns, range(layout.shape[0]), flat(dense), flat(kept))
+    return kept
 
 
 def weight_gradient(
@@ -182,12 +271,15 @@ def _multiply_tiles(
     """
     outputs, inputs = reversed(layout.shape) if transposed else layout.shape
     y = x.new_empty(x.shape[0], outputs)
-    if transposed and band_rows >= outputs:
-        weight = _tile_memory(inputs * outputs, x.dtype)
-        _expand_rows(layout, values, range(inputs), weight)
-        return torch.mm(x, weight.view(inputs, outputs), out=y)
-    memory = _tile_memory(min(band_rows, outputs) * inputs, x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
+    if transposed and band_rows >= outputs:
+        memory = _tile_memory(inputs * outputs, x.dtype)
+        _expand_rows(layout, values, range(inputs), memory)
+        weight = memory.view(inputs, outputs)
+        if bias is None:
+            return torch.mm(x, weight, out=y)
+        return torch.addmm(bias, x, weight, out=y)
+    memory = _tile_memory(min(band_rows, outputs) * inputs, x.dtype)
     for band in _bands(outputs, band_rows):
         tile = memory[: len(band) * inputs]
         if transposed:
@@ -239,12 +331,21 @@ def _gradient_from_tiles(
 
 
 def _of_one_token(
-    layout: SparseLayout, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+    layout: SparseLayout,
+    values: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    transposed: bool,
 ) -> torch.Tensor:
+    rows, ordered = layout.rows, flat(values)
+    if transposed:
+        rows = layout.transposed_rows
+        ordered = gather(ordered, rows.positions)
     y = multiply_vector(
-        layout.rows.starts,
-        layout.rows.columns,
-        flat(values),
+        rows.starts,
+        rows.columns,
+        ordered,
         flat(x.float()),
         None if bias is None else flat(bias.float()),
     )
@@ -292,6 +393,13 @@ def _check(
         raise ValueError(
             f"values: expected {_dtype(x)} [{layout.entries}], of the type of {name} and one per "
             f"entry of the mask, got {values.dtype} {list(values.shape)}"
+        )
+
+
+def _check_bias(bias: torch.Tensor | None, outputs: int) -> None:
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(
+            f"bias: expected shape [{outputs}], one number per output, got {list(bias.shape)}"
         )
 
 

@@ -27,6 +27,7 @@ from penstock.distributed.rpc import ShardReport, body_of_decision, error_class
 from penstock.planning import ExecutionPlan, builders, store_factory
 from penstock.program import Program
 from penstock.step.local import step_done
+from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import Commit, CommitRule, Store, merged
@@ -170,6 +171,7 @@ class DistributedStepRunner:
             store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
             tokens=self._tokens,
             engine_bytes=self.manager.heartbeat_stats.peak_bytes,
+            figures=MaskFigures.of(self._layout, {}, commit.decision),
         )
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
 from penstock.planning import ExecutionPlan
+from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
-from penstock.store import Commit, Store
+from penstock.store import Commit, Store, kept_entries
 from penstock.telemetry import Measured, Spans, StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
@@ -74,6 +75,7 @@ class StepRunner:
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1
+        kept = kept_entries(self._store)
         schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
         waiting = self._sweep(schedule.before_loss, None)
@@ -95,6 +97,7 @@ class StepRunner:
             store_seconds=measured.seconds["store"],
             tokens=self._tokens,
             engine_bytes=self.engine_peak_bytes,
+            figures=MaskFigures.of(self._layout, kept, commit.decision),
         )
 
     def _begin(self) -> float:
@@ -138,9 +141,10 @@ class StepRunner:
             yield operation
 
     def _load(self, operation: Operation) -> None:
-        size = sum(self._layout.program.weights[name].stream_bytes for name in operation.weights)
-        with self._spans.span("store", "fetch", step=self._step, op=operation.number, bytes=size):
+        span = self._spans.span("store", "fetch", step=self._step, op=operation.number)
+        with span:
             weights = self._store.fetch(operation.stage, operation.positions)
+            span.bytes = sum(weight.nbytes for weight in weights)
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
                 engine.load(operation.stage, tensors)
 
@@ -158,9 +162,10 @@ class StepRunner:
         step, op = self._step, operation.number
         with self._spans.span("gradients", "wait", step=step, op=op):
             nodes = [part.wait() for part in made if part is not None]
-        size = sum(4 * self._layout.program.weights[name].elements for name in operation.gradients)
-        with self._spans.span("store", "receive", step=step, op=op, bytes=size):
+        span = self._spans.span("store", "receive", step=step, op=op)
+        with span:
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
+            span.bytes = sum(gradient.nbytes for gradient in total if gradient is not None)
             self._store.receive(operation.stage, total)
 
 
@@ -173,6 +178,7 @@ def step_done(
     store_seconds: float,
     tokens: int,
     engine_bytes: int,
+    figures: MaskFigures,
 ) -> StepDone:
     """Return the event of a committed step.
 
@@ -182,6 +188,7 @@ def step_done(
         seconds: of the whole step.
         store_seconds: the part of `seconds` in which no engine computed.
         engine_bytes: the peak memory of any engine.
+        figures: of the arithmetic and the masks.
     """
     decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()
@@ -206,4 +213,7 @@ def step_done(
         update_seconds=traffic.update_seconds,
         snapshot_seconds=traffic.snapshot_seconds,
         peak_rss_bytes=process_memory.peak_resident_bytes(),
+        flops=figures.flops,
+        sparsity=figures.sparsity,
+        changed_entries=figures.changed_entries,
     )

@@ -96,7 +96,14 @@ def make_local_engines(
             threads=config.engine.threads,
         )
     return SingleDevice(
-        builders.make_engines(layout.program, layout.plan, layout.shares, config.engines, device)
+        builders.make_engines(
+            layout.program,
+            layout.plan,
+            layout.shares,
+            config.engines,
+            device,
+            layout.sparse_weights,
+        )
     )
 
 

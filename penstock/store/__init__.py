@@ -33,9 +33,12 @@ from penstock.store.interface import (
     Store,
     Traffic,
     WeightReader,
+    kept_entries,
 )
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
+from penstock.store.mask_rule import InitialMask, MaskRule
+from penstock.store.memory_account import dram_store_memory
 from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -48,6 +51,7 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.packed_export import export_packed, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.sharded import Assembly, ShardedStore
@@ -77,7 +81,9 @@ __all__ = [
     "GroupSettings",
     "HeldPart",
     "Holding",
+    "InitialMask",
     "Lion",
+    "MaskRule",
     "MemoryStore",
     "MergedWeights",
     "Optimizer",
@@ -101,13 +107,17 @@ __all__ = [
     "checkpoint_folders",
     "checkpoint_hash",
     "commit_by",
+    "dram_store_memory",
     "export_adapters",
     "export_huggingface",
+    "export_packed",
     "fill",
     "find_checkpoint",
+    "kept_entries",
     "learning_rate",
     "load_checkpoint",
     "make_optimizer",
+    "mask_of",
     "merged",
     "portions_of",
     "read_state",

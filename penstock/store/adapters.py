@@ -20,10 +20,12 @@ from penstock.store import tensor_file
 from penstock.store.files import appearing_folder
 from penstock.store.interface import WeightReader
 from penstock.store.narrowing import narrowed
+from penstock.store.packed_export import mask_of
 from penstock.store.roles import MASTER
 
 if TYPE_CHECKING:
     from penstock.models import Adapter
+    from penstock.sparsity import PackedIndex
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -59,6 +61,11 @@ class MergedWeights:
         product = down[:, first:last].T @ up.T if adapter.transposed else up[first:last] @ down
         inside = slice(begin - first * columns, end - first * columns)
         return values + np.float32(adapter.scale) * product.reshape(-1)[inside]
+
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a sparse weight; None for a dense one, and for one whose adapter fills
+        the entries that the mask lacks."""
+        return None if name in self._adapters else mask_of(self._weights, name)
 
     def _matrix(self, name: str) -> np.ndarray:
         shape = self._weights.shapes[name]

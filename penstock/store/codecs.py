@@ -14,7 +14,14 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.kernels.split_master import Weight, join, split
-from penstock.weight_formats import BFLOAT16, DENSE, SPLIT, WeightFormat
+from penstock.weight_formats import (
+    BFLOAT16,
+    DENSE,
+    PACKED,
+    PACKED_SPLIT,
+    SPLIT,
+    WeightFormat,
+)
 
 _LOW, _HIGH = 0, 1  # the halves of a float32 in memory order, the low half first
 
@@ -104,8 +111,12 @@ def _decode_bfloat16(parts: Weight, begin: int, end: int) -> np.ndarray:
     return widened(parts[0][begin:end])
 
 
+_WHOLE, _HALVES = _Codec(_copy, _decode_dense), _Codec(_encode_split, _decode_split)
+
 _CODECS: Mapping[str, _Codec] = {
-    DENSE.name: _Codec(_copy, _decode_dense),
-    SPLIT.name: _Codec(_encode_split, _decode_split),
+    DENSE.name: _WHOLE,
+    SPLIT.name: _HALVES,
     BFLOAT16.name: _Codec(_copy, _decode_bfloat16),
+    PACKED.name: _WHOLE,
+    PACKED_SPLIT.name: _HALVES,
 }

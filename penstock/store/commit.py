@@ -6,7 +6,8 @@ every shard receives the decision (`decide`). Only `CommitRule.decide` makes a d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from penstock.errors import StorageError
 from penstock.store.holding import Holding
@@ -43,14 +44,24 @@ class CommitRule:
         return Commit(Decision(step, norm, scale, rate), zero_gradients(holding, report))
 
 
-def commit_by(rule: CommitRule, store: Store) -> Commit:
+def commit_by(
+    rule: CommitRule, store: Store, decide_masks: Callable[[Decision], Decision] | None = None
+) -> Commit:
     """Commit the step of a store that holds, or can query, all of its gradients.
+
+    Args:
+        rule: decides the step.
+        store: its holder.
+        decide_masks: adds the changes of masks to a decision, if the store has sparse weights.
 
     Raises:
         NoTrainingError: a trainable weight received no gradient. Nothing is committed.
         NonFiniteError: a gradient is NaN or infinite. Nothing is committed.
+        ConfigError: a mask would keep no entry. Nothing is committed.
     """
     commit = rule.decide(store.program, store.step + 1, store.prepare())
+    if decide_masks is not None:
+        commit = replace(commit, decision=decide_masks(commit.decision))
     store.decide(commit.decision)
     return commit
 

@@ -4,35 +4,43 @@ Updates are lazy and exact. `commit` only fixes their inputs (the clip factor, t
 Each weight is updated at its next fetch, so stage 0 is ready at once and the other updates overlap
 with computation. Every read of a weight updates the weight first, so callers cannot observe the
 delay.
+
+A sparse weight has memory for the entries that its mask keeps. When its mask changes, the pending
+update moves the entries that stay, and their state, to their new places.
 """
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from penstock.errors import StorageError
+from penstock.sparsity import MaskSize, PackedIndex, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
-from penstock.store.content_hash import hash_read
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, home_stages
-from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
-from penstock.store.layout import allocate_role, slabs_of
-from penstock.store.masters import Masters
+from penstock.store.mask_rule import MaskRule
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.packed import require_dense
 from penstock.store.portions import SlabPortions
-from penstock.store.roles import MASTER, Stored, stored_of
-from penstock.store.snapshot import Parts, Snapshot
+from penstock.store.roles import (
+    AGE,
+    MASTER,
+    Stored,
+)
+from penstock.store.snapshot import Snapshot
 from penstock.store.unchanged import UnchangedWeights
-from penstock.weight_formats import BFLOAT16, DENSE, SPLIT
+from penstock.store.weight_memory import WeightMemory
+from penstock.weight_formats import BFLOAT16, DENSE, PACKED, PACKED_SPLIT, SPLIT
 
-_FORMATS = {"fp32": (DENSE, BFLOAT16), "bf16": (SPLIT, DENSE, BFLOAT16)}
+_FLOATS = (DENSE, BFLOAT16, PACKED)
+_FORMATS = {"fp32": _FLOATS, "bf16": (SPLIT, PACKED_SPLIT, *_FLOATS)}
 
 
 class DramStore:
@@ -48,9 +56,10 @@ class DramStore:
         groups: settings of every trainable weight, by name (`assign_groups`).
         rule: decides the steps that are committed.
         gradient_dtype: float32 or bfloat16, the type of stored gradients.
+        masks: decides the masks of sparse weights; needed to load them, and to train them.
 
     Raises:
-        ValueError: the program has another precision, or a weight has no settings.
+        ValueError: the program has another precision, or a weight has no settings, or no mask rule.
         BudgetError: the slabs cannot be allocated.
     """
 
@@ -62,22 +71,23 @@ class DramStore:
         groups: Mapping[str, GroupSettings] | None = None,
         rule: CommitRule | None = None,
         gradient_dtype: torch.dtype = torch.float32,
+        masks: MaskRule | None = None,
     ) -> None:
         _check_precision(program, precision)
         self.program = program
-        self.step = 0
-        self._optimizer = optimizer
         self._groups = dict(groups or {})
         self._rule = rule
         self._trainable = tuple(n for n in home_stages(program) if program.weights[n].trainable)
-        self._masters = Masters(program)
-        self.memory_bytes = dict(self._masters.memory_bytes)
+        self._optimizer = optimizer
+        self._memory = WeightMemory(program, self._trainable, optimizer, masks)
+        self._masks = self._memory.masks
+        self.memory_bytes = dict(self._memory.masters.memory_bytes)
         self._gradients: Gradients | None = None
-        self._state: dict[str, dict[str, np.ndarray]] = {}
         if optimizer is not None:
-            self._prepare_training(optimizer, gradient_dtype)
-        self._is_loaded = False
-        self._state_is_zero = True
+            self._check_settings(masks)
+            self._gradients = Gradients(program, gradient_dtype, masks=self._masks)
+            self.memory_bytes["gradient"] = self._gradients.memory_bytes
+        self.memory_bytes |= self._memory.state.memory_bytes | self._masks.memory_bytes
         self._decision: Decision | None = None
         self._pending: set[str] = set()
         self._updating: str | None = None
@@ -91,20 +101,19 @@ class DramStore:
         self._streamed_bytes = self._gradient_bytes = 0
         self._update_seconds = 0.0
 
-    def _prepare_training(self, optimizer: Optimizer, gradient_dtype: torch.dtype) -> None:
+    @property
+    def step(self) -> int:
+        """The number of committed steps."""
+        return self._masks.step
+
+    def _check_settings(self, masks: MaskRule | None) -> None:
         missing = [name for name in self._trainable if name not in self._groups]
         if missing:
             raise ValueError(f"trainable weights without settings: {', '.join(missing[:5])}")
         if self._rule is None:
             raise ValueError("a store with an optimizer needs a commit rule")
-        self._gradients = Gradients(self.program, gradient_dtype)
-        self.memory_bytes["gradient"] = self._gradients.memory_bytes
-        for role in optimizer.roles:
-            kinds = dict.fromkeys(self._trainable, role.numpy)
-            arrays, role_bytes = allocate_role(self.program, kinds, role.group)
-            self.memory_bytes[role.name] = role_bytes
-            for name, array in arrays.items():
-                self._state.setdefault(name, {})[role.name] = array
+        if self._masks.names and masks is None:
+            raise ValueError("a store that trains sparse weights needs a mask rule")
 
     def page_lock(self) -> bool:
         """Page-lock the streamed memory for engines on a GPU; once, before the first step.
@@ -113,7 +122,7 @@ class DramStore:
             Whether the system allowed it. Otherwise the copies to the GPU are slower and do not
             overlap with computation; results are the same.
         """
-        return self._masters.page_lock()
+        return self._memory.masters.page_lock()
 
     def take_flash_traffic(self) -> FlashTraffic:
         """No traffic to flash."""
@@ -148,16 +157,18 @@ class DramStore:
         Args:
             weights: every weight of the program once, as name and float32 tensor of its shape.
 
+        Of a sparse weight, the entries of its first mask are kept.
+
         Raises:
             ConfigError: a name is unknown or occurs twice, a weight is missing or has another shape
-                or type; the store must then be loaded again.
+                or type, or a mask would keep no entry; the store must then be loaded again.
         """
-        fill(self, weights)
-        self._state_is_zero = True
+        self.begin_restore()
+        self._memory.load(weights)
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[StreamedWeight]:
         """Return the weights of a stage for streaming, after any pending update.
 
         Args:
@@ -166,7 +177,7 @@ class DramStore:
 
         Returns:
             Read-only views of the store's memory, float32 or bfloat16 as in the program, in the
-            weights' shapes; valid until the next commit.
+            weights' shapes, or `SparseWeight`s; valid until the next commit.
         """
         self._require_loaded()
         names = self.program.stages[stage].weights
@@ -175,7 +186,7 @@ class DramStore:
         chosen = names if positions is None else [names[position] for position in positions]
         return self._views(chosen)
 
-    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def stream(self, names: Sequence[str]) -> list[StreamedWeight]:
         """Return weights by name, as `fetch` does by stage; used by another program of the
         model."""
         self._require_loaded()
@@ -183,8 +194,8 @@ class DramStore:
             self._update(name)
         return self._views(names)
 
-    def _views(self, names: Sequence[str]) -> list[torch.Tensor]:
-        views = [self._masters.stream(name) for name in names]
+    def _views(self, names: Sequence[str]) -> list[StreamedWeight]:
+        views = [self._memory.streamed(name) for name in names]
         with self._count:
             self._streamed_bytes += sum(view.nbytes for view in views)
         return views
@@ -195,18 +206,19 @@ class DramStore:
         Args:
             stage: index of the stage.
             gradients: per trainable weight of the stage, in stage order, a float32 tensor of the
-                weight's shape in host memory, or None where the loss does not depend on it.
+                weight's shape in host memory, or None where the loss does not depend on it. For a
+                sparse weight, one number per kept entry, or the dense gradient if the fetch has
+                asked for it.
 
         Raises:
             RuntimeError: the stage has already sent its gradients in this step.
             ValueError: the number of gradients, or a shape, type or device, is wrong.
         """
         slabs = self._require_optimizer()
-        with self._compute:
-            slabs.check(stage, gradients)
         for name in slabs.trainable(stage):
             self._update(name)  # the old gradient must be used before the new one overwrites it
         with self._compute:
+            slabs.check(stage, gradients)
             received_bytes = slabs.receive(stage, gradients)
         with self._count:
             self._gradient_bytes += received_bytes
@@ -219,10 +231,14 @@ class DramStore:
             NoTrainingError: a trainable weight received no gradient. Nothing is committed.
             NonFiniteError: a gradient is NaN or infinite. Nothing is committed; after `discard` the
                 step may be replayed.
+            ConfigError: a mask would keep no entry. Nothing is committed.
         """
         self._require_optimizer()
         assert self._rule is not None
-        return commit_by(self._rule, self)
+        return commit_by(self._rule, self, self._decide_masks)
+
+    def _decide_masks(self, decision: Decision) -> Decision:
+        return self._masks.decide(decision, self._memory.entries)
 
     def prepare(self) -> GradientReport:
         """Return the report on the step's gradients; afterwards `decide` cannot fail."""
@@ -236,15 +252,16 @@ class DramStore:
         """
         slabs = self._require_optimizer()
         require_next(decision, self.step)
+        self._masks.accept(decision)
         self._decision = decision
-        self.step += 1
-        self._state_is_zero = False
+        self._memory.state_is_zero = False
         self._pending.update(self._trainable)
         slabs.decided()
 
     def discard(self) -> None:
         """Discard the gradients received since the last commit; the step may be replayed."""
         self._require_optimizer().clear()
+        self._masks.discard()
 
     def flush(self) -> None:
         """Apply all pending updates now."""
@@ -283,19 +300,28 @@ class DramStore:
         assert optimizer is not None
         settings = self._groups[name]
         rate = decision.learning_rate * settings.learning_rate_scale
-        weight = self._masters.weight(name)
-        with self._unchanged.watching(name, weight, rate):
-            optimizer.update(
-                weight,
-                slabs.array(name),
-                self._state.get(name, {}),
-                step=decision.step,
-                learning_rate=rate,
-                weight_decay=settings.weight_decay,
-                gradient_scale=decision.clip_scale,
-                key=rounding_key(name),
-                position=self.program.weights[name].begin,
-            )
+        memory = self._memory
+        weight, state = memory.masters.weight(name), memory.state.arrays(name)
+        remap = self._masks.remap(name, memory.entries)  # by the values voted on: before the update
+        if not decision.replaces_update:
+            is_sparse = name in self._masks
+            with self._unchanged.watching(name, weight, rate):
+                optimizer.update(
+                    weight,
+                    slabs.array(name),
+                    state,
+                    step=self._masks.updates,
+                    learning_rate=rate,
+                    weight_decay=settings.weight_decay,
+                    gradient_scale=decision.clip_scale,
+                    key=rounding_key(name),
+                    position=self.program.weights[name].begin,
+                    packed=self._masks.entries(name, state.get(AGE)) if is_sparse else None,
+                )
+        if remap is not None:
+            memory.change_mask(name, remap)
+        if name in self._masks:
+            self._masks.updated(name)
 
     def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights of which no update has changed a bit.
@@ -320,35 +346,46 @@ class DramStore:
     # ------------------------------------------------------------------
 
     def master(self, name: str) -> torch.Tensor:
-        """Return a copy of a weight, float32 in its shape."""
+        """Return a copy of a weight, float32 in its shape, with zeros where it has no entry."""
         self._require_loaded()
         self._update(name)
         spec = self.program.weights[name]
-        return torch.from_numpy(self._masters.read(name, 0, spec.elements).copy()).view(spec.shape)
+        values = self.read(name, MASTER, 0, spec.elements)
+        return torch.from_numpy(values if name in self._masks else values.copy()).view(spec.shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """Return views of a weight's optimizer state by role, in the shapes of a checkpoint."""
         self._require_loaded()
         self._update(name)
-        stored = self.roles(name)
-        arrays = self._state.get(name, {})
+        stored = self._memory.state.stored(name)
         return {
-            role: torch.from_numpy(array).view(stored[role].shape) for role, array in arrays.items()
+            role: torch.from_numpy(array).view(stored[role].shape)
+            for role, array in self._memory.state.arrays(name).items()
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return the arrays of a weight that `read` and `write` accept: its master, then its
-        state."""
-        roles = self._optimizer.roles if self._optimizer and name in self._state else ()
-        return stored_of(self.program.weights[name], roles)
+        state; of a sparse weight, its entries, their state, and its mask."""
+        if self._masks.is_changing(name):
+            self._update(name)
+        return self._memory.roles(name)
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""
         self._require_loaded()
         self._update(name)
-        if role == MASTER:
-            return self._masters.read(name, begin, end)
-        return self._state[name][role][begin:end]
+        return self._memory.read(name, role, begin, end)
+
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a weight, after any pending update; None if the weight is dense."""
+        self._require_loaded()
+        self._update(name)
+        return self._masks.index(name)
+
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]:
+        """The sizes of all masks after the last commit."""
+        return self._masks.sizes
 
     def snapshot(self, buffer_bytes: int) -> Snapshot:
         """Return the state of the present step, for a thread that reads it during later steps.
@@ -365,14 +402,12 @@ class DramStore:
         self._require_loaded()
         if self._snapshot is not None and not self._snapshot.is_closed:
             raise RuntimeError(f"the snapshot of step {self._snapshot.step} is not closed yet")
+        # The roles of a sparse weight have the shapes of its new mask, so its change is applied.
         tensors = {name: self.roles(name) for name in self.program.weights}
         self._snapshot = Snapshot(
-            self.program, self.step, tensors, self._memory_of, self._pending, buffer_bytes
+            self.program, self.step, tensors, self._memory.memory_of, self._pending, buffer_bytes
         )
         return self._snapshot
-
-    def _memory_of(self, name: str, role: str) -> Parts:
-        return self._masters.weight(name) if role == MASTER else (self._state[name][role],)
 
     def begin_restore(self) -> None:
         """Discard gradients and pending updates; the store is unusable until `finish_restore`.
@@ -381,7 +416,7 @@ class DramStore:
         """
         if self._snapshot is not None:
             self._snapshot.close()
-        self._is_loaded = False
+        self._memory.begin_restore()
         self._pending.clear()
         self._updating = None
         self._decision = None
@@ -391,61 +426,47 @@ class DramStore:
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state from `begin` on, during a restore."""
-        if self._is_loaded:
+        if self._memory.is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
-        if role == MASTER:
-            self._masters.write(name, begin, values)
-        else:
-            self._state_is_zero = False
-            self._state[name][role][begin : begin + values.size] = values
+        self._memory.write(name, role, begin, values)
 
     def portions(self, portion_bytes: int) -> SlabPortions:
         """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
+        require_dense(self.program, "a store that is copied to another process")
         self.flush()
-        if not self._is_loaded:
-            self._state_is_zero = False  # the caller is about to write it
-        return SlabPortions((slab for _, slab in self._slabs()), portion_bytes)
+        if not self._memory.is_loaded:
+            self._memory.state_is_zero = False  # the caller is about to write it
+        return SlabPortions((slab for _, slab in self._memory.slabs()), portion_bytes)
 
     def compared(self) -> Compared:
         """Return checksums of a part of the content, chosen by the step (`comparing.py`)."""
+        require_dense(self.program, "a store with replicas")
         self.flush()
         if self._rotation is None:
-            self._rotation = Rotation(self._slabs())
+            self._rotation = Rotation(self._memory.slabs())
         return self._rotation.part(self.step)
-
-    def _slabs(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the memory of all weights and their state, stage by stage, with descriptions."""
-        by_stage: dict[int, list[str]] = {}
-        for name, home in home_stages(self.program).items():
-            by_stage.setdefault(home, []).append(name)
-        for home, names in by_stage.items():
-            stage = self.program.stages[home].name
-            for slab in slabs_of(part for name in names for part in self._masters.weight(name)):
-                yield f"the weights of stage {stage}", slab
-            states = [self._state[name] for name in names if name in self._state]
-            for slab in slabs_of(array for state in states for array in state.values()):
-                yield f"the optimizer's state of stage {stage}", slab
 
     def clear_state(self, name: str) -> None:
         """Set the optimizer state of a weight to its initial zeros, during a restore."""
-        if self._state_is_zero:
-            return  # zeroing again would only allocate untouched pages
-        for array in self._state.get(name, {}).values():
-            array.fill(0)
+        self._memory.clear_state(name)
 
     def finish_restore(self, step: int) -> None:
-        """Make the store usable; its content is the state after `step` commits."""
-        self.step = step
-        self._is_loaded = True
+        """Make the store usable; its content is the state after `step` commits.
+
+        Raises:
+            CorruptionError: the parts of a sparse weight that were written do not belong together.
+            ConfigError: a mask keeps more entries than its weight has room for.
+        """
+        self._memory.finish_restore(step)
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
         self._require_loaded()
         self.flush()
-        return hash_read(self.shapes, self._masters.read)
+        return self._memory.content_hash()
 
     def _require_loaded(self) -> None:
-        if not self._is_loaded:
+        if not self._memory.is_loaded:
             raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
 
     def _require_optimizer(self) -> Gradients:

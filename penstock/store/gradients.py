@@ -4,19 +4,31 @@ Engines send float32. A gradient is rounded once, at arrival, to the store's typ
 gets one part per stage that uses the weight. The parts are added in the order of arrival (the order
 of the backward sweep) and in float32, even if other gradients are stored in bfloat16, so that the
 sum too is rounded only once.
+
+The gradient of a sparse weight has one number per kept entry, except in a step that grows entries
+by the dense gradient: that is reduced to the kept entries at arrival, and not held.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from penstock.kernels.exact_sum import exact_sum
-from penstock.kernels.gradients import add_gradient, copy_gradient
+from penstock.kernels.gradients import (
+    add_gradient,
+    add_packed_gradient,
+    copy_gradient,
+    copy_packed_gradient,
+    sums_of_squares,
+)
+from penstock.store.dense_gradients import DenseGradients
 from penstock.store.holding import HeldStage, Holding, home_stages
 from penstock.store.layout import allocate_role
+from penstock.store.masks import Masks
 from penstock.store.norm import GradientReport
 
 
@@ -24,15 +36,20 @@ class Gradients:
     """The gradient slabs, and the record of arrivals in this step.
 
     Gradients of the weights named in `elsewhere` have no slab: `place` sets their memory before
-    they arrive.
+    they arrive. `masks` are those of the sparse weights.
     """
 
     def __init__(
-        self, holding: Holding, dtype: torch.dtype, elsewhere: Collection[str] = ()
+        self,
+        holding: Holding,
+        dtype: torch.dtype,
+        elsewhere: Collection[str] = (),
+        masks: Masks | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"gradients are kept in float32 or bfloat16, not in {dtype}")
         self._holding = holding
+        self._masks = masks or Masks(holding, None)
         self._trainable = {
             stage.index: trainable_weights(holding, stage) for stage in holding.stages
         }
@@ -42,6 +59,7 @@ class Gradients:
         here = {name: kind for name, kind in kinds.items() if name not in elsewhere}
         self._arrays, self.memory_bytes = allocate_role(holding, here)
         self._order = tuple(name for name in home_stages(holding) if name in uses)
+        self._dense = DenseGradients(uses)
         self._received: set[int] = set()
         self._squares: dict[str, tuple[float, ...]] = {}
         self._non_finite: dict[int, list[str]] = {}
@@ -53,7 +71,8 @@ class Gradients:
     def array(self, name: str) -> np.ndarray:
         """Return a gradient in the form that the optimizer's kernels take: float32 or bfloat16
         patterns."""
-        return self._arrays[name]
+        index = self._masks.index(name)
+        return self._arrays[name] if index is None else self._arrays[name][: index.kept]
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Set the memory for gradients that have no slab, before they arrive."""
@@ -69,23 +88,58 @@ class Gradients:
         if stage in self._received:
             where = self._holding.stages[stage].name
             raise RuntimeError(f"stage {where} has sent its gradients twice in one step")
-        require_gradients(self._holding, stage, gradients)
+        packed = {
+            name: (index.kept,)
+            for name in self._trainable[stage]
+            if (index := self._masks.index(name)) is not None
+            and not self._masks.needs_dense_gradient(name)
+        }
+        require_gradients(self._holding, stage, gradients, packed)
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> int:
         """Store the gradients of one stage, which `check` has accepted, and return their bytes."""
         received_bytes = 0
         for name, gradient in zip(self._trainable[stage], gradients, strict=True):
-            if gradient is None:
-                continue
-            received_bytes += gradient.nbytes
-            source = gradient.detach().contiguous().view(-1).numpy()
-            take = add_gradient if name in self._squares else copy_gradient
-            squares = exact_sum(take(source, self._arrays[name]))
-            self._squares[name] = squares
-            if not all(map(math.isfinite, squares)):
+            source = None
+            if gradient is not None:
+                received_bytes += gradient.nbytes
+                source = gradient.detach().contiguous().view(-1).numpy()
+            is_finite = True
+            if self._masks.needs_dense_gradient(name):
+                source, is_finite = self._reduce(name, source)
+            if source is not None:
+                squares = self._squares[name] = exact_sum(self._take(name, source))
+                is_finite = is_finite and all(map(math.isfinite, squares))
+            if not is_finite:
                 self._non_finite.setdefault(stage, []).append(name)
         self._received.add(stage)
         return received_bytes
+
+    def _take(self, name: str, source: np.ndarray) -> np.ndarray:
+        """Store or add a gradient; return the sums of squares per granule of the weight."""
+        is_first, index = name not in self._squares, self._masks.index(name)
+        if index is None:
+            take = copy_gradient if is_first else add_gradient
+            return take(source, self._arrays[name])
+        take_packed = copy_packed_gradient if is_first else add_packed_gradient
+        return take_packed(source, self.array(name), index.entry_offsets)
+
+    def _reduce(self, name: str, part: np.ndarray | None) -> tuple[np.ndarray | None, bool]:
+        """Select the entries to grow by a dense gradient, once it is complete.
+
+        Returns:
+            The part's numbers of the kept entries, and whether the gradient is finite.
+        """
+        index = self._masks.index(name)
+        assert index is not None
+        kept = None if part is None else part[index.positions() - index.begin]
+        dense = self._dense.add(name, part)
+        if dense is None:
+            return kept, True
+        is_finite = bool(np.isfinite(sums_of_squares(dense)).all())
+        if is_finite:
+            self._masks.grow(name, dense)
+        return kept, is_finite
 
     def report(self) -> GradientReport:
         """Return the report on this step's gradients."""
@@ -112,6 +166,7 @@ class Gradients:
         self._received.clear()
         self._squares.clear()
         self._non_finite.clear()
+        self._dense.clear()
 
 
 def trainable_weights(holding: Holding, stage: HeldStage) -> tuple[str, ...]:
@@ -120,9 +175,14 @@ def trainable_weights(holding: Holding, stage: HeldStage) -> tuple[str, ...]:
 
 
 def require_gradients(
-    holding: Holding, stage: int, gradients: Sequence[torch.Tensor | None]
+    holding: Holding,
+    stage: int,
+    gradients: Sequence[torch.Tensor | None],
+    packed: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Reject invalid gradients of a stage.
+
+    **Arguments:** `packed` are the shapes of gradients that do not have their weights' shapes.
 
     Raises:
         ValueError: the number of gradients, or a shape, type or device, is wrong.
@@ -137,7 +197,7 @@ def require_gradients(
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is None:
             continue
-        shape = holding.weights[name].shape
+        shape = packed.get(name, holding.weights[name].shape)
         if tuple(gradient.shape) != shape or gradient.dtype != torch.float32:
             raise ValueError(
                 f"stage {where}: expected float32 {list(shape)} as the gradient of {name}, got "

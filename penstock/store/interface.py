@@ -1,8 +1,10 @@
 """The interface of a store: weights out, gradients in, and one commit per step."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -11,19 +13,26 @@ from penstock.store.holding import Holding
 from penstock.store.norm import GradientReport
 from penstock.store.roles import Stored
 
+if TYPE_CHECKING:
+    from penstock.sparsity import MaskChange, MaskSize, StreamedWeight
+
 
 @dataclass(frozen=True)
 class Decision:
     """The result of a step's commit decision; every shard of the store updates its weights by it.
 
     `step` counts from 1. `norm` is the global norm of the gradients before clipping. `clip_scale`
-    is the factor on every gradient. `learning_rate` is the schedule's value for this step.
+    is the factor on every gradient. `learning_rate` is the schedule's value for this step. `masks`
+    are the changes of masks, each applied after the weight's update; with `replaces_update` no
+    weight is updated in this step.
     """
 
     step: int
     norm: float
     clip_scale: float
     learning_rate: float
+    masks: tuple[MaskChange, ...] = ()
+    replaces_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,11 @@ class Store(Protocol):
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
-    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]: ...
+    def fetch(
+        self, stage: int, positions: Sequence[int] | None = None
+    ) -> Sequence[StreamedWeight]: ...
 
-    def stream(self, names: Sequence[str]) -> list[torch.Tensor]: ...
+    def stream(self, names: Sequence[str]) -> Sequence[StreamedWeight]: ...
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
@@ -166,3 +177,18 @@ class MemoryStore(Store, Protocol):
     """A store that can be saved during training (`DramStore.snapshot`)."""
 
     def snapshot(self, buffer_bytes: int) -> OpenSnapshot: ...
+
+
+@runtime_checkable
+class _WithMasks(Protocol):
+    """A store that may have sparse weights."""
+
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]: ...
+
+
+def kept_entries(store: Store) -> dict[str, int]:
+    """Return the number of entries of every sparse weight after the last commit, by name."""
+    if not isinstance(store, _WithMasks):
+        return {}
+    return {name: size.kept for name, size in store.mask_sizes.items()}

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.kernels.memory import allocate
 from penstock.store.holding import Holding, home_stages
+from penstock.store.packed import room_of
 
 ALIGNMENT_BYTES = 64
 """Alignment of a weight in a slab: a cache line, which suits vector loads and copies."""
@@ -30,7 +31,7 @@ def allocate_role(
 
     Returns:
         Per weight a zeroed flat array `[ceil(elements / group)]`, aligned to 64 bytes; and the
-        bytes of all slabs.
+        bytes of all slabs. The array of a sparse weight has room for its capacity.
 
     Raises:
         BudgetError: a slab cannot be allocated.
@@ -42,7 +43,7 @@ def allocate_role(
     arrays: dict[str, np.ndarray] = {}
     total_bytes = 0
     for names in by_stage.values():
-        counts = [math.ceil(holding.weights[name].elements / group) for name in names]
+        counts = [room_of(holding.weights[name], group) for name in names]
         sizes = [n * dtypes[name].itemsize for n, name in zip(counts, names, strict=True)]
         slab = allocate(_slab_bytes(sizes))
         total_bytes += slab.nbytes

@@ -1,8 +1,11 @@
 """The weights in memory, each in its format (`penstock.weight_formats`), and their streamed views.
 
 The streamed part of a weight is a view of stored memory, so nothing is cast or stored twice. The
-interface for values is always float32.
+interface for values is always float32. Of a sparse weight, elements are the entries that its mask
+keeps.
 """
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +18,9 @@ from penstock.store.holding import Holding
 from penstock.store.layout import allocate_role, slabs_of
 from penstock.weight_formats import FORMATS
 
+if TYPE_CHECKING:
+    from penstock.sparsity import Remap
+
 PIECE_ELEMENTS = 4 << 20
 """Elements that are read, joined or converted at once: the extra memory of a pass over a model."""
 
@@ -26,7 +32,7 @@ class Masters:
         self._specs = program.weights
         arrays: dict[str, dict[str, np.ndarray]] = {}
         self.memory_bytes: dict[str, int] = {}
-        for part in (part for one in FORMATS.values() for part in one.parts):
+        for part in dict.fromkeys(part for one in FORMATS.values() for part in one.parts):
             kinds = {
                 name: np.dtype(part.dtype)
                 for name, spec in self._specs.items()
@@ -35,10 +41,11 @@ class Masters:
             arrays[part.name], size = allocate_role(program, kinds)
             if size:
                 self.memory_bytes[part.name] = size
-        self._weights: dict[str, Weight] = {
+        self._room: dict[str, Weight] = {
             name: tuple(arrays[part.name][name] for part in spec.format.parts)
             for name, spec in self._specs.items()
         }
+        self._weights = dict(self._room)
         self._streams = {
             name: stream_of(self._weights[name][0], spec) for name, spec in self._specs.items()
         }
@@ -48,12 +55,23 @@ class Masters:
         return self._weights[name]
 
     def stream(self, name: str) -> torch.Tensor:
-        """Return the streamed view of a weight, in its shape."""
+        """Return the streamed view of a weight, in its shape; flat if the weight is sparse."""
         return self._streams[name]
+
+    def keep(self, name: str, kept: int) -> None:
+        """Set the number of entries of a sparse weight."""
+        self._weights[name] = tuple(part[:kept] for part in self._room[name])
+        self._streams[name] = stream_of(self._weights[name][0], self._specs[name])
+
+    def move(self, name: str, remap: "Remap") -> None:
+        """Move the entries of a sparse weight to their places after a change of its mask."""
+        for part, room in zip(self._weights[name], self._room[name], strict=True):
+            room[: remap.index.kept] = remap.move(part)
+        self.keep(name, remap.index.kept)
 
     def page_lock(self) -> bool:
         """Page-lock the streamed memory; return whether the system allowed all of it."""
-        return all(page_lock(slab) for slab in slabs_of(w[0] for w in self._weights.values()))
+        return all(page_lock(slab) for slab in slabs_of(w[0] for w in self._room.values()))
 
     def read(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a flattened weight, float32; maybe a view."""
@@ -66,9 +84,11 @@ class Masters:
             ConfigError: its format cannot hold them exactly.
         """
         here = slice(begin, begin + values.size)
-        encode(self._specs[name].format, name, values, [part[here] for part in self._weights[name]])
+        encode(self._specs[name].format, name, values, [part[here] for part in self._room[name]])
 
 
 def stream_of(part: np.ndarray, spec: WeightSpec) -> torch.Tensor:
-    """Return the streamed values of a weight, in its shape, as a view of that part's memory."""
-    return torch.from_numpy(part).view(spec.stream_dtype).view(spec.shape)
+    """Return the streamed values of a weight, in its shape, as a view of that part's memory; flat
+    if the weight is sparse."""
+    values = torch.from_numpy(part).view(spec.stream_dtype)
+    return values if spec.is_sparse else values.view(spec.shape)

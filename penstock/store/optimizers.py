@@ -19,6 +19,7 @@ from penstock.store.roles import Role
 
 if TYPE_CHECKING:
     from penstock.kernels.moments import Moment
+    from penstock.kernels.packed_entries import PackedEntries
 
 State = Mapping[str, np.ndarray]
 """Flat arrays by role."""
@@ -35,6 +36,11 @@ class Optimizer(Protocol):
         """The arrays that the optimizer keeps per weight, all zeros at the start."""
         ...
 
+    @property
+    def corrected_betas(self) -> tuple[float, ...]:
+        """The decay rates whose bias depends on the number of an entry's updates."""
+        ...
+
     def update(
         self,
         weight: tuple[np.ndarray, ...],
@@ -47,6 +53,7 @@ class Optimizer(Protocol):
         gradient_scale: float = 1.0,
         key: int = 0,
         position: int = 0,
+        packed: "PackedEntries | None" = None,
     ) -> None:
         """Update one weight, or a part of it, and its state in place.
 
@@ -59,6 +66,7 @@ class Optimizer(Protocol):
             gradient_scale: the factor that is applied to the gradient first (the clip factor).
             key, position: seeds of the random rounding of 8-bit moments: a number of the weight,
                 and the offset of these elements in the weight, a multiple of `GROUP`.
+            packed: the entries of a sparse weight, to which the `n` elements belong.
         """
         ...
 
@@ -73,12 +81,22 @@ def _moment_roles(names: Sequence[str], moments: Moments) -> tuple[Role, ...]:
         return tuple(Role(name) for name in names)
     from penstock.kernels.moments import GROUP
 
-    coded = [(Role(name, "uint8"), Role(f"{name}_scale", "float32", GROUP)) for name in names]
+    coded = [(Role(name, "uint8"), Role(scale_of(name), "float32", GROUP)) for name in names]
     return tuple(role for pair in coded for role in pair)
 
 
+def is_signed(moment: str) -> bool:
+    """Return whether a moment is a mean of gradients; a mean of their squares has no sign."""
+    return moment != "exp_avg_sq"
+
+
+def scale_of(moment: str) -> str:
+    """Return the role of the scales of an 8-bit moment."""
+    return f"{moment}_scale"
+
+
 def _moment(state: State, name: str) -> "Moment":
-    scale = state.get(f"{name}_scale")
+    scale = state.get(scale_of(name))
     return state[name] if scale is None else (state[name], scale)
 
 
@@ -107,6 +125,10 @@ class AdamW:
     def roles(self) -> tuple[Role, ...]:
         return _moment_roles(("exp_avg", "exp_avg_sq"), self.moments)
 
+    @property
+    def corrected_betas(self) -> tuple[float, ...]:
+        return self.beta1, self.beta2
+
     def update(
         self,
         weight: tuple[np.ndarray, ...],
@@ -119,6 +141,7 @@ class AdamW:
         gradient_scale: float = 1.0,
         key: int = 0,
         position: int = 0,
+        packed: "PackedEntries | None" = None,
     ) -> None:
         from penstock.kernels.adamw import adamw
 
@@ -136,6 +159,7 @@ class AdamW:
             gradient_scale=gradient_scale,
             key=key,
             position=position,
+            packed=packed,
         )
 
 
@@ -156,6 +180,10 @@ class SGD:
     def roles(self) -> tuple[Role, ...]:
         return _moment_roles(("momentum",) if self.momentum else (), self.moments)
 
+    @property
+    def corrected_betas(self) -> tuple[float, ...]:
+        return ()
+
     def update(
         self,
         weight: tuple[np.ndarray, ...],
@@ -168,6 +196,7 @@ class SGD:
         gradient_scale: float = 1.0,
         key: int = 0,
         position: int = 0,
+        packed: "PackedEntries | None" = None,
     ) -> None:
         from penstock.kernels.sgd import sgd, sgd_momentum
 
@@ -192,6 +221,7 @@ class SGD:
             gradient_scale=gradient_scale,
             key=key,
             position=position,
+            packed=packed,
         )
 
 
@@ -211,6 +241,10 @@ class Lion:
     def roles(self) -> tuple[Role, ...]:
         return _moment_roles(("exp_avg",), self.moments)
 
+    @property
+    def corrected_betas(self) -> tuple[float, ...]:
+        return ()
+
     def update(
         self,
         weight: tuple[np.ndarray, ...],
@@ -223,6 +257,7 @@ class Lion:
         gradient_scale: float = 1.0,
         key: int = 0,
         position: int = 0,
+        packed: "PackedEntries | None" = None,
     ) -> None:
         from penstock.kernels.lion import lion
 
@@ -238,6 +273,7 @@ class Lion:
             gradient_scale=gradient_scale,
             key=key,
             position=position,
+            packed=packed,
         )
 
 

@@ -11,9 +11,27 @@ import torch
 from penstock.program import WeightSpec
 
 MASTER = "master"
-"""The role of the weight itself."""
+"""The role of the weight itself; of a sparse weight, the dense one, with zeros where it has no
+entry: it is read so, and not saved."""
 
-_TORCH = {"float32": torch.float32, "uint8": torch.uint8}
+VALUES = "values"
+"""The role of a sparse weight's entries, in the order of its mask."""
+
+INDEX = "index"
+"""The role of a sparse weight's mask, in its compact form."""
+
+AGE = "age"
+"""The role of the numbers of mask changes that the entries have survived."""
+
+CHANGES = "mask_changes"
+"""The role of the number of updates up to now, followed by those at the changes of a mask."""
+
+_TORCH = {
+    "float32": torch.float32,
+    "uint8": torch.uint8,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,11 @@ class Stored:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def holds_weight(role: str) -> bool:
+    """Return whether a role is that of a weight's own values, dense or packed."""
+    return role in (MASTER, VALUES)
 
 
 def stored_of(weight: WeightSpec, roles: Iterable[Role]) -> dict[str, Stored]:

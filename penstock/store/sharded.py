@@ -18,6 +18,7 @@ import torch
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.program import largest_stage
+from penstock.sparsity import dense_tensors
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
@@ -26,6 +27,7 @@ from penstock.store.incoming import fill
 from penstock.store.interface import Commit, Decision, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
 from penstock.store.norm import GradientReport, merged
+from penstock.store.packed import require_dense
 from penstock.store.roles import MASTER, Role, Stored, stored_of
 from penstock.store.sharding import HeldRange, ShardMap
 
@@ -48,6 +50,7 @@ class ShardedStore:
         roles: Sequence[Role],
         rule: CommitRule,
     ) -> None:
+        require_dense(program, f"store.shards {len(shards)}")
         self.program = program
         self.shard_map, self.shards, self._rule = shard_map, shards, rule
         self._roles = {role.name: role for role in roles}
@@ -106,7 +109,7 @@ class ShardedStore:
             here = shard.program.stages[stage].weights
             wanted = [name for name in chosen if name in here]
             views = shard.fetch(stage, [here.index(name) for name in wanted])
-            found.append(dict(zip(wanted, views, strict=True)))
+            found.append(dict(zip(wanted, dense_tensors(views, "shards"), strict=True)))
         return self._put_together(chosen, found)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -116,7 +119,8 @@ class ShardedStore:
         found = []
         for shard in self.shards:
             wanted = [name for name in names if name in shard.program.weights]
-            found.append(dict(zip(wanted, shard.stream(wanted), strict=True)))
+            views = dense_tensors(shard.stream(wanted), "shards")
+            found.append(dict(zip(wanted, views, strict=True)))
         return self._put_together(names, found)
 
     def _put_together(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from penstock.kernels.blocks import GRANULE
 from penstock.store.holding import HeldPart, Holding, PartStage, home_stages
+from penstock.store.packed import require_dense
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,11 @@ class ShardMap:
         return cls(count, {name: pieces[name] for name in holding.weights})
 
     def part(self, holding: Holding, shard: int) -> HeldPart:
-        """Return the content of one shard of a holding that this map divides."""
+        """Return the content of one shard of a holding that this map divides.
+
+        **Raises:** `ConfigError` if a weight is sparse.
+        """
+        require_dense(holding, f"store.shards {self.count}")
         weights = {
             name: replace(holding.weights[name], shape=(piece.elements,), begin=piece.begin)
             for name, pieces in self.pieces.items()

@@ -18,7 +18,7 @@ from penstock.errors import StorageError
 from penstock.kernels.memory import allocate
 from penstock.store.codecs import decode
 from penstock.store.holding import Holding
-from penstock.store.roles import MASTER, Stored
+from penstock.store.roles import Stored, holds_weight
 from penstock.weight_formats import DENSE
 
 Parts = tuple[np.ndarray, ...]
@@ -89,8 +89,7 @@ class Snapshot:
             self._changed.wait_for(lambda: self._is_closed or name not in self._awaited)
             self._reading = tensor
             memory = self._copies.get(tensor) or self._memory(name, role)
-        is_weight = role == MASTER
-        weight_format = self.program.weights[name].format if is_weight else DENSE
+        weight_format = self.program.weights[name].format if holds_weight(role) else DENSE
         try:
             for begin in range(0, memory[0].size, piece_elements):
                 end = min(begin + piece_elements, memory[0].size)

@@ -23,9 +23,20 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
     torch.int64: "I64",
 }
 """The element types that the store writes, and their names in the format."""
+
+_NUMPY = {
+    "F32": np.float32,
+    "BF16": np.uint16,
+    "F16": np.float16,
+    "U8": np.uint8,
+    "U16": np.uint16,
+    "U32": np.uint32,
+}
 
 
 @dataclass(frozen=True)
@@ -112,8 +123,7 @@ def write(
 
 def elements(data: memoryview, dtype: str) -> np.ndarray:
     """View bytes as a flat array of the format's type; bfloat16 is viewed as uint16."""
-    kinds = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "U8": np.uint8}
-    return np.frombuffer(data, dtype=kinds.get(dtype, np.int64))
+    return np.frombuffer(data, dtype=_NUMPY.get(dtype, np.int64))
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[np.ndarray]:

@@ -24,6 +24,8 @@ class RunStarted:
     tokens. `loss_unit` is empty for a loss of the user's own. `steps_per_epoch` is None if the size
     of the training data is unknown. `flash_rule_read_bytes` and `flash_rule_written_bytes` are the
     most that a step should transfer: state once each way, weights read twice and written once.
+    `sparse_weights` of the weights are sparse, with `sparse_entries` entries out of
+    `sparse_elements` at the start; `sparse_method` names how their masks change.
     """
 
     run_dir: Path
@@ -48,6 +50,10 @@ class RunStarted:
     row_name: str = "tokens"
     loss_unit: str = "nats per token"
     steps_per_epoch: float | None = None
+    sparse_weights: int = 0
+    sparse_entries: int = 0
+    sparse_elements: int = 0
+    sparse_method: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,12 @@ class StepDone:
     `update_seconds` is the time of updates that did not overlap other work. `snapshot_seconds` is
     the delay of updates by a running checkpoint. `peak_rss_bytes` is the peak memory of the process
     so far.
+
+    `flops` is the arithmetic of the step's forward and backward sweeps, without recomputation; a
+    multiply-add counts as two, and a sparse weight's products by the entries that exist. Of a run
+    with sparse weights, `sparsity` is the share of their entries that do not exist after the step,
+    and `changed_entries` the number that the step's commit has dropped or grown; `sparsity` is None
+    for other runs.
     """
 
     step: int
@@ -84,6 +96,9 @@ class StepDone:
     update_seconds: float = 0.0
     snapshot_seconds: float = 0.0
     peak_rss_bytes: int = 0
+    flops: int = 0
+    sparsity: float | None = None
+    changed_entries: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +163,8 @@ class RunMeasured:
 
     `seconds` is the whole run, with evaluations and checkpoints. `step_seconds` is the time of all
     steps; the other seconds are its parts as in `StepDone`. `streamed_bytes` and `gradient_bytes`
-    are sums over all steps. `memory_bytes` is the cap on the process, if any.
+    are sums over all steps. `memory_bytes` is the cap on the process, if any. `flops` is the
+    arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`.
     """
 
     step: int
@@ -169,6 +185,8 @@ class RunMeasured:
     memory_bytes: int | None = None
     streamed_bytes: int = 0
     gradient_bytes: int = 0
+    flops: int = 0
+    sparsity: float | None = None
 
 
 @dataclass(frozen=True)

@@ -57,4 +57,6 @@ class RunReport:
             memory_bytes=self._limit_bytes,
             streamed_bytes=sum(s.streamed_bytes for s in steps),
             gradient_bytes=sum(s.gradient_bytes for s in steps),
+            flops=sum(s.flops for s in steps),
+            sparsity=steps[-1].sparsity,
         )

@@ -7,9 +7,10 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.training.evaluation import bits_per_byte
     from penstock.training.export import export_run
+    from penstock.training.prune import prune_model
     from penstock.training.trainer import Trainer
 
-__all__ = ["Trainer", "bits_per_byte", "export_run"]
+__all__ = ["Trainer", "bits_per_byte", "export_run", "prune_model"]
 
 __getattr__ = lazily(
     __name__,
@@ -17,5 +18,6 @@ __getattr__ = lazily(
         "Trainer": "trainer",
         "bits_per_byte": "evaluation",
         "export_run": "export",
+        "prune_model": "prune",
     },
 )

@@ -15,6 +15,7 @@ def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iter
     """Yield one sentence per choice that the author of a model may not have intended."""
     yield from _trained_in_eval_mode(source, layout.program)
     yield from _mean_of_means(config, source, layout)
+    yield from _masks_that_never_change(config, layout)
 
 
 def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str]:
@@ -39,4 +40,16 @@ def _mean_of_means(config: Config, source: ModelSource, layout: ExecutionPlan) -
             "This is the loss of the whole batch only if every row has the same weight. Otherwise "
             "(a mean over the tokens that have labels, a loss over pairs of rows), set "
             f"batch.micro: {size} for one loss over the batch, or another divisor of it"
+        )
+
+
+def _masks_that_never_change(config: Config, layout: ExecutionPlan) -> Iterator[str]:
+    """Warn that a method which changes masks does not do so in this run."""
+    if layout.sparse is None or config.sparsity.method == "static":
+        return
+    if layout.sparse.first_change(config.run.steps) is None:
+        yield (
+            f"sparsity: {config.sparsity.method} changes no mask in this run of "
+            f"{config.run.steps} steps, with a change every {config.sparsity.update_every}; lower "
+            "sparsity.update_every"
         )

@@ -132,7 +132,12 @@ class FileCheckpoints:
     ) -> Store:
         """Return a store in memory."""
         program = layout.program
-        self._store = store_factory.make_store(self._config, program, device, notice, remote_shards)
+        masks = None
+        if layout.sparse is not None:
+            masks = layout.sparse.mask_rule(model, self._config.run.seed)
+        self._store = store_factory.make_store(
+            self._config, program, device, notice, remote_shards, masks
+        )
         read = functools.partial(model.initial_weights, self._config.run.seed)
         if self._latest is None:
             self._begin(self._store, model, read(list(program.weights)))

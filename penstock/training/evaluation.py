@@ -17,10 +17,15 @@ import torch
 
 from penstock.config import Config
 from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
-from penstock.engine import Batch, Engine, EnginePlan, compute, target_of
+from penstock.engine import Batch, Engine, compute
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders
+from penstock.planning import (
+    ExecutionPlan,
+    builders,
+    make_inference_engine,
+    measure_current,
+)
 from penstock.program import Program
 from penstock.step import to_tensors
 from penstock.step_schedule import StepSchedule
@@ -141,10 +146,10 @@ class Evaluator:
     def _engine(self, rows: int) -> Engine:
         """Return an engine for micro-batches of so many rows: a full one, or the remainder."""
         if rows not in self._engines:
-            self._engines[rows] = target_of(self._device).make_engine(
-                self._program(rows), EnginePlan(), budget_bytes=self._layout.budget_bytes
-            )
-        return self._engines[rows]
+            self._engines[rows] = make_inference_engine(self._layout, self._program(rows))
+        engine = self._engines[rows]
+        measure_current(self._layout, engine.program, self._store)
+        return engine
 
     def _program(self, rows: int) -> Program:
         """Return the program in eval mode; the training program if eval mode changes nothing."""
@@ -157,6 +162,7 @@ class Evaluator:
                 device=self._device,
                 products=self._layout.products,
                 bfloat16=self._layout.program.bfloat16,
+                sparse=self._layout.program.capacities,
                 goal="evaluate",
                 slot_bytes=self._layout.slot_bytes,
                 known=self._layout.program,

@@ -25,6 +25,7 @@ from penstock.store import (
     SavedWeights,
     WeightReader,
     export_huggingface,
+    export_packed,
     find_checkpoint,
     read_state,
 )
@@ -34,12 +35,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_run(
-    config: Config, folder: Path, dtype: str, max_shard_bytes: int, *, only_adapters: bool = False
+    config: Config,
+    folder: Path,
+    dtype: str,
+    max_shard_bytes: int,
+    *,
+    only_adapters: bool = False,
+    packed: bool = False,
 ) -> list[Path]:
     """Write the newest state of a run, or only its adapters; return the weight files.
 
+    With `packed`, sparse weights are written as values and masks.
+
     Raises:
-        ConfigError: the run has no trained state yet, or the folder is in use.
+        ConfigError: the run has no trained state yet, `packed` and no sparse weights, or the folder
+            is in use.
         CorruptionError: a checksum does not match.
         StorageError: the disk is full, or another process trains the run on flash.
     """
@@ -55,7 +65,7 @@ def export_run(
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
         dataset = TokenDataset.open(data) if data.exists() else None
-        return export(weights, source, dataset, folder, dtype, max_shard_bytes)
+        return export(weights, source, dataset, folder, dtype, max_shard_bytes, packed=packed)
 
 
 @contextmanager
@@ -85,22 +95,29 @@ def export(
     folder: Path,
     dtype: str,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    packed: bool = False,
 ) -> list[Path]:
     """Write weights as a Hugging Face folder, with the tokenizer and the model's other files.
 
-    Adapters are merged into their base weights.
+    Adapters are merged into their base weights. With `packed`, sparse weights are written as values
+    and masks, in one file that only Penstock reads.
     """
     element = _element(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
     config["architectures"] = [source.class_name]
     others = other_files(source.folder) if source.folder is not None else []
+    whole = MergedWeights(weights, source.adapters)
     with tempfile.TemporaryDirectory() as scratch:
+        files = [*_tokenizer(source, dataset, Path(scratch)), *others]
+        if packed:
+            return export_packed(whole, folder, config=config, dtype=element, files=files)
         return export_huggingface(
-            MergedWeights(weights, source.adapters),
+            whole,
             folder,
             config=config,
             dtype=element,
-            files=[*_tokenizer(source, dataset, Path(scratch)), *others],
+            files=files,
             max_shard_bytes=max_shard_bytes,
         )
 

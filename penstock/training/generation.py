@@ -9,15 +9,22 @@ import torch
 
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
-from penstock.engine import Batch, Engine, EnginePlan, compute, target_of
+from penstock.engine import Batch, Engine, compute
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders
+from penstock.planning import (
+    ExecutionPlan,
+    builders,
+    make_inference_engine,
+    measure_current,
+)
+from penstock.program import Program
+from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 from penstock.training.data_loading import sequence_length
 
-FetchWeights = Callable[[Sequence[str]], list[torch.Tensor]]
+FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
 
 
 def make_writer(
@@ -48,13 +55,17 @@ def make_writer(
             device=device,
             products=layout.products,
             bfloat16=layout.program.bfloat16,
+            sparse=layout.program.capacities,
             goal="logits",
         )
-        target = target_of(device)
-        return target.make_engine(program, EnginePlan(), budget_bytes=layout.budget_bytes)
+        return make_inference_engine(layout, program)
 
     return TextGenerator(
-        make_engine, store.stream, dataset.tokenizer(), sequence_length(config, model)
+        make_engine,
+        store.stream,
+        dataset.tokenizer(),
+        sequence_length(config, model),
+        prepare=lambda program: measure_current(layout, program, store),
     )
 
 
@@ -63,7 +74,7 @@ class TextGenerator:
 
     **Arguments:** `make_engine` returns an engine whose program computes logits [1, window,
     vocabulary] from `input_ids` [1, window]. `fetch` returns weights by name. `longest` is the
-    model's largest window.
+    model's largest window. `prepare` is called with an engine's program before each text.
     """
 
     def __init__(
@@ -72,11 +83,13 @@ class TextGenerator:
         fetch: FetchWeights,
         tokenizer: Tokenizer,
         longest: int,
+        prepare: Callable[[Program], None] = lambda program: None,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
         self._tokenizer = tokenizer
         self._longest = longest
+        self._prepare = prepare
         self._engines: dict[int, Engine] = {}
 
     def write(
@@ -94,6 +107,7 @@ class TextGenerator:
         window = min(self._longest, _power_of_two(len(tokens) + max_new_tokens))
         if window not in self._engines:
             self._engines[window] = self._make_engine(window)
+        self._prepare(self._engines[window].program)
         written: list[int] = []
         text = ""
         for token in generate_tokens(

@@ -7,7 +7,7 @@ wrote them. So the type of each value is checked before use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ class ResumeState:
     `products` is the library of matrix products (`compiler/products.py`). `data`, `weights` (of a
     folder) and `values` (of a module) are fingerprints of the run's initial inputs, None if absent.
     `architecture` describes the computation of a model of the user's own code
-    (`same_run.Architecture`).
+    (`same_run.Architecture`). `sparse_entries` are the numbers of entries that the sparse weights
+    had at the start, `sparse_products` the ways of their products (`engine.SparseProducts`); None
+    for a run without sparse weights.
     """
 
     trajectory: Mapping[str, Any]
@@ -38,6 +40,8 @@ class ResumeState:
     values: str | None = None
     architecture: Mapping[str, str] | None = None
     products: Products | None = None
+    sparse_entries: Mapping[str, int] | None = None
+    sparse_products: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
@@ -65,7 +69,16 @@ class ResumeState:
                 | {"class_name": str(), "graph": str(), "captured_with": str()},
                 "best_loss": None | float() | int(),
                 "evaluations_since_best": int(evaluations),
-            } if _is_count(micro_batch) and _is_count(slot_bytes) and 0 <= evaluations < 2**63:
+                "sparse_entries": None | dict() as entries,
+                "sparse_products": None | [*_],
+            } if (
+                _is_count(micro_batch)
+                and _is_count(slot_bytes)
+                and 0 <= evaluations < 2**63
+                and all(
+                    count is not None and _is_count(count) for count in (entries or {}).values()
+                )
+            ):
                 known = {field.name: whole[field.name] for field in dataclasses.fields(cls)}
                 return cls(**known)
         raise CorruptionError(

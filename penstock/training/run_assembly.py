@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from penstock.config import Config
+from penstock.config import SPARSE_RUNS, Config, check_same_sparsity
 from penstock.data import Source
 from penstock.engine import choose_target, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders, plan_execution
+from penstock.planning import ExecutionPlan, builders, plan_execution, with_products
 from penstock.step import (
     Batches,
     LocalEngines,
@@ -83,6 +83,9 @@ def set_up(
     found = builders.source_of(config, model, is_resumed, notice, needs_base)
     devices = choose_devices(config.engine)
     target = target_of(devices[0]) if devices else choose_target(config.engine.device)
+    _require_cpu(config, target.name)
+    if recorded is not None:
+        check_same_sparsity(config, recorded.trajectory)
     if source is None:
         data = open_data(config, found, notice)
     else:
@@ -98,8 +101,24 @@ def set_up(
         notice,
         checkpoints.bfloat16,
         recorded_products=recorded.products if recorded else None,
+        recorded_entries=recorded.sparse_entries if recorded else None,
     )
+    products = recorded.sparse_products if recorded else None
+    plan = with_products(plan, config.run.steps, products, notice)
     return RunSetup(found, data, devices, target.name, plan)
+
+
+def _require_cpu(config: Config, target: str) -> None:
+    """Refuse sparse weights on a device that `engine.device: auto` has chosen.
+
+    **Raises:** `ConfigError`.
+    """
+    if config.sparsity.method is not None and target != "cpu":
+        raise ConfigError(
+            "sparsity: "
+            + SPARSE_RUNS.format(got=f"engine.device {target}, chosen by auto")
+            + "; to compute on the CPU, set engine.device to cpu"
+        )
 
 
 def require_known_elsewhere(has_given_model: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.config import Config
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan
 from penstock.program import Program
 from penstock.progress import show_count
-from penstock.store import Store
+from penstock.store import Store, kept_entries
 from penstock.telemetry import RunStarted
 from penstock.training.data_loading import TrainingData
 
@@ -53,7 +55,21 @@ def run_started(
         row_name="tokens" if _reads_tokens(model) else "rows",
         loss_unit="nats per token" if model.loss_reduction == "sum" else "",
         steps_per_epoch=samples / config.batch.size if samples else None,
+        **_masks(config, layout, store),
     )
+
+
+def _masks(config: Config, layout: ExecutionPlan, store: Store) -> dict[str, Any]:
+    """Return the part of the event that describes the sparse weights, if there are any."""
+    if layout.sparse is None:
+        return {}
+    kept = kept_entries(store)
+    return {
+        "sparse_weights": len(kept),
+        "sparse_entries": sum(kept.values()),
+        "sparse_elements": sum(layout.sparse.elements.values()),
+        "sparse_method": config.sparsity.method,
+    }
 
 
 def describe(config: Config, model: ModelSource, program: Program, step: int, devices: str) -> str:

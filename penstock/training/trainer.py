@@ -377,7 +377,8 @@ class Trainer:
 
     def _extra(self) -> dict[str, Any]:
         """Return the resume state outside the store."""
-        dataset = self._data.dataset
+        dataset, sparse = self._data.dataset, self._layout.sparse
+        in_engines = self._layout.sparse_weights
         return ResumeState(
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
@@ -389,6 +390,8 @@ class Trainer:
             architecture=self._architecture,
             best_loss=self._early_stop.best_loss,
             evaluations_since_best=self._early_stop.evaluations_since_best,
+            sparse_entries=dict(sparse.kept) if sparse else None,
+            sparse_products=in_engines.products.as_record() if in_engines else None,
         ).to_mapping()
 
     def close(self) -> None:
@@ -404,14 +407,20 @@ class Trainer:
         self.store.close()
 
     def export(
-        self, folder: str | Path, dtype: str = "fp32", max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        folder: str | Path,
+        dtype: str = "fp32",
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        *,
+        packed: bool = False,
     ) -> list[Path]:
         """Write the weights as a Hugging Face folder for `from_pretrained`; return the files.
 
-        Adapters are merged into their base weights. `dtype` is fp32, bf16 or fp16.
+        Adapters are merged into their base weights. `dtype` is fp32, bf16 or fp16. With `packed`,
+        sparse weights are written as values and masks, which only Penstock reads (`model.hf`).
         """
-        dataset = self._data.dataset
-        return export(self.store, self.model, dataset, Path(folder), dtype, max_shard_bytes)
+        dataset, out = self._data.dataset, Path(folder)
+        return export(self.store, self.model, dataset, out, dtype, max_shard_bytes, packed=packed)
 
     def export_adapters(self, folder: str | Path, dtype: str = "fp32") -> list[Path]:
         """Write only the adapters, in the format of the PEFT library."""

@@ -46,10 +46,11 @@ class Base:
         """Return the frozen weights of a store; `fingerprint` identifies the base folder they come
         from.
 
-        Each weight is read once, in pieces.
+        Each weight is read once, in pieces. A checkpoint holds every sparse weight: that of the
+        base has other values.
         """
         weights = {}
-        for name in names:
+        for name in (name for name in names if not store.program.weights[name].is_sparse):
             spec, digest = store.program.weights[name], xxhash.xxh3_128()
             for begin in range(0, spec.elements, PIECE_ELEMENTS):
                 end = min(begin + PIECE_ELEMENTS, spec.elements)
@@ -118,7 +119,8 @@ class BaseNotes:
     """Records the weights of a base during the first load of a store."""
 
     def __init__(self, fingerprint: str, specs: Mapping[str, WeightSpec]) -> None:
-        self._fingerprint, self._specs = fingerprint, specs
+        self._fingerprint = fingerprint
+        self._specs = {name: spec for name, spec in specs.items() if not spec.is_sparse}
         self._weights: dict[str, BaseWeight] = {}
 
     def passing(

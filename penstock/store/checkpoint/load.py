@@ -6,7 +6,7 @@ returns different bytes on a second read, therefore cannot corrupt the store.
 
 import bisect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ from penstock.store.checkpoint.state import (
 from penstock.store.codecs import values_of_saved
 from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
-from penstock.store.roles import MASTER
+from penstock.store.roles import MASTER, VALUES, holds_weight
 
 _WEIGHT, _WEIGHT_TYPES = "F32", ("F32", "BF16")
 
@@ -68,7 +68,7 @@ def load_checkpoint(
     store.begin_restore()
     for tensor, begin, values in _pieces(folder, state, verify):
         name, role = sources[tensor]
-        store.write(name, role, begin, values_of_saved(values) if role == MASTER else values)
+        store.write(name, role, begin, values_of_saved(values) if holds_weight(role) else values)
     for name, values in frozen:
         store.write(name, MASTER, 0, values)
     store.finish_restore(state.step)
@@ -94,18 +94,20 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
 def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> None:
     # The store may hold a weight in any type that represents its values exactly. The write checks
     # this.
-    wanted = {
-        tensor_name(role, name): (
-            _WEIGHT if role == MASTER else tensor_file.DTYPES[stored.dtype],
-            stored.shape,
-        )
-        for name in store.program.weights
-        for role, stored in store.roles(name).items()
-    }
+    _require_same_sparsity(store, folder, state)
     masters = tensor_name(MASTER, "")
     found = {
         name: (_type_of(name, place.extent.dtype), place.extent.shape)
         for name, place in state.tensors.items()
+    }
+    wanted = {
+        tensor_name(role, name): (
+            _WEIGHT if holds_weight(role) else tensor_file.DTYPES[stored.dtype],
+            # The mask in the checkpoint says how many numbers a sparse weight has.
+            _flat_shape(found, tensor_name(role, name)) if spec.is_sparse else stored.shape,
+        )
+        for name, spec in store.program.weights.items()
+        for role, stored in store.roles(name).items()
     }
     found |= {masters + name: (_WEIGHT, shape) for name, shape in state.base_weights.items()}
     if wanted == found:
@@ -131,6 +133,43 @@ def _require_same_model(store: Store, folder: Path, state: CheckpointState) -> N
         else "use the configuration that wrote it"
     )
     raise ConfigError(f"{folder}: a checkpoint {what}: {shown}{rest}; {advice}")
+
+
+def _require_same_sparsity(store: Store, folder: Path, state: CheckpointState) -> None:
+    """Reject a checkpoint in which other weights are sparse, or with more entries than fit."""
+    differences = []
+    for name, spec in store.program.weights.items():
+        if spec.is_sparse != (name in state.sparse) and name in state.weights:
+            is_now = "sparse" if spec.is_sparse else "dense"
+            differences.append(
+                f"{name} is {'dense' if spec.is_sparse else 'sparse'} in it, and "
+                f"{is_now} in this run"
+            )
+        elif spec.is_sparse and name in state.sparse:
+            kept = state.tensors[tensor_name(VALUES, name)].extent.shape[0]
+            if state.sparse[name] != spec.shape:
+                differences.append(
+                    f"{name} is {_spelled(_WEIGHT, state.sparse[name])}, not "
+                    f"{_spelled(_WEIGHT, spec.shape)}"
+                )
+            elif kept > spec.capacity:
+                differences.append(
+                    f"{name} keeps {kept:,} of {spec.elements:,} entries in it, this run has room "
+                    f"for {spec.capacity:,}"
+                )
+    if differences:
+        shown = "; ".join(differences[:5])
+        rest = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise ConfigError(
+            f"{folder}: a checkpoint of another sparsity: {shown}{rest}; use the sparsity section "
+            "that wrote it, or export it and start a new run from the export (model.hf)"
+        )
+
+
+def _flat_shape(found: Mapping[str, tuple[str, tuple[int, ...]]], tensor: str) -> tuple[int, ...]:
+    """Return the shape of a tensor in a checkpoint, whatever its length."""
+    shape = found[tensor][1] if tensor in found else ()
+    return shape if len(shape) == 1 else (0,)
 
 
 def _type_of(tensor: str, dtype: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 
 from penstock.errors import CorruptionError
 from penstock.io import ITEM_BYTES, open_plain
+from penstock.sparsity import PackedIndex, index_from_compact
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.load import (
@@ -20,7 +22,8 @@ from penstock.store.checkpoint.state import read_state, tensor_name
 from penstock.store.codecs import values_of_saved
 from penstock.store.content_hash import hash_read
 from penstock.store.files import CHUNK_BYTES
-from penstock.store.roles import MASTER
+from penstock.store.packed import dense_values
+from penstock.store.roles import INDEX, MASTER, VALUES, holds_weight
 
 
 class SavedWeights:
@@ -41,6 +44,7 @@ class SavedWeights:
         self._folder = folder
         self._read_base = base
         self._base_weight: tuple[str, np.ndarray] | None = None
+        self._mask: tuple[str, PackedIndex] | None = None
         self._state = read_state(folder)
         self._tensors = {
             name: sorted(
@@ -63,6 +67,8 @@ class SavedWeights:
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a weight (float32) or of its state, flat.
 
+        A sparse weight has zeros where it has no entry; its state has a number per entry.
+
         Raises:
             CorruptionError: bytes have changed since they were written.
             ConfigError: a weight of the base is missing or has changed.
@@ -70,6 +76,9 @@ class SavedWeights:
         """
         if role == MASTER and name in self._state.base_weights:
             return self._of_base(name)[begin:end]
+        if role == MASTER and name in self._state.sparse:
+            index = self._index(name)
+            return dense_values(index, lambda b, e: self.read(name, VALUES, b, e), begin, end)
         place = self._state.tensors[tensor_name(role, name)]
         self._require_header(place.file)
         extent = place.extent
@@ -83,7 +92,27 @@ class SavedWeights:
                 here.start - origin : here.stop - origin
             ]
         values = tensor_file.elements(memoryview(found), extent.dtype)
-        return values_of_saved(values) if role == MASTER else values
+        return values_of_saved(values) if holds_weight(role) else values
+
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a weight; None if the weight is dense. Errors are those of `read`."""
+        return self._index(name) if name in self._state.sparse else None
+
+    def _index(self, name: str) -> PackedIndex:
+        """Return the mask of a sparse weight. The last one is cached."""
+        if self._mask is None or self._mask[0] != name:
+            shape = {
+                role: self._state.tensors[tensor_name(role, name)].extent.shape[0]
+                for role in (INDEX, VALUES)
+            }
+            data = self.read(name, INDEX, 0, shape[INDEX]).tobytes()
+            elements = math.prod(self._state.sparse[name])
+            try:
+                index = index_from_compact(data, elements, shape[VALUES])
+            except CorruptionError as error:
+                raise CorruptionError(f"{self._folder}: mask of {name}: {error}") from error
+            self._mask = name, index
+        return self._mask[1]
 
     def _of_base(self, name: str) -> np.ndarray:
         assert self._state.base is not None
@@ -131,4 +160,9 @@ def checkpoint_hash(folder: Path, base: ReadBase | None = None) -> str:
     `SavedWeights`.
     """
     saved = SavedWeights(folder, base)
-    return hash_read(saved.shapes, lambda name, begin, end: saved.read(name, MASTER, begin, end))
+
+    def read(name: str, begin: int, end: int) -> np.ndarray:
+        role = MASTER if saved.mask(name) is None else VALUES
+        return saved.read(name, role, begin, end)
+
+    return hash_read(saved.shapes, read, saved.mask)

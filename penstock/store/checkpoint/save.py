@@ -44,7 +44,7 @@ from penstock.store.files import (
 )
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import SavedState, Store
-from penstock.store.roles import MASTER, Stored
+from penstock.store.roles import Stored, holds_weight
 
 MAX_FILE_BYTES = 4 << 30
 """A stage's tensors continue in another file beyond this size; only a single larger tensor exceeds
@@ -185,8 +185,8 @@ def _plan(
             entry = tensor_file.Entry(tensor_name(role, name), stored.dtype, stored.shape)
             by_stage.setdefault(home, []).append((entry, _SavedSource(name, role)))
     for tensors in by_stage.values():
-        # The masters come first: a reader of the weights alone need not read past them.
-        tensors.sort(key=lambda tensor: tensor[1].role != MASTER)
+        # The weights come first: a reader of the weights alone need not read past them.
+        tensors.sort(key=lambda tensor: not holds_weight(tensor[1].role))
     plan: dict[str, dict[tensor_file.Entry, _SavedSource]] = {}
     for home, tensors in by_stage.items():
         parts: list[dict[tensor_file.Entry, _SavedSource]] = [{}]
@@ -223,7 +223,8 @@ def _write_files(
         for name, extent in tensor_file.extents(entries).items():
             tensors[name] = Place(file_name, extent)
         failpoints.point("checkpoint.after_file")
-    state = CheckpointState(saved.step, files, tensors, extra, best, base)
+    sparse = {n: w.shape for n, w in saved.program.weights.items() if w.is_sparse}
+    state = CheckpointState(saved.step, files, tensors, extra, best, base, sparse)
     file = ChecksummedFile(temporary / STATE_NAME)
     try:
         file.write(state_bytes(state))
@@ -239,13 +240,13 @@ def _pieces(
 ) -> Iterator[np.ndarray]:
     length = _PIECE_BYTES // entry.dtype.itemsize
     for piece in saved.pieces(source.weight, source.role, length):
-        if source.role == MASTER and not np.isfinite(piece).all():
+        if holds_weight(source.role) and not np.isfinite(piece).all():
             raise NonFiniteError(
                 f"step {saved.step} is not saved: the update made {source.weight} NaN or infinite; "
                 "earlier checkpoints are unchanged. Start a run with a lower "
                 "optimizer.learning_rate in another run.dir"
             )
-        if source.role == MASTER:
+        if holds_weight(source.role):
             weight_format = saved.program.weights[source.weight].format
             piece = saved_values(weight_format, source.weight, piece)
         yield piece

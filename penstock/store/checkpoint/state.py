@@ -2,10 +2,14 @@
 
 Tensors are named `role/weight`: `master/wte.weight` is the weight, `exp_avg/wte.weight` a moment of
 the optimizer. A weight is float32, or bfloat16 if it is frozen and its values are exactly bfloat16.
-Frozen weights of the run's base folder are omitted; `base` lists them.
+Frozen weights of the run's base folder are omitted; `base` lists them. A sparse weight has no
+master: `values/NAME` are its entries, `index/NAME` its mask; `sparse` lists the shapes of sparse
+weights.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +18,13 @@ from penstock.io import Extent, is_sound
 from penstock.store import sealed_json, tensor_file
 from penstock.store.checkpoint.base import Base, BaseWeight
 from penstock.store.files import CHUNK_BYTES, FileRecord
-from penstock.store.roles import MASTER
+from penstock.store.roles import INDEX, MASTER, VALUES
 
 STATE_NAME = "state.json"
 FORMAT = "penstock checkpoint"
-VERSION = 2
+VERSION = 3
 _FLOAT32_AND_WHOLE = 1  # checkpoints that contain all weights in float32 still have this version
+_DENSE = 2  # checkpoints without sparse weights
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Place:
 @dataclass(frozen=True)
 class CheckpointState:
     """The content of `state.json`; `extra` is the trainer's own table, `best` says whether this was
-    the best checkpoint when it was saved, `base` lists the omitted weights."""
+    the best checkpoint when it was saved, `base` lists the omitted weights, `sparse` the shapes of
+    the sparse ones by name."""
 
     step: int
     files: dict[str, FileRecord]
@@ -41,6 +47,7 @@ class CheckpointState:
     extra: dict[str, Any]
     best: bool = False
     base: Base | None = None
+    sparse: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -49,7 +56,14 @@ class CheckpointState:
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight in the checkpoint, by name."""
-        return {name: extent.shape for name, extent in self._masters.items()}
+        masters = {name: extent.shape for name, extent in self._masters.items()}
+        return {**masters, **self.sparse}
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The number of entries of every sparse weight, by name."""
+        values = {name: self.tensors[tensor_name(VALUES, name)] for name in self.sparse}
+        return {name: place.extent.shape[0] for name, place in values.items()}
 
     @property
     def base_weights(self) -> dict[str, tuple[int, ...]]:
@@ -89,7 +103,7 @@ def state_bytes(state: CheckpointState) -> bytes:
     is_old = state.base is None and not state.bfloat16
     content = {
         "format": FORMAT,
-        "version": _FLOAT32_AND_WHOLE if is_old else VERSION,
+        "version": VERSION if state.sparse else _FLOAT32_AND_WHOLE if is_old else _DENSE,
         "step": state.step,
         "chunk_bytes": CHUNK_BYTES,
         "files": files,
@@ -97,6 +111,7 @@ def state_bytes(state: CheckpointState) -> bytes:
         "extra": state.extra,
         "best": state.best,
         **({} if state.base is None else {"base": _base_described(state.base)}),
+        **({"sparse": {n: list(s) for n, s in state.sparse.items()}} if state.sparse else {}),
     }
     return sealed_json.seal(content)
 
@@ -151,9 +166,11 @@ def read_state(folder: Path) -> CheckpointState:
                     raise _broken(path, f"tensor {name!r} reaches beyond the end of {place.file!r}")
             best = content.get("best") is True
             base = _base(path, content.get("base"))
-            state = CheckpointState(step, records, places, extra, best, base)
+            sparse = _sparse(path, content.get("sparse", {}))
+            state = CheckpointState(step, records, places, extra, best, base, sparse)
             for name in state.weights.keys() & state.base_weights.keys():
                 raise _broken(path, f"weight {name!r} is both in it and in its base")
+            _require_parts(path, state)
             return state
     raise _broken(path, "it does not describe a checkpoint")
 
@@ -209,6 +226,36 @@ def _base_weight(path: Path, name: str, entry: object) -> BaseWeight:
             lengths: list[Any] = shape
             return BaseWeight(dtype, tuple(lengths), checksum)
     raise _broken(path, f"weight {name!r} of its base is described by {str(entry)[:100]}")
+
+
+def _sparse(path: Path, entry: object) -> dict[str, tuple[int, ...]]:
+    match entry:
+        case dict(shapes) if all(
+            isinstance(shape, list) and all(type(n) is int and 0 < n < 2**63 for n in shape)
+            for shape in shapes.values()
+        ):
+            return {str(name): tuple(shape) for name, shape in shapes.items()}
+    raise _broken(path, f"its sparse weights are described by {str(entry)[:100]}")
+
+
+def _require_parts(path: Path, state: CheckpointState) -> None:
+    """Check that a checkpoint has the entries and the mask of every sparse weight, and no
+    others."""
+    for tensor in state.tensors:
+        role, _, name = tensor.partition("/")
+        if role in (VALUES, INDEX) and name not in state.sparse:
+            raise _broken(path, f"tensor {tensor!r} is not that of a sparse weight")
+    for name, shape in state.sparse.items():
+        values, index = (state.tensors.get(tensor_name(r, name)) for r in (VALUES, INDEX))
+        if values is None or index is None or tensor_name(MASTER, name) in state.tensors:
+            raise _broken(path, f"sparse weight {name!r} needs entries and a mask, and no master")
+        kept, codes = values.extent, index.extent
+        if (kept.dtype, codes.dtype, len(kept.shape), len(codes.shape)) != ("F32", "U8", 1, 1):
+            raise _broken(path, f"sparse weight {name!r} has entries or a mask of another type")
+        if not 0 < kept.shape[0] <= math.prod(shape):
+            raise _broken(
+                path, f"sparse weight {name!r} of shape {list(shape)} has {kept.shape[0]} entries"
+            )
 
 
 def _broken(path: Path, what: str) -> CorruptionError:

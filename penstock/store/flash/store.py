@@ -49,6 +49,7 @@ from penstock.store.lock import FolderLock
 from penstock.store.masters import stream_of
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
+from penstock.store.packed import require_dense
 from penstock.store.roles import MASTER, Stored, stored_of
 from penstock.store.unchanged import UnchangedWeights
 
@@ -93,8 +94,8 @@ class FlashStore:
         block_elements: int = BLOCK_ELEMENTS,
         durable_every: int = 1,
     ) -> None:
-        self.program = program
-        self.folder = folder
+        require_dense(program, "store.tier flash")
+        self.program, self.folder = program, folder
         self.step = 0
         self.extra: dict[str, Any] = {}
         self._rule, self._keep = rule, keep_steps

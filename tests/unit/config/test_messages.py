@@ -8,7 +8,7 @@ from penstock.config.problems import NAMES_ELSEWHERE
 from penstock.errors import ConfigError
 
 _KEYS = (
-    "model, data, batch, precision, optimizer, freeze, train, lora, memory, store, engine, "
+    "model, data, batch, precision, optimizer, freeze, train, lora, sparsity, memory, store, engine, "
     "engines, cluster, run, evaluation, checkpoint, logging"
 )
 

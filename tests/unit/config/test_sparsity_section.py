@@ -3,9 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from penstock.config import Config, check_resumable, trajectory
 from penstock.config.problems import Origin, explain
 from penstock.config.section import Section, section
-from penstock.config.sparsity import SparsityConfig, check_places
+from penstock.config.sparsity import SparsityConfig
 from penstock.errors import ConfigError
 
 
@@ -90,12 +91,31 @@ def test_the_shortest_sections():
             "sparsity.densify_at: expected a share of the run from 0.0 to 1.0, or a whole number "
             "of steps, got 1.2",
         ),
+        (
+            {"method": "set", "sparsity": 0.5, "densify_at": 0},
+            "sparsity.densify_at: expected a step of 1 or more, got 0; a run without masks has no "
+            "sparsity.method",
+        ),
+        (
+            {"method": "set", "initial_mask": "zeros", "distribution": "erdos_renyi_kernel"},
+            "sparsity.distribution: has no effect with initial_mask: zeros, which takes the zeros "
+            "of the checkpoint; remove it, or choose another initial_mask",
+        ),
+        (
+            {"method": "gmp", "sparsity": 0.5, "initial_mask": "zeros"},
+            "sparsity.initial_mask: has no effect on gmp; remove it, or choose static or set or "
+            "rigl",
+        ),
     ],
 )
 def test_mistakes_are_answered_to_the_letter(keys, expected):
     with pytest.raises(ValidationError) as raised:
         parsed(**keys)
     assert explain(raised.value, Root, Origin()) == expected
+
+
+def configured(**sections) -> Config:
+    return Config.from_mapping({"model": "tiny", **sections})
 
 
 @pytest.mark.parametrize(
@@ -121,17 +141,100 @@ def test_mistakes_are_answered_to_the_letter(keys, expected):
             "sparsity.densify_at: step 1001 is after the end of the run, step 1000; lower it, or "
             "raise run.steps",
         ),
+        (
+            {"method": "static", "densify_at": 0.0001},
+            "sparsity.densify_at: expected a place after step 0 of the 1000 steps, got 0.0001; "
+            "write the number of a step",
+        ),
     ],
 )
 def test_steps_after_the_end_of_the_run_are_refused(keys, expected):
-    config = parsed(sparsity=0.9, **keys)
     with pytest.raises(ConfigError) as raised:
-        check_places(config, 1000)
+        configured(sparsity={"sparsity": 0.9, **keys}, run={"steps": 1000})
     assert str(raised.value) == expected
-    check_places(config, 2000)
+    configured(sparsity={"sparsity": 0.9, **keys}, run={"steps": 200_000})
 
 
-def test_a_section_within_the_run_passes():
-    check_places(parsed(), 10)
-    check_places(parsed(method="rigl", sparsity=0.9), 10)
-    check_places(parsed(method="gmp", sparsity=0.9, densify_at=1.0), 10)
+@pytest.mark.parametrize("steps", [1, 10, 1000])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"method": "rigl", "sparsity": 0.9},
+        {"method": "gmp", "sparsity": 0.9, "densify_at": 1.0},
+    ],
+)
+def test_a_section_within_the_run_passes(keys, steps):
+    assert configured(sparsity=keys, run={"steps": steps}).run.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("sections", "got"),
+    [
+        ({"store": {"flash": {"path": "flash"}}}, "store.flash.path flash"),
+        ({"store": {"shards": 2}}, "store.shards 2"),
+        ({"cluster": {"start": "local"}}, "cluster.start local"),
+        ({"engine": {"device": "cuda"}}, "engine.device cuda"),
+        ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
+        (
+            {"store": {"shards": 2}, "cluster": {"start": "local"}},
+            "store.shards 2, cluster.start local",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_sparse_yet(sections, got):
+    configured(**sections)
+    with pytest.raises(ConfigError) as raised:
+        configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
+    assert str(raised.value) == (
+        "sparsity: expected a store in memory (store.flash.path null), store.shards 1 and engines "
+        f"on the CPU in this process, got {got}; other runs cannot have sparse weights yet"
+    )
+
+
+def test_masks_of_zeros_need_weights_with_zeros():
+    zeros = {"method": "static", "initial_mask": "zeros"}
+    with pytest.raises(ConfigError) as raised:
+        configured(sparsity=zeros)
+    assert str(raised.value) == (
+        "sparsity.initial_mask: expected weights with zeros for initial_mask: zeros, such as those "
+        "of model.hf; this model starts with random weights: choose another initial_mask"
+    )
+    config = Config.from_mapping({"model": {"hf": "folder"}, "sparsity": zeros})
+    assert config.sparsity.sparsity is None
+
+
+def test_a_dense_run_records_no_key_of_sparsity():
+    assert not any(key.startswith("sparsity") for key in trajectory(configured()))
+
+
+def test_places_are_compared_as_steps():
+    keys = {"method": "rigl", "sparsity": 0.9}
+    recorded = trajectory(configured(sparsity=keys, run={"steps": 40}))
+    as_steps = configured(sparsity={**keys, "update_end": 30}, run={"steps": 40})
+    check_resumable(as_steps, recorded)
+    longer = configured(sparsity=keys, run={"steps": 80})
+    with pytest.raises(
+        ConfigError, match=r"sparsity\.update_end: 30 in the run, 60 now \(as a step"
+    ):
+        check_resumable(longer, recorded)
+
+
+def test_a_completed_run_names_the_overrides_that_continue_it():
+    config = configured(
+        sparsity={"method": "rigl", "sparsity": 0.9, "densify_at": 0.9},
+        run={"steps": 40},
+        optimizer={"schedule": {"name": "constant"}},
+    )
+    assert config.more_steps() == (
+        "run.steps=80 sparsity.update_begin=0 sparsity.update_end=30 sparsity.densify_at=36"
+    )
+    overrides = config.more_steps().split()
+    check_resumable(Config.from_mapping(config.to_mapping(), overrides), trajectory(config))
+
+
+def test_another_sparsity_is_another_run():
+    recorded = trajectory(configured(sparsity={"method": "rigl", "sparsity": 0.9}))
+    for other in ({}, {"method": "rigl", "sparsity": 0.8}, {"method": "set", "sparsity": 0.9}):
+        with pytest.raises(ConfigError, match="configuration differs in keys"):
+            check_resumable(configured(sparsity=other), recorded)

@@ -183,3 +183,25 @@ def test_end_of_run_reports_traffic_disk_and_memory():
 )
 def test_small_loss_keeps_three_digits(loss, shown):
     assert show_loss(loss, "") == shown
+
+
+def test_log_of_a_sparse_run():
+    sparse_run = replace(
+        started(), sparse_weights=4, sparse_entries=10_000, sparse_elements=100_000,
+        sparse_method="rigl",
+    )  # fmt: skip
+    assert event_lines(sparse_run)[0] == (
+        "gpt2: 124M parameters, 475 MiB of weights in fp32, computed on cpu; 4 weights are sparse "
+        "(rigl): 10.0k of 100k entries exist, sparsity 90.00%"
+    )
+    progress = Progress(Clock())
+    progress(sparse_run)
+    progress(replace(step(1), sparsity=0.9))
+    assert "  sparsity 90.00%  " in step_line(progress)
+    progress(replace(step(2), sparsity=0.75, changed_entries=600))
+    progress(replace(step(3), sparsity=0.75))
+    assert "  sparsity 75.00%, 600 entries changed at step 2  " in step_line(progress)
+    dense = Progress(Clock())
+    dense(started())
+    dense(step(1))
+    assert "sparsity" not in step_line(dense)

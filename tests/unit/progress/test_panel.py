@@ -89,6 +89,15 @@ def test_longest_values_fit_80_columns():
     assert len(shown(panel(progress_of(*events, seconds=86399)), 200).splitlines()) == 2 + 10
 
 
+def test_sparsity_and_last_change_of_masks():
+    sparse = replace(step(3), sparsity=0.9, flops=3 * 10**9)
+    steps = [replace(sparse, step=2, changed_entries=12_345), sparse]
+    text = shown(panel(progress_of(started(), *steps)))
+    assert "│ sparsity  90.00%, 12.3k entries changed at step 2  " in text
+    assert "│           3.00 GFLOP a step  " in text
+    assert "sparsity" not in shown(panel(progress_of(*WHOLE)))
+
+
 def test_number_of_trained_parameters_is_shown_if_some_are_frozen():
     tuned = replace(started(), trainable_parameters=294_912)
     assert "124M parameters, 295k of them trained" in shown(panel(progress_of(tuned)))

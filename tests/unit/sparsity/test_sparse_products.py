@@ -23,10 +23,16 @@ from penstock.sparsity import (
     Choice,
     DenseTiles,
     SparseKernel,
+    entries_of,
     forward,
     from_panels,
     input_gradient,
+    max_building_bytes,
+    max_layout_bytes,
+    multiply_token,
+    to_dense,
     to_panels,
+    transposed_forward,
     weight_gradient,
 )
 
@@ -201,6 +207,61 @@ def test_consecutive_products_stay_in_panels(dtype):
     assert torch.allclose(from_panels(through).float(), plain_y.float(), rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", [*CHOICES, "one tile"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 45])
+def test_products_of_a_weight_that_is_stored_by_inputs(tokens, dtype, name):
+    """`x W + b`, as GPT-2's Conv1D, has the sums of the inputs' gradient, and a bias."""
+    choice = expanded(4096) if name == "one tile" else CHOICES[name]
+    for kind in ("random", "empty rows", "no entry"):
+        case = Case(kind, (37, 83), tokens, dtype)
+        bias = random_tensor(9, dtype, 83)
+        matrix, x, b = exact_matrix(case.mask, case.values), exact(case.dy), exact(bias)
+        magnitude = (abs(matrix).T @ abs(x).T).T + abs(b)
+        if dtype == torch.bfloat16:
+            magnitude = magnitude * 2**15 / 40  # bias may be added to a rounded sum
+        y = transposed_forward(case.layout, case.values, case.dy, bias, choice=choice)
+        assert_close(y, (matrix.T @ x.T).T + b, magnitude, 37)
+        plain = transposed_forward(case.layout, case.values, case.dy, choice=choice)
+        if tokens > 1:
+            gradient = input_gradient(case.layout, case.values, case.dy, choice=choice)
+            assert torch.equal(plain, gradient)
+        else:
+            assert torch.equal(plain, multiply_token(
+                case.layout, case.values, case.dy, transposed=True))  # fmt: skip
+            y = multiply_token(case.layout, case.values, case.x, case.bias)
+            assert torch.equal(y, forward(
+                case.layout, case.values, case.x, case.bias, choice=choice))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_expanded_and_its_entries_are_taken_back(kind, dtype):
+    for shape in ((37, 83), (1, 50), (64, 32)):
+        case = Case(kind, shape, 2, dtype)
+        dense = to_dense(case.layout, case.values)
+        expected = torch.zeros(shape, dtype=dtype)
+        expected[torch.from_numpy(case.mask)] = case.values
+        assert torch.equal(dense, expected)
+        other = random_tensor(5, dtype, *shape)
+        entries = entries_of(case.layout, other)
+        assert entries.dtype == torch.float32
+        assert torch.equal(entries, other[torch.from_numpy(case.mask)].float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_keeps_at_most_the_bytes_that_are_foreseen(kind):
+    orders = Choice(32, SparseKernel(16, 16), SparseKernel(16), SparseKernel(32))
+    mixed = Choice(32, DenseTiles(16), DenseTiles(16), SparseKernel(16))
+    for shape in ((37, 83), (300, 16), (16, 300), (1, 1), (128, 512)):
+        for choice in (orders, mixed, expanded(16), expanded(4096)):
+            case = Case(kind, shape, 40, torch.float32)
+            case.products(choice)
+            entries, rows = case.layout.entries, case.layout.rows.nbytes
+            assert rows < case.layout.nbytes <= max_layout_bytes(shape, entries), (shape, choice)
+            assert max_building_bytes(shape, entries) > 0
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_non_finite_values_stay_with_their_token(dtype, value):
@@ -234,6 +295,18 @@ def test_arguments_that_do_not_fit_are_refused():
         forward(layout, values, x, choice=sparse(0))
     with pytest.raises(ValueError, match=r"band_rows: expected at least 1, got 0"):
         forward(layout, values, x, choice=expanded(0))
+    with pytest.raises(ValueError, match=r"x: expected 8 features, got 10"):
+        transposed_forward(layout, values, x, choice=choice)
+    with pytest.raises(ValueError, match=r"bias: expected shape \[10\], one number per output"):
+        transposed_forward(layout, values, dy, case.bias, choice=choice)
+    with pytest.raises(ValueError, match=r"x: expected one token, got 5; use forward"):
+        multiply_token(layout, values, x)
+    with pytest.raises(ValueError, match=r"values: expected float32 or bfloat16 \[\d+\], one per"):
+        to_dense(layout, values[1:])
+    with pytest.raises(
+        ValueError, match=r"dense tensor: expected float32 or bfloat16 \[8, 10\], g"
+    ):
+        entries_of(layout, x)
 
 
 def test_numbers_behind_a_view_are_not_read_or_written():

@@ -17,6 +17,7 @@ from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
 from penstock.engine.slots import Arrived
 from penstock.errors import NoTrainingError
+from penstock.planning.step_flops import StepFlops
 from penstock.step.local import StepRunner
 from penstock.step_schedule import StepSchedule
 
@@ -123,7 +124,13 @@ def weights_of(made):
 
 
 def runner(made, engine, schedule_of):
-    layout = SimpleNamespace(program=PROGRAM, micro_batches=1, schedule_of=schedule_of)
+    layout = SimpleNamespace(
+        program=PROGRAM,
+        micro_batches=1,
+        schedule_of=schedule_of,
+        flops=StepFlops(PROGRAM, 1),
+        sparse=None,
+    )
     part = SimpleNamespace(rows={"x": torch.zeros(1, 2)}, numbers=range(1))
     batches = SimpleNamespace(
         micro_batches=1, parts=lambda step, engines: [part], loss_scale=lambda step, parts: 1.0

@@ -89,9 +89,9 @@ def test_flipped_bit_of_weight_or_state_is_found_within_one_rotation(name, of):
     for _ in range(chance.integers(1, 4)):
         assert ours.step().difference(theirs.step()) is None
     theirs.store.flush()
-    arrays = [*theirs.store._masters.weight(name)]
+    arrays = [*theirs.store._memory.masters.weight(name)]
     if of == "optimizer's state":
-        arrays = [*theirs.store._state.get(name, {}).values()]
+        arrays = [*theirs.store._memory.state.arrays(name).values()]
     for array in arrays[-1:]:  # what does not stream; none of a frozen weight's state
         element = array.view(np.uint8).reshape(array.size, -1)[chance.integers(array.size)]
         element[-1] ^= np.uint8(2)  # far from the last place, so that no rounding undoes it

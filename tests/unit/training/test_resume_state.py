@@ -9,7 +9,10 @@ from penstock.errors import CorruptionError
 from penstock.training.resume_state import ResumeState
 
 ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
-KEPT = ResumeState({"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn")
+KEPT = ResumeState(
+    {"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn",
+    sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}],
+)  # fmt: skip
 
 
 def test_resume_state_round_trips():
@@ -42,6 +45,11 @@ def test_keys_missing_in_older_releases_are_optional():
         ("best_loss", "low"),
         ("evaluations_since_best", None),
         ("evaluations_since_best", -1),
+        ("sparse_entries", [10]),
+        ("sparse_entries", {"w": 0}),
+        ("sparse_entries", {"w": None}),
+        ("sparse_entries", {"w": True}),
+        ("sparse_products", {"tokens": 1}),
     ],
 )
 def test_value_of_another_type_is_refused_by_its_key(key, value):

@@ -1,0 +1,247 @@
+"""Sparse weights in an engine: values, mask, and the way that their products are computed.
+
+What is derived from a mask is made once per change of the mask and kept; all micro-batches, both
+sweeps and all engines of a process use the same.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.engine.sparse_products import SparseProducts
+from penstock.errors import ConfigError, few
+from penstock.program import Program, WeightSpec
+from penstock.sparsity import (
+    Choice,
+    SparseLayout,
+    SparseWeight,
+    StreamedWeight,
+    entries_of,
+    forward,
+    max_building_bytes,
+    max_bytes,
+    max_layout_bytes,
+    multiply_token,
+    to_dense,
+    transposed_forward,
+    weight_gradient,
+)
+
+
+class PreparedSparse:
+    """A sparse weight that executables compute with (`penstock.compiler.sparse_calls`).
+
+    Results depend on the arguments and on the recorded choices alone.
+
+    Args:
+        weight: what the store has sent.
+        layout: its mask.
+        products: the choices.
+    """
+
+    def __init__(
+        self, weight: SparseWeight, layout: SparseLayout, products: SparseProducts
+    ) -> None:
+        self.shape = weight.shape
+        self.layout = layout
+        self._weight, self._products = weight, products
+
+    @property
+    def name(self) -> str:
+        return self._weight.name
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        """Shape of the weight's gradient."""
+        return gradient_shape(self._weight)
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Return `x W^T + bias`, or `x W + bias` if `transposed`; `x` is [..., features]."""
+        rows, values = x.reshape(-1, x.shape[-1]), self._weight.values
+        if rows.shape[0] == 1:
+            y = multiply_token(self.layout, values, rows, bias, transposed=transposed)
+        else:
+            product = transposed_forward if transposed else forward
+            choice = self._choice(tokens or rows.shape[0])
+            y = product(self.layout, values, rows, bias, choice=choice)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def gradient(
+        self, x: torch.Tensor, gradient: torch.Tensor, transposed: bool, tokens: int | None = None
+    ) -> torch.Tensor:
+        """Return the gradient of the entries, float32 [kept], from inputs and outputs' gradient;
+        of all elements, in the weight's shape, if the store has asked for it."""
+        x, gradient = (value.reshape(-1, value.shape[-1]) for value in (x, gradient))
+        of_rows, of_columns = (x, gradient) if transposed else (gradient, x)
+        if self._weight.dense_gradient:
+            return torch.mm(of_rows.t(), of_columns).float()
+        choice = self._choice(tokens or x.shape[0])
+        return weight_gradient(self.layout, of_columns, of_rows, choice=choice)
+
+    def to_dense(self) -> torch.Tensor:
+        """Return the weight expanded, of the type of its values."""
+        return to_dense(self.layout, self._weight.values).view(self.shape)
+
+    def entries(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the entries from that of the expanded weight."""
+        if self._weight.dense_gradient:
+            return gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return entries_of(self.layout, gradient.reshape(self.layout.shape))
+
+    def _choice(self, tokens: int) -> Choice:
+        layout, values = self.layout, self._weight.values
+        sparsity = 1 - layout.entries / math.prod(layout.shape)
+        return self._products.choice(layout.shape, values.dtype, tokens, sparsity)
+
+
+class SparseWeights:
+    """The layouts and choices of a run's sparse weights, for the engines of one process.
+
+    Args:
+        products: the choices.
+    """
+
+    def __init__(self, products: SparseProducts) -> None:
+        self.products = products
+        self._layouts: dict[str, tuple[int, SparseLayout]] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, weight: SparseWeight) -> PreparedSparse:
+        """Return a weight to compute with; its layout is made if the mask is new.
+
+        Raises:
+            ValueError: the values are not those of the mask.
+        """
+        with self._lock:
+            version, layout = self._layouts.get(weight.name, (-1, None))
+            if layout is None or version != weight.version:
+                layout = layout_of(weight)
+                self._layouts[weight.name] = (weight.version, layout)
+        if weight.values.shape != (layout.entries,) or weight.index.kept != layout.entries:
+            raise ValueError(
+                f"{weight.name}: expected {layout.entries} values and kept entries, as version "
+                f"{weight.version} of its mask has, got {list(weight.values.shape)} values and "
+                f"{weight.index.kept} kept entries; a changed mask needs a new version"
+            )
+        return PreparedSparse(weight, layout, self.products)
+
+    def forget(self) -> None:
+        """Discard the layouts: the next masks may have the versions of others, as after a
+        resume."""
+        with self._lock:
+            self._layouts.clear()
+
+
+def layout_of(weight: SparseWeight) -> SparseLayout:
+    """Return the layout of a weight's mask."""
+    shape = matrix_shape(weight.shape)
+    row_starts, columns = weight.index.rows_and_columns(*shape)
+    return SparseLayout.of(row_starts, columns, shape)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a weight as a matrix: its first dimension, and the product of the
+    others."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, math.prod(shape) // rows
+
+
+@dataclass(frozen=True, eq=False)
+class EmptySparse:
+    """A sparse weight without memory, with all the entries that its mask may keep.
+
+    It stands for the weight in a run without arithmetic.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: torch.Tensor
+    index_bytes: int
+    dense_gradient: bool
+
+    @classmethod
+    def of(cls, spec: WeightSpec, dense_gradient: bool) -> EmptySparse:
+        """Return the largest weight that a specification allows."""
+        values = torch.empty(spec.capacity, dtype=spec.stream_dtype, device="meta")
+        index_bytes = max_bytes(spec.capacity, spec.elements)
+        return cls(spec.name, spec.shape, values, index_bytes, dense_gradient)
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        """Shape of the weight's gradient."""
+        return gradient_shape(self)
+
+
+def gradient_shape(weight: SparseWeight | EmptySparse) -> tuple[int, ...]:
+    """Return the shape of a sparse weight's gradient: of the entries, or of all elements."""
+    return weight.shape if weight.dense_gradient else tuple(weight.values.shape)
+
+
+def dense_gradient_bytes(weight: SparseWeight | EmptySparse) -> int:
+    """Return the bytes of a weight's gradient beyond those of its entries' gradient, while it is
+    computed."""
+    if not weight.dense_gradient:
+        return 0
+    elements, itemsize = math.prod(weight.shape), weight.values.itemsize
+    rounded = elements * itemsize if itemsize < 4 else 0  # the product, before it is widened
+    return 4 * (elements - weight.values.numel()) + rounded
+
+
+def held_bytes(weight: SparseWeight | EmptySparse) -> int:
+    """Return the bytes of a weight's mask as it is streamed."""
+    return weight.index_bytes if isinstance(weight, EmptySparse) else weight.index.nbytes
+
+
+def most_layout_bytes(program: Program) -> int:
+    """Return the most bytes of all layouts that an engine keeps for a program, and of making
+    one."""
+    kept, making = 0, [0]
+    for name, use in program.sparse_weights.items():
+        shape = matrix_shape(program.weights[name].shape)
+        choices = max(1, len(use.product_tokens))  # each number of tokens has its own
+        kept += choices * max_layout_bytes(shape, use.capacity)
+        making.append(max_building_bytes(shape, use.capacity))
+    return kept + max(making)
+
+
+def require_sparse_weights(program: Program, sparse: SparseWeights | None) -> None:
+    """Reject a program with sparse weights for an engine that has no choices for their products.
+
+    Raises:
+        ConfigError: naming a sparse weight.
+    """
+    names = [name for name, spec in program.weights.items() if spec.is_sparse]
+    if names and sparse is None:
+        raise ConfigError(
+            f"sparsity: expected SparseWeights for the sparse weights of {program.name}, "
+            f"{few(names)}, got none; give the engine those of the run"
+        )
+
+
+def require_dense(weights: Sequence[StreamedWeight]) -> list[torch.Tensor]:
+    """Return weights that are copied to a device; sparse ones cannot be yet.
+
+    Raises:
+        ConfigError: naming a sparse weight.
+    """
+    dense = []
+    for weight in weights:
+        if isinstance(weight, SparseWeight):
+            raise ConfigError(
+                f"sparsity: expected engines that read weights in host memory, got {weight.name!r} "
+                "for a device with memory of its own; set engine.device: cpu and remove "
+                "engine.devices, or remove sparsity"
+            )
+        dense.append(weight)
+    return dense

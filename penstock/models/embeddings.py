@@ -1,0 +1,40 @@
+"""The weights of a model that sparse training leaves dense by default: embeddings and heads.
+
+An embedding is looked up by row and takes no product; sparsity of embeddings and of the output
+head costs most quality per saved entry, so the literature leaves them dense (Evci et al., 2020;
+Thangarasa et al., 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from penstock.models.source import ModelSource
+
+
+def embeddings_and_heads(source: ModelSource) -> frozenset[str]:
+    """Return the names of the weights of all embeddings, of the output head, and of all adapters.
+
+    The head is known for models of `transformers`, and wherever it is tied to an embedding.
+    """
+    module = source.original
+    head = _output_head(module)
+    chosen = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) or id(child) == id(head)
+    }
+    names = {
+        f"{path}.{name}" if path else name
+        for path, child in chosen.items()
+        for name, _ in child.named_parameters(recurse=False)
+    }
+    return frozenset(source.aliases.get(name, name) for name in names) | source.adapter_weights
+
+
+def _output_head(module: nn.Module) -> nn.Module | None:
+    find: Any = getattr(module, "get_output_embeddings", None)
+    found = find() if callable(find) else None
+    return found if isinstance(found, nn.Module) else None

@@ -1,0 +1,62 @@
+"""How the products of a run's sparse weights are computed: measured, or taken from the record.
+
+Every case that the masks of the run can reach is measured before the first step, because the ways
+differ in the last bits. Evaluation and generation add the cases of their own programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.engine import Engine, EnginePlan, SparseProducts, SparseWeights, target_of
+from penstock.planning.execution_plan import ExecutionPlan
+from penstock.program import Program
+from penstock.store import Store, kept_entries
+
+
+def with_products(
+    plan: ExecutionPlan,
+    run_steps: int,
+    recorded: Sequence[Mapping[str, Any]] | None,
+    notice: Callable[[str], None],
+) -> ExecutionPlan:
+    """Return a plan whose engines can compute with its sparse weights; any other plan as it is.
+
+    Args:
+        run_steps: number of steps of the run.
+        recorded: the choices of a resumed run.
+        notice: called with a sentence for the user, if something must be measured.
+
+    Raises:
+        ConfigError: the record is not one of choices.
+    """
+    if plan.sparse is None:
+        return plan
+    products = SparseProducts() if recorded is None else SparseProducts.from_record(recorded)
+    cases = products.cases(plan.program, plan.sparse.reachable_sparsities(run_steps))
+    if recorded is None and cases:
+        notice(
+            f"measuring the products of sparse weights, {len(cases)} cases of shape, type, tokens "
+            "and sparsity: some seconds each"
+        )
+    products.measure(cases)
+    return replace(plan, sparse_weights=SparseWeights(products))
+
+
+def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None:
+    """Measure what another program of the model needs for its products with the present masks."""
+    if plan.sparse is None or plan.sparse_weights is None:
+        return
+    elements, products = plan.sparse.elements, plan.sparse_weights.products
+    kept = kept_entries(store)
+    sparsities = {name: (1 - count / elements[name],) for name, count in kept.items()}
+    products.measure(products.cases(program, sparsities))
+
+
+def make_inference_engine(plan: ExecutionPlan, program: Program) -> Engine:
+    """Return an engine for the forward sweep of another program of the model."""
+    return target_of(plan.device).make_engine(
+        program, EnginePlan(), budget_bytes=plan.budget_bytes, sparse=plan.sparse_weights
+    )

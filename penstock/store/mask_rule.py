@@ -1,0 +1,107 @@
+"""The rule of a run's masks: the first mask of every sparse weight, and the policy of changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.program import WeightSpec
+from penstock.sparsity import (
+    PackedIndex,
+    SparsityPolicy,
+    StaticMasks,
+    age_type,
+    balanced_index,
+    index_of_mask,
+    kept_count,
+    magnitude_index,
+    random_index,
+    require_not_empty,
+)
+from penstock.store.packed import index_memory
+
+_CHANGE_BYTES = 24  # per entry of the largest weight: its numbers before and after, and its values
+
+InitialMask = Literal["random", "magnitude", "balanced", "zeros"]
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """What decides the masks of a run, besides weights and gradients.
+
+    Attributes:
+        policy: how masks change.
+        seed: seed of the run.
+        initial_mask: the entries at the start: random ones, those of the greatest magnitude, random
+            ones with equally many per row, or those that are not zero in the loaded weights.
+        densities: share of the entries that each sparse weight keeps at the start; of no use with
+            `zeros`.
+    """
+
+    policy: SparsityPolicy
+    seed: int
+    initial_mask: InitialMask
+    densities: Mapping[str, float]
+
+    def initial(self, name: str, shape: tuple[int, ...], values: np.ndarray) -> PackedIndex:
+        """Return the mask of a weight at the start.
+
+        Args:
+            name: name of the weight.
+            shape: shape of the whole weight.
+            values: float32 `[elements]`, the dense weight.
+
+        Raises:
+            ConfigError: the mask would keep no entry, or the weight has no density.
+            NonFiniteError: a value is NaN or infinite, and the mask depends on magnitudes.
+        """
+        elements = math.prod(shape)
+        if self.initial_mask == "zeros":
+            mask = values != 0
+            require_not_empty(name, int(np.count_nonzero(mask)))
+            return index_of_mask(mask)
+        if name not in self.densities:
+            raise ConfigError(
+                f"sparsity: expected a density for every sparse weight, got none for {name}; name "
+                "it in sparsity.weights, or leave it out of the sparse ones"
+            )
+        kept = kept_count(name, elements, self.densities[name])
+        if self.initial_mask == "magnitude":
+            return magnitude_index(self.seed, name, values, kept)
+        if self.initial_mask == "balanced":
+            return balanced_index(self.seed, name, shape, kept)
+        return random_index(self.seed, name, elements, kept)
+
+    def age_type(self, betas: tuple[float, ...]) -> type[np.unsignedinteger] | None:
+        """Return the type of the entries' ages for an optimizer that corrects the bias of these
+        decay rates; None if ages are not needed."""
+        between = self.policy.updates_between_changes
+        return age_type(betas, between) if betas and between is not None else None
+
+
+def mask_memory(weights: Mapping[str, WeightSpec], rule: MaskRule | None) -> dict[str, int]:
+    """Return the most memory of masks, by use: the masks, the entries that dense gradients grow
+    until they are applied, and the change of one mask. Empty if no weight is sparse.
+
+    Args:
+        weights: of a store, by name.
+        rule: says how masks change; None: not at all.
+    """
+    sparse = [spec for spec in weights.values() if spec.is_sparse]
+    if not sparse:
+        return {}
+    policy = StaticMasks() if rule is None else rule.policy
+    trained = [spec for spec in sparse if spec.trainable]
+    masks = sum(index_memory(spec.capacity, spec.elements) for spec in sparse)
+    masks += max(spec.index_bytes for spec in sparse)  # one in its compact form
+    share, grown = policy.grown_by_gradient, 0
+    for spec in trained if share else ():
+        grown += index_memory(min(int(share * spec.capacity), spec.elements), spec.elements)
+    changing = () if isinstance(policy, StaticMasks) else trained
+    largest = max((spec.capacity for spec in changing), default=0)
+    return {"index": masks, "grown entries": grown, "mask change": _CHANGE_BYTES * largest}

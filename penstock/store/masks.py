@@ -1,0 +1,373 @@
+"""The masks of a store's sparse weights: what a commit decides about them, and what is saved.
+
+Votes on entries to drop are taken on the masters of the last commit, before the update of the step
+is applied, so updates stay lazy: the pending update of a weight is the optimizer's update, unless
+the mask change replaces it, followed by the change of its mask. Entries that are grown by dense
+gradients are selected weight by weight as these gradients arrive, so that they are never held for
+the whole model.
+
+Ages are counted in updates, not in steps, because a step may change masks instead of weights.
+`step` and `updates` are the numbers of committed steps and of those that update weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
+from penstock.kernels.packed_entries import PackedEntries
+from penstock.sparsity import (
+    CountChange,
+    MaskChange,
+    MaskSize,
+    MaskUpdate,
+    PackedIndex,
+    Remap,
+    Selection,
+    SparseWeight,
+    apply_change,
+    compact_bytes,
+    empty_index,
+    grown_entries,
+    index_from_compact,
+    require_exact,
+    select,
+    select_absent,
+    updates_by_age,
+)
+from penstock.store.holding import Holding, home_stages
+from penstock.store.interface import Decision
+from penstock.store.mask_rule import MaskRule, mask_memory
+from penstock.store.packed import dense_values
+from penstock.store.roles import CHANGES, INDEX, Stored
+
+Values = Callable[[str], np.ndarray]
+"""Returns the float32 values of a sparse weight's entries."""
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """Entries of a weight that are grown by the dense gradient, which is not held."""
+
+    selection: Selection
+    entries: PackedIndex
+
+
+class Masks:
+    """The masks of one store; empty if no weight is sparse.
+
+    Args:
+        holding: the weights.
+        rule: decides the masks; None if the store neither loads dense weights nor trains.
+    """
+
+    def __init__(self, holding: Holding, rule: MaskRule | None) -> None:
+        self._specs = {name: spec for name, spec in holding.weights.items() if spec.is_sparse}
+        self._rule = rule
+        self._trained = tuple(
+            name
+            for name in home_stages(holding)
+            if name in self._specs and self._specs[name].trainable
+        )
+        self.step = self.updates = 0
+        self._indices = {n: empty_index(w.elements, w.begin) for n, w in self._specs.items()}
+        self._changes: dict[str, list[int]] = {name: [] for name in self._specs}
+        self._kept = dict.fromkeys(self._specs, 0)
+        self._counts = dict.fromkeys(self._specs, 0)  # updates that were applied to each weight
+        self._compact: tuple[str, np.ndarray] | None = None  # of one weight
+        self._restored: dict[tuple[str, str], bytearray] = {}
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._pending: dict[str, MaskChange] = {}
+        self._decided: dict[str, _Growth] = {}
+        self._arrived: dict[str, _Growth] = {}
+        self._update: tuple[int, MaskUpdate | None] = (0, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The most memory of masks and of their changes (`mask_memory`)."""
+        return mask_memory(self._specs, self._rule)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sparse weights."""
+        return tuple(self._specs)
+
+    def index(self, name: str) -> PackedIndex | None:
+        """Return the mask of a weight; None if the weight is dense."""
+        return self._indices.get(name)
+
+    def kept(self, name: str) -> int:
+        """Return the number of entries of a weight."""
+        return self._indices[name].kept
+
+    @property
+    def sizes(self) -> dict[str, MaskSize]:
+        """The sizes of all masks after the changes that are decided, pending ones included."""
+        return {n: MaskSize(w.elements, self._kept[n]) for n, w in self._specs.items()}
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def needs_dense_gradient(self, name: str) -> bool:
+        """Return whether the next step needs the gradients of a weight's absent entries too."""
+        if self._rule is None or name not in self._specs or not self._specs[name].trainable:
+            return False
+        return self._rule.policy.needs_dense_gradients(self.step + 1)
+
+    def streamed(self, name: str, values: torch.Tensor) -> SparseWeight:
+        """Return a sparse weight as engines get it, with the values of its entries."""
+        return SparseWeight(
+            name,
+            self._specs[name].shape,
+            values,
+            self._indices[name],
+            len(self._changes[name]),
+            self.needs_dense_gradient(name),
+        )
+
+    def entries(self, name: str, ages: np.ndarray | None) -> PackedEntries:
+        """Return what an optimizer needs to know of a weight's entries in the pending update."""
+        offsets, changes = self._indices[name].entry_offsets, self._changes[name]
+        if ages is None or not changes:
+            return PackedEntries(offsets)
+        by_age = updates_by_age(self.updates, changes, ages.dtype.type)
+        return PackedEntries(offsets, ages, by_age[: int(np.iinfo(ages.dtype).max) + 1])
+
+    def grow(self, name: str, dense_gradient: np.ndarray) -> None:
+        """Select the entries that the next step grows by the dense gradient, which may then be
+        freed.
+
+        **Arguments:** `dense_gradient` is float32 `[elements]`, and finite.
+        """
+        update = self._update_of(self.step + 1)
+        changes = () if update is None else update.changes
+        for change in (change for change in changes if change.weight == name):
+            assert update is not None
+            _, grow = update.selections(self._seed, change)
+            index = self._indices[name]
+            if not grow.is_decided:
+                grow = select_absent(grow.order, grow.key, grow.count, index, dense_gradient)
+            entries = grown_entries(name, grow, index, dense_gradient)
+            self._arrived[name] = _Growth(grow, entries)
+
+    def discard(self) -> None:
+        """Forget what was selected since the last commit."""
+        self._arrived.clear()
+
+    def decide(self, decision: Decision, values: Values) -> Decision:
+        """Return a decision with the mask changes of its step.
+
+        Args:
+            decision: on a step all of whose gradients have arrived.
+            values: the masters of the last commit.
+
+        Raises:
+            ConfigError: a mask would keep no entry.
+            NonFiniteError: the value of an entry is NaN or infinite.
+        """
+        update = self._update_of(decision.step)
+        if update is None:
+            return decision
+        changes = tuple(self._decided_change(update, change, values) for change in update.changes)
+        return replace(decision, masks=changes, replaces_update=update.replaces_update)
+
+    def _decided_change(
+        self, update: MaskUpdate, change: CountChange, values: Values
+    ) -> MaskChange:
+        name = change.weight
+        index = self._indices[name]
+        drop, grow = update.selections(self._seed, change)
+        if not drop.is_decided:
+            try:
+                drop = select(drop.order, drop.key, drop.count, index, values(name))
+            except NonFiniteError as error:
+                raise NonFiniteError(f"mask of {name}: {error}") from error
+        if name in self._arrived:
+            grow = self._arrived[name].selection
+        elif not grow.is_decided:
+            grow = select_absent(grow.order, grow.key, grow.count, index)
+        return MaskChange(name, index.kept, drop, grow)
+
+    def accept(self, decision: Decision) -> None:
+        """Make the changes of a decision pending.
+
+        Raises:
+            StorageError: they are not those that the policy makes of this step; nothing has
+                changed.
+        """
+        update = self._update_of(decision.step)
+        wanted = {c.weight: (c.drop, c.grow) for c in update.changes} if update else {}
+        got = {c.weight: (c.drop.count, c.grow.count) for c in decision.masks}
+        replaces = update is not None and update.replaces_update
+        if wanted != got or replaces != decision.replaces_update:
+            raise StorageError(
+                f"step {decision.step}: expected a decision that changes the masks of "
+                f"{len(wanted)} weights, got one for {len(got)}, or with other numbers of entries; "
+                "it changed nothing. Open the run again: it continues from its last checkpoint"
+            )
+        self._pending = {change.weight: change for change in decision.masks}
+        self._decided, self._arrived = self._arrived, {}
+        for change in decision.masks:
+            self._kept[change.weight] = change.kept_after
+        self.step = decision.step
+        if not decision.replaces_update:
+            self.updates += 1
+
+    def remap(self, name: str, values: Values) -> Remap | None:
+        """Return what the pending change of a mask does to its entries; None if there is none.
+
+        **Arguments:** `values` are the masters on which the votes were taken.
+        """
+        change = self._pending.get(name)
+        if change is None:
+            return None
+        magnitudes = values(name) if change.drop.count else None
+        growth = self._decided.get(name)
+        grown = growth.entries if growth is not None else None
+        remap = apply_change(change, self._indices[name], magnitudes, grown=grown)
+        require_exact(change, [remap])
+        return remap
+
+    def is_changing(self, name: str) -> bool:
+        """Return whether the pending update of a weight changes its mask."""
+        return name in self._pending
+
+    def updated(self, name: str) -> None:
+        """Record that the pending update of a weight was applied."""
+        self._counts[name] = self.updates
+
+    def replace(self, name: str, remap: Remap) -> PackedIndex:
+        """Make the pending change of a mask; return the mask before."""
+        before, self._indices[name] = self._indices[name], remap.index
+        self._changes[name].append(self.updates)
+        self._compact = None
+        del self._pending[name]
+        self._decided.pop(name, None)
+        return before
+
+    @property
+    def _seed(self) -> int:
+        assert self._rule is not None
+        return self._rule.seed
+
+    def _update_of(self, step: int) -> MaskUpdate | None:
+        """What the policy does at the commit of a step, which depends on the sizes of masks
+        alone."""
+        if self._rule is None or not self._trained:
+            return None
+        if self._update[0] != step:
+            sizes = self.sizes
+            trained = {name: sizes[name] for name in self._trained}
+            self._update = step, self._rule.policy.at(step, trained)
+        return self._update[1]
+
+    # --- reading and restoring --------------------------------------------------------------------
+
+    def dense(
+        self, name: str, read: Callable[[str, int, int], np.ndarray], begin: int, end: int
+    ) -> np.ndarray:
+        """Return elements `begin` to `end` of a weight, float32; `read` returns values of
+        entries."""
+        return dense_values(self._indices[name], lambda b, e: read(name, b, e), begin, end)
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """Return what a checkpoint holds of a mask, by role."""
+        compact = self._compact
+        if compact is None or compact[0] != name:
+            compact = name, np.frombuffer(compact_bytes(self._indices[name]), np.uint8)
+            self._compact = compact
+        arrays = {INDEX: compact[1]}
+        if self._specs[name].trainable:
+            arrays[CHANGES] = np.array([self._counts[name], *self._changes[name]], np.int64)
+        return arrays
+
+    def stored(self, name: str) -> dict[str, Stored]:
+        """Return the types and shapes of these arrays."""
+        types = {INDEX: torch.uint8, CHANGES: torch.int64}
+        return {role: Stored(types[role], a.shape) for role, a in self.arrays(name).items()}
+
+    def begin_restore(self) -> None:
+        """Forget all that is pending; masks are set by `start` or `restore`."""
+        self._forget_plans()
+        self._restored.clear()
+        self._compact = None
+
+    def start(self, name: str, values: np.ndarray) -> PackedIndex:
+        """Set and return the first mask of a weight.
+
+        **Arguments:** `values` are those of the dense weight, float32 `[elements]`.
+
+        Raises:
+            ConfigError: the mask would keep no entry, or more than the weight has room for.
+        """
+        spec = self._specs[name]
+        if self._rule is None:
+            raise ValueError(f"{name}: a store needs a mask rule to load sparse weights")
+        index = self._rule.initial(name, spec.shape, values)
+        self._require_room(name, index)
+        self._set(name, index, 0, [])
+        return index
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
+        """Take a piece of what a checkpoint holds of a mask."""
+        data, first = self._restored.setdefault((name, role), bytearray()), begin * values.itemsize
+        data[first : first + values.nbytes] = values.tobytes()
+
+    def restore(self, kept: Mapping[str, int], step: int) -> dict[str, PackedIndex]:
+        """Set and return the masks that were written, with these numbers of entries, at step
+        `step`.
+
+        Raises:
+            CorruptionError: one is damaged.
+            ConfigError: one keeps more entries than its weight has room for.
+        """
+        self.step = self.updates = step
+        found, counts = {}, {}
+        for name in (name for name in self._specs if name in kept):
+            spec, data = self._specs[name], bytes(self._restored.pop((name, INDEX), b""))
+            index = index_from_compact(data, spec.elements, kept[name], spec.begin)
+            self._require_room(name, index)
+            updates, *changes = self._restored_counts(name, step) if spec.trainable else [step]
+            counts[name] = updates
+            self._set(name, index, updates, changes)
+            found[name] = index
+        trained = {counts[name] for name in self._trained if name in counts}
+        if len(trained) > 1:
+            raise CorruptionError(
+                f"expected equally many updates of all sparse weights, got {sorted(trained)}; use "
+                "another checkpoint"
+            )
+        self.updates = trained.pop() if trained else step
+        return found
+
+    def _restored_counts(self, name: str, step: int) -> list[int]:
+        """The number of updates up to now, followed by those at the changes of a mask."""
+        data = bytes(self._restored.pop((name, CHANGES), b""))
+        numbers = np.frombuffer(data, np.int64).tolist() if len(data) % 8 == 0 else []
+        in_order = [0, *numbers[1:], *numbers[:1], step]
+        if not numbers or in_order != sorted(in_order):
+            raise CorruptionError(
+                f"{CHANGES} of {name}: expected numbers of updates from 0 to {step}, rising, got "
+                f"{numbers[:5]}; use another checkpoint"
+            )
+        return numbers
+
+    def _set(self, name: str, index: PackedIndex, updates: int, changes: list[int]) -> None:
+        self._indices[name], self._kept[name] = index, index.kept
+        self._counts[name], self._changes[name] = updates, changes
+        self._compact = None
+
+    def _require_room(self, name: str, index: PackedIndex) -> None:
+        if index.kept > self._specs[name].capacity:
+            raise ConfigError(
+                f"sparsity: the mask of {name} has {index.kept} entries, its capacity is "
+                f"{self._specs[name].capacity}; use the sparsity with which the run was started"
+            )

@@ -1,0 +1,70 @@
+"""The arrays of sparse weights: their room, their length under a mask, and the dense values.
+
+A sparse weight keeps one value per kept entry. The number of entries changes with the mask, and
+never exceeds the weight's capacity, for which memory is allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.kernels.blocks import GRANULE
+from penstock.kernels.packed_entries import group_offsets, max_groups
+from penstock.program import WeightSpec
+from penstock.sparsity import max_bytes, sparse_refused
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
+    from penstock.store.holding import Holding
+
+
+def room_of(weight: WeightSpec, group: int = 1) -> int:
+    """Return the number of values that a role with one value per `group` entries has room for."""
+    if not weight.is_sparse:
+        return -(-weight.elements // group)
+    if group == 1:
+        return weight.capacity
+    return max_groups(weight.capacity, weight.elements, group, GRANULE)
+
+
+def length_of(index: PackedIndex, group: int = 1) -> int:
+    """Return the number of values of such a role under a mask; groups begin anew in every
+    granule."""
+    return index.kept if group == 1 else int(group_offsets(index.entry_offsets, group)[-1])
+
+
+def index_memory(kept: int, elements: int) -> int:
+    """Return the most bytes of a mask in memory, with the offsets of its granules."""
+    return max_bytes(kept, elements) + 2 * 8 * (-(-elements // GRANULE) + 1)
+
+
+def dense_values(
+    index: PackedIndex, read: Callable[[int, int], np.ndarray], begin: int, end: int
+) -> np.ndarray:
+    """Return elements `begin` to `end` of a sparse weight, float32, with zeros where it has none.
+
+    Args:
+        index: its mask.
+        read: returns the values of a range of entries, float32.
+        begin, end: a range of elements, from the first of `index` on.
+    """
+    values = np.zeros(end - begin, np.float32)
+    first, last = begin // GRANULE, -(-end // GRANULE)
+    positions = index.cut(first, last).positions() - (index.begin + begin)
+    kept = read(int(index.entry_offsets[first]), int(index.entry_offsets[last]))
+    inside = slice(*np.searchsorted(positions, (0, end - begin)).tolist())
+    values[positions[inside]] = kept[inside]
+    return values
+
+
+def require_dense(holding: Holding, got: str) -> None:
+    """Reject sparse weights in a store that cannot have them.
+
+    Raises:
+        ConfigError: a weight is sparse; `got` says what the run has instead of a store that can.
+    """
+    if any(weight.is_sparse for weight in holding.weights.values()):
+        raise sparse_refused(got)
