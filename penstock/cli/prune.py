@@ -78,3 +78,8 @@ def prune(
         f"wrote {out}: {len(done.kept)} weights keep {show_count(kept)} entries, sparsity "
         f"{show_sparsity(done.sparsity)} ({show_bytes(written)})"
     )
+    if done.zeros:
+        typer.echo(
+            f"note: {show_count(done.zeros)} of these entries are zero in {model} already: its "
+            "weights are sparser than --sparsity"
+        )

@@ -23,12 +23,19 @@ from penstock.training.export import export
 
 @dataclass(frozen=True)
 class Pruned:
-    """What `prune_model` has written: files, and the shape and kept entries of each sparse
-    weight."""
+    """What `prune_model` has written.
+
+    Attributes:
+        files: the new files.
+        shapes, kept: shape and kept entries of each sparse weight.
+        zeros: how many of the kept entries were 0 before; more than none if the weights were
+            sparser already.
+    """
 
     files: Sequence[Path]
     shapes: Mapping[str, tuple[int, ...]]
     kept: Mapping[str, int]
+    zeros: int
 
     @property
     def sparsity(self) -> float:
@@ -78,7 +85,7 @@ def prune_model(
     }
     weights = _PrunedWeights(source, kept)
     files = export(weights, source, None, out, dtype, max_shard_bytes, packed=packed)
-    return Pruned(files, shapes, kept)
+    return Pruned(files, shapes, kept, sum(weights.zeros.values()))
 
 
 class _PrunedWeights:
@@ -86,6 +93,7 @@ class _PrunedWeights:
 
     def __init__(self, source: ModelSource, kept: Mapping[str, int]) -> None:
         self._source, self._kept = source, kept
+        self.zeros: dict[str, int] = {}  # kept entries that are 0, of the weights that were read
         self._last: tuple[str, np.ndarray, PackedIndex | None] | None = None
 
     @property
@@ -115,5 +123,6 @@ class _PrunedWeights:
             if name in self._kept:
                 index = magnitude_index(0, name, values, self._kept[name])
                 values = np.where(index.mask(), values, np.float32(0))
+                self.zeros[name] = index.kept - int(np.count_nonzero(values))
             self._last = (name, values, index)
         return self._last[1:]

@@ -170,6 +170,9 @@ def test_a_pruned_folder_is_fine_tuned_sparse_and_dense(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "8 weights keep " in done.stdout
     assert "sparsity 90.0" in done.stdout
+    again = penstock("prune", tmp_path / "pruned", tmp_path / "less", "--sparsity", "0.5")
+    assert "of these entries are zero in" in again.stdout
+    assert "of these entries are zero in" not in done.stdout
     keys = {"model": {"hf": str(tmp_path / "pruned")}}
     zeros = {"method": "static", "initial_mask": "zeros"}
     run = written(tmp_path, **keys, sparsity={**zeros, "sparsity": 0.9})
