@@ -248,7 +248,7 @@ def settings(case: Case, steps: int, folder: str) -> dict:
     if method in METHODS:
         sparsity = {"method": method, "sparsity": case.sparsity}
         if method != "static":
-            sparsity["update_every"] = max(1, steps // 30)
+            sparsity["update_every"] = max(2, steps // 30)
         if case.name == "lifted":
             sparsity["densify_at"] = 0.8
     return {

@@ -156,6 +156,12 @@ class SparsityConfig(Section):
                 "densify_at",
                 "expected a step of 1 or more, got 0; a run without masks has no sparsity.method",
             )
+        if self.method == "rigl" and self.update_every < 2:
+            raise refuse(
+                "update_every",
+                "expected at least 2 with rigl, whose changes take the place of the weights' "
+                f"update in their step, got {self.update_every}",
+            )
         begin, end = self.update_begin, self.update_end
         if type(begin) is type(end) and begin > end:
             raise refuse("update_end", f"expected an end not before {begin}, got {end}")

@@ -102,6 +102,11 @@ def test_the_shortest_sections():
             "of the checkpoint; remove it, or choose another initial_mask",
         ),
         (
+            {"method": "rigl", "sparsity": 0.5, "update_every": 1},
+            "sparsity.update_every: expected at least 2 with rigl, whose changes take the place "
+            "of the weights' update in their step, got 1",
+        ),
+        (
             {"method": "gmp", "sparsity": 0.5, "initial_mask": "zeros"},
             "sparsity.initial_mask: has no effect on gmp; remove it, or choose static or set or "
             "rigl",
