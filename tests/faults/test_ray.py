@@ -58,7 +58,7 @@ class Watched:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]
 
     def await_engines(self, number: int) -> None:
-        wait_until(lambda: len(self.manager.coordinator.ready) >= number, self.happened, 120)
+        wait_until(lambda: len(self.manager.coordinator.ready) >= number, self.happened, 400)
 
 
 @pytest.fixture(scope="module")
