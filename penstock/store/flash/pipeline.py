@@ -22,15 +22,17 @@ import xxhash
 
 from penstock.errors import BudgetError, PenstockError, StorageError
 from penstock.io import failpoints
-from penstock.store import files
+from penstock.sparsity import PackedIndex
 from penstock.store.flash.blocks import StateBlocks
+from penstock.store.flash.changing_weight import ChangedWeight, ChangingWeight
+from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames
-from penstock.store.flash.journal import Journal
 from penstock.store.flash.layout import Block, FlashLayout, Unit
-from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.spill import GradientSpill
+from penstock.store.flash.stored_masks import MaskHistory
 from penstock.store.flash.version import Version, checksum
 from penstock.store.interface import FlashTraffic
+from penstock.store.masks import Masks
 
 Update = Callable[[Unit, Block, np.ndarray, np.ndarray, np.ndarray | None], None]
 """Updates one block in place, given unit, block, frame, state, and gradient if it was on flash."""
@@ -44,31 +46,32 @@ class Pipeline:
         state: the blocks of optimizer state in memory.
         spill: the gradients on flash.
         update: computes the update of a block; called by the updater.
-        keep_steps: durable steps that the journal keeps.
+        masks: those of the sparse weights; the updater makes their pending changes.
     """
 
     def __init__(
         self,
         layout: FlashLayout,
         version: Version,
-        file: ExtentFile,
-        journal: Journal,
+        writes: ExtentWrites,
         frames: Frames,
         *,
         state: StateBlocks,
         spill: GradientSpill,
         update: Update,
-        keep_steps: int,
+        masks: Masks,
     ) -> None:
         self._layout = layout
         self._version = version
-        self._file = file
-        self._journal = journal
+        self._writes = writes
         self._frames = frames
         self._state = state
         self._spill = spill
         self._apply = update
-        self._keep = keep_steps
+        self._masks = masks
+        # The masks that are on flash, or that the writer must still write, by unit.
+        self._handed: dict[int, PackedIndex] = {}
+        self._is_changing = False  # whether all state of a weight with a new mask is in memory
         self._slabs = deque(spill.slabs)
         self._dirty: dict[int, list[list[bytes]]] = {}  # checksums of units newer than on flash
         self._made: dict[int, list[list[bytes]]] = {}  # checksums of each unit's last update
@@ -96,6 +99,7 @@ class Pipeline:
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writing = 0  # unfinished jobs of the writer
+        self.restored()
         self._threads = [
             threading.Thread(target=self._run_thread, args=(work,), name=name, daemon=True)
             for name, work in (
@@ -135,7 +139,8 @@ class Pipeline:
         with self._changed:
             self._is_written = is_written
             self._awaiting = {unit.index for unit in units}
-            self._pass = deque((unit, block) for unit in units for block in unit.blocks)
+            blocks = ((unit, block) for unit in units for block in self._state.blocks(unit))
+            self._pass = deque(blocks)
             self._changed.notify_all()
 
     def finish_pass(self) -> None:
@@ -152,10 +157,9 @@ class Pipeline:
         with self._changed:
             for index, checks in self._dirty.items():
                 unit = self._layout.units[index]
-                for block in unit.blocks:
+                for block in self._state.blocks(unit):
                     self._hand_to_writer(("block", unit, block, self._state.held(unit, block)))
-                self._hand_to_writer(("frame", unit, checks))
-                self._unwritten.add(index)
+                self._hand_weights(unit, checks)
             self._dirty.clear()
 
     def slab(self) -> np.ndarray:
@@ -168,7 +172,7 @@ class Pipeline:
         """Let the writer write a unit's gradients to flash."""
         with self._changed:
             self._spilling[unit.index] += 1
-            self._hand_to_writer(("gradient", unit, slab))
+            self._hand_to_writer(("gradient", unit, self._state.blocks(unit), slab))
 
     def wait_for_updates(self, units: Collection[int]) -> None:
         """Wait until these units are updated."""
@@ -181,11 +185,11 @@ class Pipeline:
         with self._changed:
             return not self._awaiting
 
-    def seal(self, step: int, extra: Mapping[str, Any]) -> None:
+    def seal(self, step: int, extra: Mapping[str, Any], history: MaskHistory | None) -> None:
         """Let the writer make a step durable, after all earlier jobs."""
         with self._changed:
             self._seals += 1
-            self._hand_to_writer(("seal", step, dict(extra)))
+            self._hand_to_writer(("seal", step, dict(extra), history))
 
     def wait_for_seals(self) -> None:
         """Wait until all requested steps are durable."""
@@ -223,6 +227,13 @@ class Pipeline:
             self._dirty.clear()
             self._made.clear()
 
+    def restored(self) -> None:
+        """Take the masks that are now on flash. Only after `forget`."""
+        with self._changed:
+            sparse = self._layout.sparse
+            self._state.change({unit.index: self._version.blocks(unit) for unit in sparse})
+            self._handed = {unit.index: self._version.masks.index(unit) for unit in sparse}
+
     def take_traffic(self) -> FlashTraffic:
         """Return the bytes moved and the caller's waiting time since the last call."""
         with self._changed:
@@ -240,20 +251,6 @@ class Pipeline:
         self._to_write.put(None)
         for thread in self._threads:
             thread.join()
-
-    def put(self, offset: int, data: np.ndarray) -> None:
-        """Write to the extents, from any thread."""
-        with files.storage_errors(self._file.path.parent, data.nbytes):
-            self._file.write(offset, data)
-
-    def seal_now(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Make a step durable: sync its extents, then append the record that names them."""
-        failpoints.point("flash.before_sync")
-        record = self._version.record(step, extra)
-        with files.storage_errors(self._file.path.parent, len(record.blob)):
-            self._file.sync()
-            failpoints.point("flash.after_sync")
-            self._journal.append(record, self._keep)
 
     # Waiting
 
@@ -287,7 +284,7 @@ class Pipeline:
             if isinstance(self._error, PenstockError):
                 raise self._error
             raise StorageError(
-                f"{self._file.path}: the store stopped: {self._error}; open the run again: it "
+                f"{self._writes.path}: the store stopped: {self._error}; open the run again: it "
                 "continues from the last durable step"
             ) from self._error
 
@@ -296,6 +293,15 @@ class Pipeline:
     def _hand_to_writer(self, job: tuple[Any, ...]) -> None:
         self._writing += 1
         self._to_write.put(job)
+
+    def _hand_weights(self, unit: Unit, checks: list[list[bytes]]) -> None:
+        """Let the writer write the weights of a unit, and its mask if that has changed."""
+        self._unwritten.add(unit.index)
+        blocks, index = self._state.blocks(unit), self._masks.index(unit.names[0])
+        if index is not None and index is not self._handed[unit.index]:
+            self._handed[unit.index] = index
+            self._hand_to_writer(("mask", unit, index))
+        self._hand_to_writer(("weights", unit, checks, blocks))
 
     def _read(self) -> None:
         while True:
@@ -375,13 +381,13 @@ class Pipeline:
         """Read a unit's weights into its frame, checking each block."""
         frame = self._frames[unit.index]
         try:
-            self._version.read_frame(unit, frame)
+            read_bytes = self._version.read_frame(unit, frame)
         except BaseException:
             with self._changed:
                 self._frames.drop(unit.index)
             raise
         with self._changed:
-            self._read_bytes += unit.stream_bytes
+            self._read_bytes += read_bytes
             self._filling.discard(unit.index)
             self._changed.notify_all()
 
@@ -412,10 +418,10 @@ class Pipeline:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the parts of a buffer: a block's state, and its gradient if the gradient is on
         flash."""
-        end = unit.state_bytes(block.elements)
+        end = block.state_bytes
         gradient = None
         if unit in self._spill:
-            gradient = buffer[end : end + self._spill.block_bytes(block)]
+            gradient = buffer[end : end + self._spill.block_bytes(unit, block)]
         return buffer[:end], gradient
 
     # The updater
@@ -425,6 +431,7 @@ class Pipeline:
         # computing threads, and the others would wait for that thread at the end of every loop.
         numba.set_num_threads(self._update_threads)
         checks: list[list[bytes]] = [[], []]
+        changing: ChangingWeight | None = None
         while (job := self._to_update.get()) is not None:
             unit, block, buffer, is_checked = job
             data, gradient = self._parts(unit, block, buffer)
@@ -432,68 +439,122 @@ class Pipeline:
                 self._version.check_state(unit, block, data)
             if gradient is not None:
                 gradient = self._spill.checked(unit, block, gradient)
-            stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
+            frame, is_last = self._frames[unit.index], block is self._state.blocks(unit)[-1]
+            if changing is None and self._masks.is_changing(unit.names[0]):
+                changing = self._begin_change(unit)
             with self.compute:
-                self._apply(unit, block, self._frames[unit.index], data, gradient)
-            checks[0].append(checksum(stream))
+                if changing is not None:
+                    changing.note(block, frame, data)
+                self._apply(unit, block, frame, data, gradient)
+            if unit.is_sparse and is_last:
+                self._masks.updated(unit.names[0])
+            if changing is not None:
+                changing = self._gather(changing, unit, block, buffer)
+                continue
+            checks[0].append(checksum(_bytes_of(frame, unit.stream_width, block)))
             checks[1].append(checksum(data))
             with self._changed:
-                stays = (
-                    not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
-                )
-                if stays:
+                if stays := self._stays(unit):
                     self._state.hold(unit, block, buffer)
                 else:
                     self._hand_to_writer(("block", unit, block, buffer))
-                if block.number == len(unit.blocks) - 1:
-                    self._made[unit.index] = checks
-                    if stays:
-                        self._dirty[unit.index] = checks
-                    else:
-                        self._dirty.pop(unit.index, None)
-                        self._hand_to_writer(("frame", unit, checks))
-                        self._unwritten.add(unit.index)
+                if is_last:
+                    self._finish_unit(unit, checks, stays)
                     checks = [[], []]
-                    self._updating.discard(unit.index)
-                    self._awaiting.discard(unit.index)
-                    self._changed.notify_all()
+
+    def _stays(self, unit: Unit) -> bool:
+        """Return whether an updated unit stays in memory and is not written."""
+        return not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
+
+    def _finish_unit(self, unit: Unit, checks: list[list[bytes]], stays: bool) -> None:
+        self._made[unit.index] = checks
+        if stays:
+            self._dirty[unit.index] = checks
+        else:
+            self._dirty.pop(unit.index, None)
+            self._hand_weights(unit, checks)
+        self._updating.discard(unit.index)
+        self._awaiting.discard(unit.index)
+        self._changed.notify_all()
+
+    def _begin_change(self, unit: Unit) -> ChangingWeight:
+        """Wait until the state of the previous weight with a new mask is written, so that only one
+        is in memory."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not self._is_changing)
+            self._is_changing = True
+        return ChangingWeight(unit, self._state.blocks(unit), self._masks)
+
+    def _gather(
+        self, changing: ChangingWeight, unit: Unit, block: Block, buffer: np.ndarray
+    ) -> ChangingWeight | None:
+        """Take an updated block of a weight whose mask changes; after the last, make the change."""
+        is_last = block is self._state.blocks(unit)[-1]
+        changing.gather(block, self._parts(unit, block, buffer)[0])
+        with self._changed:
+            self._state.release(unit, block, buffer)
+            self._changed.notify_all()
+        if not is_last:
+            return changing
+        with self.compute:
+            changed = changing.finish(self._frames[unit.index])
+        with self._changed:
+            stays = self._stays(unit)
+            self._state.change({unit.index: changed.blocks})
+            if stays:
+                self._keep_changed(unit, changed)
+            else:
+                self._hand_to_writer(("state", unit, changed))
+            self._finish_unit(unit, changed.checks, stays)
+        return None
+
+    def _keep_changed(self, unit: Unit, changed: ChangedWeight) -> None:
+        """Keep the state of a weight with a new mask, if it stays in memory."""
+        for block in changed.blocks if self._state.stay_whole(unit) else ():
+            self._state.hold(unit, block, changed.state_of(block))
+        self._is_changing = False
 
     def _write(self) -> None:
         while (job := self._to_write.get()) is not None:
             what, *rest = job
-            written = 0
-            if what == "block":
-                unit, block, buffer = rest
-                data = buffer[: unit.state_bytes(block.elements)]
-                failpoints.point("flash.before_block")
-                self.put(unit.state_offset(self._version.next_place(unit), block), data)
-                written = data.nbytes
-            elif what == "frame":
-                unit, checks = rest
-                failpoints.point("flash.before_weights")
-                frame = self._frames[unit.index]
-                self.put(unit.stream_offset(self._version.next_place(unit)), frame)
-                written = frame.nbytes
-            elif what == "gradient":
-                unit, slab = rest
-                failpoints.point("flash.before_gradient")
-                written = self._spill.write(unit, slab)
-            else:
-                self.seal_now(*rest)
+            written = self._written(what, *rest)
             with self._changed:
                 self._writing -= 1
                 self._written_bytes += written
                 if what == "block":
-                    self._state.put_back(unit, block, buffer)
-                elif what == "frame":
-                    self._version.advance(unit, *checks)
+                    self._state.put_back(*rest)
+                elif what == "state":
+                    self._keep_changed(*rest)
+                elif what == "weights":
+                    unit, checks, blocks = rest
+                    self._version.advance(unit, *checks, blocks)
                     self._unwritten.discard(unit.index)
                 elif what == "seal":
                     self._seals -= 1
                 elif what == "gradient":
+                    unit, _, slab = rest
                     self._spilling[unit.index] -= 1
                     self._slabs.append(slab)
                 self._changed.notify_all()
+
+    def _written(self, what: str, *rest: Any) -> int:
+        """Do a job of the writer; return the number of bytes."""
+        if what == "block":
+            unit, block, buffer = rest
+            return self._writes.state(unit, block, buffer[: block.state_bytes])
+        if what == "state":
+            unit, changed = rest
+            return self._writes.state(unit, changed.blocks[0], changed.state)
+        if what == "mask":
+            return self._writes.mask(*rest)
+        if what == "weights":
+            unit, _, blocks = rest
+            return self._writes.weights(unit, blocks, self._frames[unit.index])
+        if what == "gradient":
+            failpoints.point("flash.before_gradient")
+            return self._spill.write(*rest)
+        self._writes.seal(*rest)
+        return 0
 
 
 def _bytes_of(frame: np.ndarray, width: int, block: Block) -> np.ndarray:

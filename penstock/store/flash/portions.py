@@ -125,4 +125,4 @@ def _cut(layout: FlashLayout, portion_bytes: int) -> Iterator[_Portion]:
 
 
 def _size(unit: Unit, block: Block, half: int) -> int:
-    return unit.state_bytes(block.elements) if half else block.elements * unit.stream_width
+    return block.state_bytes if half else block.elements * unit.stream_width
