@@ -21,6 +21,7 @@ from penstock.step_schedule import sweep_order
 from penstock.store.flash.frames import Visit, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.holding import Holding
+from penstock.store.interface import FlashTraffic
 from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.optimizers import Optimizer
 from penstock.store.roles import AGE, Role
@@ -174,6 +175,19 @@ def visits_of(program: Holding, layout: FlashLayout) -> list[Visit]:
     """Return the units that each operation of a step may need, in schedule order."""
     units = [layout.units_of(stage.weights) for stage in program.stages]
     return [Visit(stage, units[stage]) for stage, _ in sweep_order(len(units))]
+
+
+def step_traffic(layout: FlashLayout, spilled_bytes: int) -> FlashTraffic:
+    """Return the maximum traffic of a step: state once each way, weights read twice and written
+    once.
+
+    Gradients that do not fit in memory are written once and read once. A step that changes masks
+    also reads the weights that lose entries, and writes the masks.
+    """
+    updated = sum(unit.place_bytes for unit in layout.units if unit.trainable)
+    once = sum(unit.stream_bytes for unit in layout.units)
+    frozen = sum(unit.stream_bytes for unit in layout.units if not unit.trainable)
+    return FlashTraffic(updated + frozen + once + spilled_bytes, updated + spilled_bytes)
 
 
 def gradient_width(unit: Unit, half_gradients: bool) -> int:

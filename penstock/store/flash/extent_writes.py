@@ -53,11 +53,15 @@ class ExtentWrites:
         failpoints.point("flash.before_mask")
         return self._version.masks.write(unit, index, self.put)
 
-    def seal(self, step: int, extra: Mapping[str, Any], history: MaskHistory | None) -> None:
-        """Make a step durable: sync its extents, then append the record that names them."""
+    def seal(self, step: int, extra: Mapping[str, Any], history: MaskHistory | None) -> int:
+        """Make a step durable: sync its extents, then append the record that names them.
+
+        Returns 0: no extent is written.
+        """
         failpoints.point("flash.before_sync")
         record = self._version.record(step, extra, history)
         with files.storage_errors(self._file.path.parent, len(record.blob)):
             self._file.sync()
             failpoints.point("flash.after_sync")
             self._journal.append(record, self._keep)
+        return 0

@@ -20,22 +20,23 @@ import numba
 import numpy as np
 import xxhash
 
-from penstock.errors import BudgetError, PenstockError, StorageError
+from penstock.errors import PenstockError, StorageError
 from penstock.io import failpoints
 from penstock.sparsity import PackedIndex
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.changing_weight import ChangedWeight, ChangingWeight
+from penstock.store.flash.changing_weight import ChangedWeight
 from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames
 from penstock.store.flash.layout import Block, FlashLayout, Unit
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.stored_masks import MaskHistory
-from penstock.store.flash.version import Version, checksum
+from penstock.store.flash.unit_updates import UnitUpdates, Update
+from penstock.store.flash.version import Version
 from penstock.store.interface import FlashTraffic
 from penstock.store.masks import Masks
 
-Update = Callable[[Unit, Block, np.ndarray, np.ndarray, np.ndarray | None], None]
-"""Updates one block in place, given unit, block, frame, state, and gradient if it was on flash."""
+_Job = tuple[Callable[[], int], Callable[[], object]]
+"""A job of the writer, which returns the bytes written, and what it then does under the lock."""
 
 
 class Pipeline:
@@ -67,8 +68,9 @@ class Pipeline:
         self._frames = frames
         self._state = state
         self._spill = spill
-        self._apply = update
         self._masks = masks
+        self._updates = UnitUpdates(version, state, spill, update, masks, self._await_change)
+        self.compute = self._updates.compute
         # The masks that are on flash, or that the writer must still write, by unit.
         self._handed: dict[int, PackedIndex] = {}
         self._is_changing = False  # whether all state of a weight with a new mask is in memory
@@ -76,7 +78,6 @@ class Pipeline:
         self._dirty: dict[int, list[list[bytes]]] = {}  # checksums of units newer than on flash
         self._made: dict[int, list[list[bytes]]] = {}  # checksums of each unit's last update
         self._update_threads = numba.get_num_threads()
-        self.compute = threading.Lock()  # kernels must not run concurrently
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
@@ -97,7 +98,7 @@ class Pipeline:
         self._read_bytes = self._written_bytes = 0
         self._waited_seconds = 0.0
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writing = 0  # unfinished jobs of the writer
         self.restored()
         self._threads = [
@@ -124,7 +125,7 @@ class Pipeline:
             self._reads_ahead = True
             self._in_use.append(set(units))
             self._requested = units
-            self._require_room()
+            self._frames.require_room(set().union(*self._in_use))
             self._is_urgent = bool(self._awaiting.intersection(units))
             self._changed.notify_all()
             self._wait(lambda: all(self._is_ready(unit) for unit in units))
@@ -158,7 +159,7 @@ class Pipeline:
             for index, checks in self._dirty.items():
                 unit = self._layout.units[index]
                 for block in self._state.blocks(unit):
-                    self._hand_to_writer(("block", unit, block, self._state.held(unit, block)))
+                    self._hand_block(unit, block, self._state.held(unit, block))
                 self._hand_weights(unit, checks)
             self._dirty.clear()
 
@@ -172,7 +173,8 @@ class Pipeline:
         """Let the writer write a unit's gradients to flash."""
         with self._changed:
             self._spilling[unit.index] += 1
-            self._hand_to_writer(("gradient", unit, self._state.blocks(unit), slab))
+            write = partial(self._write_gradient, unit, self._state.blocks(unit), slab)
+            self._hand_to_writer(write, partial(self._return_slab, unit, slab))
 
     def wait_for_updates(self, units: Collection[int]) -> None:
         """Wait until these units are updated."""
@@ -189,7 +191,8 @@ class Pipeline:
         """Let the writer make a step durable, after all earlier jobs."""
         with self._changed:
             self._seals += 1
-            self._hand_to_writer(("seal", step, dict(extra), history))
+            seal = partial(self._writes.seal, step, dict(extra), history)
+            self._hand_to_writer(seal, self._finish_seal)
 
     def wait_for_seals(self) -> None:
         """Wait until all requested steps are durable."""
@@ -257,15 +260,6 @@ class Pipeline:
     def _is_ready(self, unit: int) -> bool:
         return unit in self._frames and unit not in self._awaiting and unit not in self._filling
 
-    def _require_room(self) -> None:
-        at_once = set().union(*self._in_use)
-        need = sum(self._layout.units[unit].stream_bytes for unit in at_once)
-        if need > self._frames.budget_bytes:
-            raise BudgetError(
-                f"{need:,} bytes of weights are needed at once, store.dram leaves "
-                f"{self._frames.budget_bytes:,} for them; raise store.dram"
-            )
-
     def _run_thread(self, work: Callable[[], None]) -> None:
         try:
             work()
@@ -290,9 +284,13 @@ class Pipeline:
 
     # The threads
 
-    def _hand_to_writer(self, job: tuple[Any, ...]) -> None:
+    def _hand_to_writer(self, write: Callable[[], int], finish: Callable[[], object]) -> None:
         self._writing += 1
-        self._to_write.put(job)
+        self._to_write.put((write, finish))
+
+    def _hand_block(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
+        write = partial(self._writes.state, unit, block, buffer[: block.state_bytes])
+        self._hand_to_writer(write, partial(self._state.put_back, unit, block, buffer))
 
     def _hand_weights(self, unit: Unit, checks: list[list[bytes]]) -> None:
         """Let the writer write the weights of a unit, and its mask if that has changed."""
@@ -300,8 +298,9 @@ class Pipeline:
         blocks, index = self._state.blocks(unit), self._masks.index(unit.names[0])
         if index is not None and index is not self._handed[unit.index]:
             self._handed[unit.index] = index
-            self._hand_to_writer(("mask", unit, index))
-        self._hand_to_writer(("weights", unit, checks, blocks))
+            self._hand_to_writer(partial(self._writes.mask, unit, index), lambda: None)
+        write = partial(self._writes.weights, unit, blocks, self._frames[unit.index])
+        self._hand_to_writer(write, partial(self._finish_weights, unit, checks, blocks))
 
     def _read(self) -> None:
         while True:
@@ -396,7 +395,7 @@ class Pipeline:
 
         The updater verifies the checksum, so that the data is in its cache for the update.
         """
-        data, gradient = self._parts(unit, block, buffer)
+        data, gradient = self._spill.parts(unit, block, buffer)
         if not is_there:
             self._version.fetch_state(unit, block, data)
         if gradient is not None:
@@ -407,22 +406,11 @@ class Pipeline:
         self._to_update.put((unit, block, buffer, is_there))
 
     def _hold(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
-        data, _ = self._parts(unit, block, buffer)
+        data, _ = self._spill.parts(unit, block, buffer)
         self._version.read_state(unit, block, data)
         with self._changed:
             self._read_bytes += data.nbytes
             self._state.hold(unit, block, buffer)
-
-    def _parts(
-        self, unit: Unit, block: Block, buffer: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the parts of a buffer: a block's state, and its gradient if the gradient is on
-        flash."""
-        end = block.state_bytes
-        gradient = None
-        if unit in self._spill:
-            gradient = buffer[end : end + self._spill.block_bytes(unit, block)]
-        return buffer[:end], gradient
 
     # The updater
 
@@ -430,41 +418,26 @@ class Pipeline:
         # As many threads as compute concurrently. A single thread would take a core from one of the
         # computing threads, and the others would wait for that thread at the end of every loop.
         numba.set_num_threads(self._update_threads)
-        checks: list[list[bytes]] = [[], []]
-        changing: ChangingWeight | None = None
         while (job := self._to_update.get()) is not None:
             unit, block, buffer, is_checked = job
-            data, gradient = self._parts(unit, block, buffer)
-            if not is_checked:
-                self._version.check_state(unit, block, data)
-            if gradient is not None:
-                gradient = self._spill.checked(unit, block, gradient)
-            frame, is_last = self._frames[unit.index], block is self._state.blocks(unit)[-1]
-            if changing is None and self._masks.is_changing(unit.names[0]):
-                changing = self._begin_change(unit)
-            with self.compute:
-                if changing is not None:
-                    changing.note(block, frame, data)
-                self._apply(unit, block, frame, data, gradient)
-            if unit.is_sparse and is_last:
-                self._masks.updated(unit.names[0])
-            if changing is not None:
-                changing = self._gather(changing, unit, block, buffer)
-                continue
-            checks[0].append(checksum(_bytes_of(frame, unit.stream_width, block)))
-            checks[1].append(checksum(data))
+            frame, parts = self._frames[unit.index], self._spill.parts(unit, block, buffer)
+            updated = self._updates.update(unit, block, frame, parts, is_checked)
             with self._changed:
-                if stays := self._stays(unit):
+                stays = (
+                    not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
+                )
+                if updated.changed is not None:
+                    self._state.change({unit.index: updated.changed.blocks})
+                    self._take_changed(unit, updated.changed, stays)
+                if updated.is_gathered:
+                    self._state.release(unit, block, buffer)
+                elif stays:
                     self._state.hold(unit, block, buffer)
                 else:
-                    self._hand_to_writer(("block", unit, block, buffer))
-                if is_last:
-                    self._finish_unit(unit, checks, stays)
-                    checks = [[], []]
-
-    def _stays(self, unit: Unit) -> bool:
-        """Return whether an updated unit stays in memory and is not written."""
-        return not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
+                    self._hand_block(unit, block, buffer)
+                if updated.checks is not None:
+                    self._finish_unit(unit, updated.checks, stays)
+                self._changed.notify_all()
 
     def _finish_unit(self, unit: Unit, checks: list[list[bytes]], stays: bool) -> None:
         self._made[unit.index] = checks
@@ -475,38 +448,20 @@ class Pipeline:
             self._hand_weights(unit, checks)
         self._updating.discard(unit.index)
         self._awaiting.discard(unit.index)
-        self._changed.notify_all()
 
-    def _begin_change(self, unit: Unit) -> ChangingWeight:
-        """Wait until the state of the previous weight with a new mask is written, so that only one
-        is in memory."""
+    def _await_change(self) -> None:
+        """Wait until the state of the last weight with a new mask is written, or kept in memory."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._is_changing)
             self._is_changing = True
-        return ChangingWeight(unit, self._state.blocks(unit), self._masks)
 
-    def _gather(
-        self, changing: ChangingWeight, unit: Unit, block: Block, buffer: np.ndarray
-    ) -> ChangingWeight | None:
-        """Take an updated block of a weight whose mask changes; after the last, make the change."""
-        is_last = block is self._state.blocks(unit)[-1]
-        changing.gather(block, self._parts(unit, block, buffer)[0])
-        with self._changed:
-            self._state.release(unit, block, buffer)
-            self._changed.notify_all()
-        if not is_last:
-            return changing
-        with self.compute:
-            changed = changing.finish(self._frames[unit.index])
-        with self._changed:
-            stays = self._stays(unit)
-            self._state.change({unit.index: changed.blocks})
-            if stays:
-                self._keep_changed(unit, changed)
-            else:
-                self._hand_to_writer(("state", unit, changed))
-            self._finish_unit(unit, changed.checks, stays)
-        return None
+    def _take_changed(self, unit: Unit, changed: ChangedWeight, stays: bool) -> None:
+        """Keep the state of a weight with a new mask, or let the writer write all of it."""
+        if stays:
+            self._keep_changed(unit, changed)
+            return
+        write = partial(self._writes.state, unit, changed.blocks[0], changed.state)
+        self._hand_to_writer(write, partial(self._keep_changed, unit, changed))
 
     def _keep_changed(self, unit: Unit, changed: ChangedWeight) -> None:
         """Keep the state of a weight with a new mask, if it stays in memory."""
@@ -514,48 +469,31 @@ class Pipeline:
             self._state.hold(unit, block, changed.state_of(block))
         self._is_changing = False
 
+    # The writer
+
     def _write(self) -> None:
         while (job := self._to_write.get()) is not None:
-            what, *rest = job
-            written = self._written(what, *rest)
+            write, finish = job
+            written = write()
             with self._changed:
                 self._writing -= 1
                 self._written_bytes += written
-                if what == "block":
-                    self._state.put_back(*rest)
-                elif what == "state":
-                    self._keep_changed(*rest)
-                elif what == "weights":
-                    unit, checks, blocks = rest
-                    self._version.advance(unit, *checks, blocks)
-                    self._unwritten.discard(unit.index)
-                elif what == "seal":
-                    self._seals -= 1
-                elif what == "gradient":
-                    unit, _, slab = rest
-                    self._spilling[unit.index] -= 1
-                    self._slabs.append(slab)
+                finish()
                 self._changed.notify_all()
 
-    def _written(self, what: str, *rest: Any) -> int:
-        """Do a job of the writer; return the number of bytes."""
-        if what == "block":
-            unit, block, buffer = rest
-            return self._writes.state(unit, block, buffer[: block.state_bytes])
-        if what == "state":
-            unit, changed = rest
-            return self._writes.state(unit, changed.blocks[0], changed.state)
-        if what == "mask":
-            return self._writes.mask(*rest)
-        if what == "weights":
-            unit, _, blocks = rest
-            return self._writes.weights(unit, blocks, self._frames[unit.index])
-        if what == "gradient":
-            failpoints.point("flash.before_gradient")
-            return self._spill.write(*rest)
-        self._writes.seal(*rest)
-        return 0
+    def _write_gradient(self, unit: Unit, blocks: Sequence[Block], slab: np.ndarray) -> int:
+        failpoints.point("flash.before_gradient")
+        return self._spill.write(unit, blocks, slab)
 
+    def _return_slab(self, unit: Unit, slab: np.ndarray) -> None:
+        self._spilling[unit.index] -= 1
+        self._slabs.append(slab)
 
-def _bytes_of(frame: np.ndarray, width: int, block: Block) -> np.ndarray:
-    return frame[block.begin * width : block.end * width]
+    def _finish_weights(
+        self, unit: Unit, checks: list[list[bytes]], blocks: Sequence[Block]
+    ) -> None:
+        self._version.advance(unit, *checks, blocks)
+        self._unwritten.discard(unit.index)
+
+    def _finish_seal(self) -> None:
+        self._seals -= 1

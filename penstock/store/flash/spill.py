@@ -57,6 +57,16 @@ class GradientSpill:
             for name, begin, size in zip(unit.names, unit.begins, unit.sizes, strict=True)
         }
 
+    def parts(
+        self, unit: Unit, block: Block, buffer: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the parts of a buffer: a block's state, and what `fetch` reads if the gradient is
+        on flash."""
+        end = block.state_bytes
+        if unit not in self:
+            return buffer[:end], None
+        return buffer[:end], buffer[end : end + self.block_bytes(unit, block)]
+
     def block_bytes(self, unit: Unit, block: Block) -> int:
         """Return the bytes that `fetch` reads for a block."""
         first, last = self._pages(unit, block)
@@ -81,7 +91,7 @@ class GradientSpill:
         return data.nbytes
 
     def fetch(self, unit: Unit, block: Block, into: np.ndarray) -> None:
-        """Read a block's gradient into memory of `block_bytes`; the caller must verify it."""
+        """Read a block's gradient into its part of a buffer; the caller must verify it."""
         self._file.read(self._offsets[unit.index] + self._pages(unit, block)[0], into)
 
     def checked(self, unit: Unit, block: Block, data: np.ndarray) -> np.ndarray:

@@ -25,28 +25,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.errors import BudgetError
-from penstock.io import durable, failpoints
 from penstock.sparsity import MaskSize, PackedIndex, StreamedWeight
-from penstock.store import files
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.description import EXTENTS, JOURNAL, describe, require_same
-from penstock.store.flash.division import SLABS, age_role, divide, memory_of_masks, visits_of
+from penstock.store.flash.description import describe
+from penstock.store.flash.division import (
+    SLABS,
+    age_role,
+    divide,
+    memory_of_masks,
+    step_traffic,
+    visits_of,
+)
 from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames, least_bytes
-from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
-from penstock.store.flash.medium import ExtentFile
+from penstock.store.flash.opening import open_files, require_flash
 from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.portions import BlockPortions
 from penstock.store.flash.shards import store_id_of
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.staging import Staging
-from penstock.store.flash.stored_masks import MaskHistory
-from penstock.store.flash.version import Version, recorded_step
+from penstock.store.flash.stored_masks import history_of
+from penstock.store.flash.version import recorded_step
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
 from penstock.store.incoming import checked_weights
@@ -104,8 +107,7 @@ class FlashStore:
         durable_every: int = 1,
         masks: MaskRule | None = None,
     ) -> None:
-        self.program, self.folder = program, folder
-        self.step = 0
+        self.program, self.folder, self.step = program, folder, 0
         self.extra: dict[str, Any] = {}
         self._masks = Masks(program, masks)
         if self._masks.names and masks is None:
@@ -121,7 +123,7 @@ class FlashStore:
         self._division = divide(
             self._layout, half, least_bytes(units, visits), dram_bytes, self._mask_memory
         )
-        self._require_flash(flash_bytes)
+        require_flash(program, self._layout, self._division, flash_bytes, keep_steps)
         self._frames = Frames(units, visits, self._division.weight_bytes)
         spilled = [unit for unit in units if unit.index in self._division.spilled]
         elsewhere = {name for unit in spilled for name in unit.names}
@@ -134,12 +136,9 @@ class FlashStore:
         )
         self._durable_every = durable_every
 
-        self._is_loaded = False
-        self._is_closed = False
-        self._unsealed = False
+        self._is_loaded = self._is_closed = self._unsealed = False
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
-
         with ExitStack() as opened:  # resources opened before an error are released
             self._lock = FolderLock(folder, "store.flash.path")
             opened.callback(self._lock.release)
@@ -171,58 +170,15 @@ class FlashStore:
 
     # Creating, opening and closing
 
-    def _require_flash(self, limit: int | None) -> None:
-        state, gradients = self._layout.file_bytes, self._division.spilled_bytes
-        if limit is None or state + gradients <= limit:
-            return
-        also = f" and {gradients:,} for gradients" if gradients else ""
-        advice = ", or raise store.dram, which leaves no room for them" if gradients else ""
-        raise BudgetError(
-            f"store.flash.size: {self.program.name} needs {state:,} bytes on flash for "
-            f"{self._keep + 1} versions of its state{also}, the limit is {limit:,}; "
-            f"raise it, or lower store.flash.keep_steps{advice}"
-        )
-
     def _open(self, opened: ExitStack) -> None:
-        journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
         store_id = store_id_of(self.folder)
         described = describe(self._layout, self._block_elements, self._keep, store_id)
-        if journal.exists():
-            self._journal = Journal(journal)
-            opened.callback(self._journal.close)
-            self._journal.settle()
-            require_same(self.folder, self._journal.records[0].content, described)
-            self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
-            opened.callback(self._file.close)
-            self._version = Version(self._layout, self._file)
-            if len(self._journal.records) > 1:
-                last = self._journal.records[-1]
-                self._version.restore(last)
-                self.step, self.extra = recorded_step(journal, last)
-                self._resume_masks()
-                self._is_loaded = True
-            return
-        size = self._layout.file_bytes
-        with files.storage_errors(self.folder, size):
-            extents.unlink(missing_ok=True)  # without a journal the file never counted
-            files.require_space(extents, size)
-            self._file = ExtentFile(extents, size, create=True)
-            opened.callback(self._file.close)
-            self._file.sync()  # the file size, on which the journal relies
-            durable.sync_folder(self.folder)
-            self._version = Version(self._layout, self._file)
-            failpoints.point("flash.before_journal")
-            self._journal = Journal.create(journal, Record(described))
-            opened.callback(self._journal.close)
-
-    def _resume_masks(self) -> None:
-        masks, sparse = self._version.masks, self._layout.sparse
-        self._masks.resume(
-            self.step,
-            masks.history.updates if sparse else self.step,
-            {unit.names[0]: masks.index(unit) for unit in sparse},
-            masks.history.changes,
-        )
+        found = open_files(self.folder, self._layout, described, opened)
+        self._journal, self._file, self._version = found.journal, found.file, found.version
+        if found.last is not None:
+            self.step, self.extra = recorded_step(self._journal.path, found.last)
+            self._version.masks.resume(self._masks, self.step)
+            self._is_loaded = True
 
     @property
     def is_new(self) -> bool:
@@ -263,16 +219,8 @@ class FlashStore:
 
     @property
     def flash_rule(self) -> FlashTraffic:
-        """Maximum traffic of a step: state once each way, weights read twice and written once.
-
-        Gradients that do not fit in memory are written once and read once.
-        """
-        spilled = self._spill.bytes
-        units = self._layout.units
-        updated = sum(unit.place_bytes for unit in units if unit.trainable)
-        once = sum(unit.stream_bytes for unit in units)
-        frozen = sum(unit.stream_bytes for unit in units if not unit.trainable)
-        return FlashTraffic(updated + frozen + once + spilled, updated + spilled)
+        """Maximum traffic of a step (`step_traffic`)."""
+        return step_traffic(self._layout, self._spill.bytes)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -337,10 +285,7 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""
-        return commit_by(self._rule, self, self._decide_masks)
-
-    def _decide_masks(self, decision: Decision) -> Decision:
-        return self._masks.decide(decision, self._entries)
+        return commit_by(self._rule, self, lambda d: self._masks.decide(d, self._entries))
 
     def _entries(self, name: str) -> np.ndarray:
         """Return the values of a sparse weight's entries, float32."""
@@ -395,15 +340,7 @@ class FlashStore:
 
     def _seal(self) -> None:
         self._unsealed = False
-        self._pipeline.seal(self.step, self.extra, self._mask_history())
-
-    def _mask_history(self) -> MaskHistory | None:
-        """Return what a record says of the masks; None if no weight is sparse."""
-        names = self._masks.names
-        if not names:
-            return None
-        changes = {name: self._masks.changes(name) for name in names}
-        return MaskHistory(self._masks.updates, changes)
+        self._pipeline.seal(self.step, self.extra, history_of(self._masks))
 
     @property
     def _is_due(self) -> bool:
@@ -486,7 +423,7 @@ class FlashStore:
         self.step = step
         self._pipeline.restored()
         self._is_loaded = True
-        self._writes.seal(step, self.extra, self._mask_history())
+        self._writes.seal(step, self.extra, history_of(self._masks))
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""

@@ -19,6 +19,7 @@ from penstock.sparsity import PackedIndex, compact_bytes, empty_index, index_fro
 from penstock.store.flash.journal import Record
 from penstock.store.flash.layout import FlashLayout, Unit
 from penstock.store.flash.medium import ALIGNMENT_BYTES, ExtentFile
+from penstock.store.masks import Masks
 
 CHECKSUM_BYTES = 16
 
@@ -32,6 +33,14 @@ class MaskHistory:
     changes: Mapping[str, Sequence[int]]
 
 
+def history_of(masks: Masks) -> MaskHistory | None:
+    """Return the history of a store's masks, all of whose updates are applied; None if no weight is
+    sparse."""
+    if not masks.names:
+        return None
+    return MaskHistory(masks.updates, {name: masks.changes(name) for name in masks.names})
+
+
 @dataclass(frozen=True)
 class _Stored:
     """A mask on flash: its place, its length there, and its checksum."""
@@ -39,7 +48,7 @@ class _Stored:
     place: int
     size: int
     checksum: bytes
-    index: PackedIndex
+    index: PackedIndex | None = None
 
 
 class StoredMasks:
@@ -48,16 +57,14 @@ class StoredMasks:
     def __init__(self, layout: FlashLayout, file: ExtentFile) -> None:
         self._units = layout.sparse
         self._file = file
-        self._masks = {
-            unit.index: _Stored(0, 0, b"", empty_index(unit.sizes[0], unit.origins[0]))
-            for unit in self._units
-        }
+        self._masks = {unit.index: _Stored(0, 0, bytes(CHECKSUM_BYTES)) for unit in self._units}
         self._is_sealed = {unit.index: True for unit in self._units}
         self.history = MaskHistory(0, {unit.names[0]: () for unit in self._units})
 
     def index(self, unit: Unit) -> PackedIndex:
-        """Return the mask of a sparse weight."""
-        return self._masks[unit.index].index
+        """Return the mask of a sparse weight; one without entries before the first is written."""
+        index = self._masks[unit.index].index
+        return empty_index(unit.sizes[0], unit.origins[0]) if index is None else index
 
     @property
     def checksums(self) -> bytes:
@@ -75,7 +82,7 @@ class StoredMasks:
         masks = {}
         for unit in self._units:
             mask, changes = self._masks[unit.index], history.changes[unit.names[0]]
-            masks[unit.names[0]] = [mask.place, mask.size, mask.index.kept, list(changes)]
+            masks[unit.names[0]] = [mask.place, mask.size, self.index(unit).kept, list(changes)]
         return {"updates": history.updates, "masks": masks}
 
     def restore(self, record: Record) -> None:
@@ -101,6 +108,12 @@ class StoredMasks:
             self._masks[unit.index] = _Stored(place, size, check, index)
         self._is_sealed = dict.fromkeys(self._is_sealed, True)
         self.history = MaskHistory(updates, changes)
+
+    def resume(self, masks: Masks, step: int) -> None:
+        """Give a store its masks after step `step`, the last that was restored."""
+        indices = {unit.names[0]: self.index(unit) for unit in self._units}
+        updates = self.history.updates if self._units else step
+        masks.resume(step, updates, indices, self.history.changes)
 
     def _mismatch(self, record: Record) -> CorruptionError:
         return CorruptionError(

@@ -40,17 +40,15 @@ class Version:
         self._is_sealed = [True] * len(layout.units)
         self._checks = [(b"", b"") for _ in layout.units]
         self.masks = StoredMasks(layout, file)
-        self._set_blocks()
-
-    def _set_blocks(self) -> None:
-        self._blocks: list[Sequence[Block]] = [
-            unit.blocks_of(self.masks.index(unit)) if unit.is_sparse else unit.blocks
-            for unit in self._layout.units
-        ]
+        self._sparse_blocks: dict[int, Sequence[Block]] = {}
 
     def blocks(self, unit: Unit) -> Sequence[Block]:
-        """Return the blocks of a unit."""
-        return self._blocks[unit.index]
+        """Return the blocks of a unit; those of a sparse weight follow from its mask."""
+        if not unit.is_sparse:
+            return unit.blocks
+        if unit.index not in self._sparse_blocks:
+            self._sparse_blocks[unit.index] = unit.blocks_of(self.masks.index(unit))
+        return self._sparse_blocks[unit.index]
 
     def record(
         self, step: int, extra: Mapping[str, Any], history: MaskHistory | None = None
@@ -80,7 +78,7 @@ class Version:
             CorruptionError: the record does not fit the layout, or a mask has changed.
         """
         self.masks.restore(record)
-        self._set_blocks()
+        self._sparse_blocks.clear()
         begin = 0
         for unit in self._layout.units:
             size = len(self.blocks(unit)) * CHECKSUM_BYTES
@@ -116,14 +114,14 @@ class Version:
         unit: Unit,
         streams: Iterable[bytes],
         states: Iterable[bytes],
-        blocks: Sequence[Block] | None = None,
+        blocks: Sequence[Block],
     ) -> None:
         """Record that a whole unit was written to its next place, with these checksums.
 
-        **Arguments:** `blocks` are its blocks, if the unit is a sparse weight with another mask.
+        **Arguments:** `blocks` are its blocks, which change with the mask of a sparse weight.
         """
-        if blocks is not None:
-            self._blocks[unit.index] = blocks
+        if unit.is_sparse:
+            self._sparse_blocks[unit.index] = blocks
         self._place[unit.index] = self.next_place(unit)
         self._is_sealed[unit.index] = False
         self._checks[unit.index] = (b"".join(streams), b"".join(states))

@@ -1,4 +1,4 @@
-"""Sparse weights on flash have the bits of those in memory, at every step and after every reopen."""
+"""Sparse weights on flash have the bits of those in memory, after every step and every reopen."""
 
 import pytest
 from sparse_training import (
