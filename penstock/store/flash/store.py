@@ -135,7 +135,6 @@ class FlashStore:
             program, optimizer, groups, self._gradients, self._unchanged, self._masks
         )
         self._durable_every = durable_every
-
         self._is_loaded = self._is_closed = self._unsealed = False
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
@@ -266,11 +265,11 @@ class FlashStore:
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
+        units = self._layout.units_of(self._gradients.trainable(stage))
+        # The old gradients must be used before the new ones, with the new masks, overwrite them.
+        self._pipeline.wait_for_updates(units)
         self._gradients.check(stage, gradients)
         self._seal_when_due()
-        units = self._layout.units_of(self._gradients.trainable(stage))
-        # The old gradients must be used before the new ones overwrite them.
-        self._pipeline.wait_for_updates(units)
         slabs: dict[Unit, np.ndarray] = {}
         try:  # the slab is returned even after an interrupt: later steps wait for it
             for unit in (self._layout.units[index] for index in units):
@@ -285,7 +284,8 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""
-        return commit_by(self._rule, self, lambda d: self._masks.decide(d, self._entries))
+        decide_masks = functools.partial(self._masks.decide, values=self._entries)
+        return commit_by(self._rule, self, decide_masks)
 
     def _entries(self, name: str) -> np.ndarray:
         """Return the values of a sparse weight's entries, float32."""
