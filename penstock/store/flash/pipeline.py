@@ -95,8 +95,7 @@ class Pipeline:
         self._requested: Sequence[int] = ()
         self._is_urgent = False  # the caller waits for updates: any unit may be evicted
         self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
-        self._read_bytes = self._written_bytes = 0
-        self._waited_seconds = 0.0
+        self._read_bytes, self._written_bytes, self._waited_seconds = 0, 0, 0.0
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writing = 0  # unfinished jobs of the writer
@@ -241,8 +240,7 @@ class Pipeline:
         """Return the bytes moved and the caller's waiting time since the last call."""
         with self._changed:
             taken = FlashTraffic(self._read_bytes, self._written_bytes, self._waited_seconds)
-            self._read_bytes = self._written_bytes = 0
-            self._waited_seconds = 0.0
+            self._read_bytes, self._written_bytes, self._waited_seconds = 0, 0, 0.0
         return taken
 
     def close(self) -> None:
@@ -256,6 +254,10 @@ class Pipeline:
             thread.join()
 
     # Waiting
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._closing or self._error is not None
 
     def _is_ready(self, unit: int) -> bool:
         return unit in self._frames and unit not in self._awaiting and unit not in self._filling
@@ -307,7 +309,7 @@ class Pipeline:
             with self._changed:
                 job = self._next_job()
                 while job is None:
-                    if self._closing or self._error is not None:
+                    if self._is_ending:
                         return
                     self._changed.wait()
                     job = self._next_job()
@@ -324,7 +326,7 @@ class Pipeline:
     def _choose(self) -> Callable[[], None] | None:
         """Choose the next read: first what the caller waits for, then the updates' input, then
         read-ahead."""
-        if self._closing or self._error is not None:
+        if self._is_ending:
             return None
         units = self._layout.units
         for requested in self._requested:
@@ -423,9 +425,8 @@ class Pipeline:
             frame, parts = self._frames[unit.index], self._spill.parts(unit, block, buffer)
             updated = self._updates.update(unit, block, frame, parts, is_checked)
             with self._changed:
-                stays = (
-                    not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
-                )
+                is_kept = self._state.stay_whole(unit) and self._frames.holds_all
+                stays = is_kept and not self._is_written
                 if updated.changed is not None:
                     self._state.change({unit.index: updated.changed.blocks})
                     self._take_changed(unit, updated.changed, stays)
@@ -451,8 +452,8 @@ class Pipeline:
 
     def _await_change(self) -> None:
         """Wait until the state of the last weight with a new mask is written, or kept in memory."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not self._is_changing)
+        with self._changed:  # a writer that has ended writes nothing more
+            self._changed.wait_for(lambda: self._is_ending or not self._is_changing)
             self._is_changing = True
 
     def _take_changed(self, unit: Unit, changed: ChangedWeight, stays: bool) -> None:
