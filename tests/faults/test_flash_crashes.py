@@ -34,7 +34,7 @@ SPARSE_PROGRAM = make_program(
 )
 STEPS = 4
 SEED = 7
-DRAM = 200_000  # a part of the gradients goes to flash
+DRAM = 200_000
 ADAMW = AdamW(0.9, 0.95, 1e-8)
 ADAMW_8BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
 OPTIMIZERS = {"fp32": ADAMW, "8bit": ADAMW_8BIT, "sparse": ADAMW, "sparse-8bit": ADAMW_8BIT}
@@ -56,10 +56,16 @@ def settings(moments):
     return program, {"optimizer": OPTIMIZERS[moments], "masks": MASKS.get(moments)}
 
 
+@functools.cache
+def memory(moments):
+    """The memory of a store: a part of the gradients does not fit."""
+    program, options = settings(moments)
+    return least_flash_bytes(program, **options) if moments in MASKS else DRAM
+
+
 def opened(folder, moments="fp32"):
     program, options = settings(moments)
-    dram = least_flash_bytes(program, **options) if moments in MASKS else DRAM
-    return flash_store(program, folder, dram_bytes=dram, **options)
+    return flash_store(program, folder, dram_bytes=memory(moments), **options)
 
 
 def in_memory(moments="fp32"):
