@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.errors import ConfigError
 from penstock.kernels.blocks import GRANULE
 from penstock.kernels.packed_entries import group_offsets, max_groups
 from penstock.program import WeightSpec
+from penstock.sparsity import max_bytes, sparse_refused
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
@@ -38,8 +38,6 @@ def length_of(index: PackedIndex, group: int = 1) -> int:
 
 def index_memory(kept: int, elements: int) -> int:
     """Return the most bytes of a mask in memory, with the offsets of its granules."""
-    from penstock.sparsity import max_bytes
-
     return max_bytes(kept, elements) + 2 * 8 * (-(-elements // GRANULE) + 1)
 
 
@@ -69,7 +67,4 @@ def require_dense(holding: Holding, got: str) -> None:
         ConfigError: a weight is sparse; `got` says what the run has instead of a store that can.
     """
     if any(weight.is_sparse for weight in holding.weights.values()):
-        raise ConfigError(
-            f"sparsity: expected store.shards 1 and engines in this process, got {got}; other runs "
-            "cannot have sparse weights yet"
-        )
+        raise sparse_refused(got)

@@ -18,6 +18,7 @@ import torch
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.program import largest_stage
+from penstock.sparsity import dense_tensors
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
@@ -108,7 +109,7 @@ class ShardedStore:
             here = shard.program.stages[stage].weights
             wanted = [name for name in chosen if name in here]
             views = shard.fetch(stage, [here.index(name) for name in wanted])
-            found.append(dict(zip(wanted, views, strict=True)))
+            found.append(dict(zip(wanted, dense_tensors(views, "shards"), strict=True)))
         return self._put_together(chosen, found)
 
     def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -118,7 +119,8 @@ class ShardedStore:
         found = []
         for shard in self.shards:
             wanted = [name for name in names if name in shard.program.weights]
-            found.append(dict(zip(wanted, shard.stream(wanted), strict=True)))
+            views = dense_tensors(shard.stream(wanted), "shards")
+            found.append(dict(zip(wanted, views, strict=True)))
         return self._put_together(names, found)
 
     def _put_together(

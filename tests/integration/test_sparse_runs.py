@@ -198,7 +198,7 @@ def test_a_resumed_run_takes_the_recorded_choice(tmp_path):
 
 @pytest.mark.parametrize("initial", ["random", "balanced", "magnitude"])
 def test_initial_masks(initial, tmp_path):
-    case, recipe = language_model("gpt2"), Recipe(steps=1)
+    case, recipe = language_model("gpt2"), Recipe(steps=1, warmup_steps=0)
     sparsity = sparsity_of("static", initial_mask=initial)
     trainer, _ = trainer_of(case, recipe, tmp_path, sparsity=sparsity)
     start = dict(case.plain(recipe.seed).named_parameters())
@@ -226,7 +226,7 @@ def test_another_seed_has_other_masks(tmp_path):
 
 
 def test_memory_of_the_store_is_that_of_the_entries(tmp_path):
-    case, recipe = language_model("gpt2", n_embd=128), Recipe(steps=1)
+    case, recipe = language_model("gpt2", n_embd=128), Recipe(steps=1, warmup_steps=0)
     dense, _ = trainer_of(case, recipe, tmp_path / "dense")
     sparse, _ = trainer_of(case, recipe, tmp_path / "sparse", sparsity=sparsity_of("rigl"))
     specs = sparse.program.weights.values()

@@ -6,7 +6,7 @@ the run's token. Each argument is converted to its type before the store receive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
+from penstock.sparsity import StreamedWeight, dense_tensors
 from penstock.store import Store, portions_of
 from penstock.store.flash import FlashStore
 
@@ -96,7 +97,8 @@ def _stream(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
     return _numbered(storage.store.stream([str(name) for name in arguments["names"]]))
 
 
-def _numbered(tensors: list[torch.Tensor]) -> RpcMessage:
+def _numbered(weights: Sequence[StreamedWeight]) -> RpcMessage:
+    tensors = dense_tensors(weights, "a store in another process")
     return RpcMessage({}, {str(number): bytes_of(tensor) for number, tensor in enumerate(tensors)})
 
 

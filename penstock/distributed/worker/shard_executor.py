@@ -16,6 +16,7 @@ from penstock.distributed.protocol import TransferOperation
 from penstock.distributed.rpc import body_of_report, decision_of
 from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.errors import ClusterError, ProtocolError
+from penstock.sparsity import dense_tensors
 from penstock.step_schedule import StepSchedule
 from penstock.store import (
     ReplicatedStore,
@@ -74,7 +75,7 @@ class LocalShardExecutor:
         views = self._store.fetch(operation.stage, [held_names.index(name) for name in wanted])
         flat = {
             name: view.view(-1).view(torch.uint8).numpy()
-            for name, view in zip(wanted, views, strict=True)
+            for name, view in zip(wanted, dense_tensors(views, "shards apart"), strict=True)
         }
         parts = []
         for number in operation.of_shard(self._shard):
