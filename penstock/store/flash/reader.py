@@ -28,6 +28,9 @@ from penstock.weight_formats import BFLOAT16
 MOST_BLOCK_ELEMENTS = 1 << 28
 """A block is read completely into memory, so a forged journal may not ask for more than this."""
 
+MOST_CAPACITY, MOST_SPARSE_ELEMENTS = 1 << 32, 1 << 36
+"""The same for a mask, whose size follows from these."""
+
 
 class FlashReader(StepsReader):
     """The durable steps of the single store, or the single shard, in `folder`.
@@ -226,7 +229,8 @@ def _require_capacity(unit: Mapping[str, Any]) -> None:
         _require_count(capacity, 0, 0)
         return
     (shape,) = unit["weights"].values()
-    _require_count(capacity, 1, math.prod(shape))
+    _require_count(math.prod(shape), 1, MOST_SPARSE_ELEMENTS)
+    _require_count(capacity, 1, min(math.prod(shape), MOST_CAPACITY))
 
 
 def _require_count(found: object, least: int, most: int) -> None:

@@ -79,11 +79,15 @@ class StoredMasks:
         if history is None:
             return {}
         self._is_sealed = dict.fromkeys(self._is_sealed, True)
+        # Most masks change at the same steps: equal lists are written once.
+        changes = [*dict.fromkeys(tuple(history.changes[u.names[0]]) for u in self._units)]
+        number = {each: at for at, each in enumerate(changes)}
         masks = {}
         for unit in self._units:
-            mask, changes = self._masks[unit.index], history.changes[unit.names[0]]
-            masks[unit.names[0]] = [mask.place, mask.size, self.index(unit).kept, list(changes)]
-        return {"updates": history.updates, "masks": masks}
+            name, mask = unit.names[0], self._masks[unit.index]
+            at = number[tuple(history.changes[name])]
+            masks[name] = [mask.place, mask.size, self.index(unit).kept, at]
+        return {"updates": history.updates, "changes": [*map(list, changes)], "masks": masks}
 
     def restore(self, record: Record) -> None:
         """Become the masks that a record describes.
@@ -92,17 +96,23 @@ class StoredMasks:
             CorruptionError: the record does not fit the layout, or the bytes of a mask have
                 changed.
         """
+        if not self._units:
+            return
         content, count = record.content, len(self._units)
         checks = record.blob[len(record.blob) - count * CHECKSUM_BYTES :]
         found, updates = content.get("masks", {}), content.get("updates", 0)
+        lists = content.get("changes", [])
         changes: dict[str, Sequence[int]] = {}
-        if not isinstance(found, dict) or list(found) != [unit.names[0] for unit in self._units]:
+        is_history = _is_history(lists, updates, content.get("step"))
+        is_mapping = isinstance(found, dict)
+        if not is_history or not is_mapping or [*found] != [u.names[0] for u in self._units]:
             raise self._mismatch(record)
         for number, unit in enumerate(self._units):
             entry = found[unit.names[0]]
-            if not _is_entry(entry, unit, updates, content.get("step")):
+            if not _is_entry(entry, unit, len(lists)):
                 raise self._mismatch(record)
-            place, size, kept, changes[unit.names[0]] = entry
+            place, size, kept, at = entry
+            changes[unit.names[0]] = lists[at]
             check = checks[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
             index = self._decoded(unit, kept, self._read(unit, place, size, check))
             self._masks[unit.index] = _Stored(place, size, check, index)
@@ -174,17 +184,24 @@ class StoredMasks:
         return data.nbytes
 
 
-def _is_entry(entry: object, unit: Unit, updates: object, step: object) -> bool:
-    match entry:
-        case [place, size, kept, [*changes]]:
-            numbers = [place, size, kept, *changes, updates, step]
-            if any(type(number) is not int for number in numbers):
-                return False
-            in_order = [0, *changes, updates, step]
-            return (
-                0 <= place < unit.places
-                and 0 < size <= unit.mask_room
-                and 0 < kept <= unit.capacity
-                and in_order == sorted(in_order)
-            )
-    return False
+def _is_history(lists: Any, updates: Any, step: Any) -> bool:
+    """Whether a record has lists of rising numbers of updates, `updates` and `step` the last."""
+    if not isinstance(lists, list) or not all(isinstance(each, list) for each in lists):
+        return False
+    for numbers in ([0, *each, updates, step] for each in [*lists, []]):
+        if any(type(number) is not int for number in numbers) or numbers != sorted(numbers):
+            return False
+    return True
+
+
+def _is_entry(entry: Any, unit: Unit, lists: int) -> bool:
+    """Whether a record describes a mask: its place, size and entries, and which list is its own."""
+    if not isinstance(entry, list) or [type(number) for number in entry] != [int] * 4:
+        return False
+    place, size, kept, at = entry
+    return (
+        0 <= place < unit.places
+        and 0 < size <= unit.mask_room
+        and 0 < kept <= unit.capacity
+        and 0 <= at < lists
+    )

@@ -81,7 +81,9 @@ class Version:
         self._sparse_blocks.clear()
         begin = 0
         for unit in self._layout.units:
-            size = len(self.blocks(unit)) * CHECKSUM_BYTES
+            # Arithmetic for dense units: a forged description may claim any number of blocks.
+            count = len(self.blocks(unit)) if unit.is_sparse else unit.block_count
+            size = count * CHECKSUM_BYTES
             halves = (begin, begin + size, begin + 2 * size)
             self._checks[unit.index] = (
                 record.blob[halves[0] : halves[1]],
