@@ -157,7 +157,7 @@ def test_mask_of_another_number_of_entries_is_refused(sparse_original, tmp_path,
         return [*records[:-1], with_content(records[-1], **masks)]
 
     rewritten(folder / "journal", changed)
-    with pytest.raises(CorruptionError, match="extents: the mask of block: packed index: expected"):
+    with pytest.raises(CorruptionError, match="extents: the mask of block: packed index: "):
         verified(folder)
 
 
