@@ -101,10 +101,14 @@ MASKS = MaskRule(
 )
 
 
+def sparse_opened(folder):
+    return flash_store(SPARSE, folder, masks=MASKS, dram_bytes=500_000)
+
+
 @pytest.fixture(scope="module")
 def sparse_original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sparse") / "flash"
-    store = flash_store(SPARSE, folder, masks=MASKS)
+    store = sparse_opened(folder)
     store.load(random_weights(SPARSE, 1).items())
     train_sparse(store, 2)
     store.make_durable()
@@ -142,9 +146,9 @@ def sparse_original(tmp_path_factory):
 def test_invalid_masks_are_refused(sparse_original, tmp_path, changes):
     folder = shutil.copytree(sparse_original, tmp_path / "flash")
     rewritten(folder / "journal", lambda r: [*r[:-1], with_content(r[-1], **changes)])
-    for look in (lambda: flash_store(SPARSE, folder, masks=MASKS), lambda: verified(folder)):
+    for look in (sparse_opened, verified):
         with pytest.raises(CorruptionError, match="the masks in the journal's record of step 2 do"):
-            look()
+            look(folder)
 
 
 @pytest.mark.parametrize("kept", [1, 2449])
