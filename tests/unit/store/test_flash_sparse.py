@@ -157,6 +157,7 @@ def large_program(method, precision="fp32"):
         ("set", "adamw 8bit", "fp32", True),
         ("rigl", "adamw 8bit", "bf16", True),
         ("rigl", "momentum", "fp32", False),
+        ("set", "sgd", "fp32", False),
         ("densify rigl", "lion 8bit", "bf16", False),
     ],
 )
