@@ -238,7 +238,7 @@ class Unit:
         """The blocks of a unit that is not sparse."""
         assert not self.is_sparse
         starts = range(0, self.elements, self.block_elements)
-        found, state_begin = [], 0
+        found, state_begin = list[Block](), 0
         for number, begin in enumerate(starts):
             end = min(begin + self.block_elements, self.elements)
             size = self._dense_state_bytes(end - begin)
@@ -252,9 +252,9 @@ class Unit:
         A block holds as many whole granules as have no more entries than a block of other units
         has elements: 8-bit moments and their random rounding begin anew in every granule.
         """
-        offsets, found, state_begin = index.entry_offsets, [], 0
-        first, count = 0, index.entry_offsets.size - 1
-        while first < count:
+        offsets, found = index.entry_offsets, list[Block]()
+        first = state_begin = 0
+        while first < offsets.size - 1:
             most = offsets[first] + self._block_entries
             last = int(np.searchsorted(offsets, most, side="right")) - 1
             begin, end = int(offsets[first]), int(offsets[last])
