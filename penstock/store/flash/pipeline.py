@@ -493,7 +493,7 @@ class Pipeline:
     def _finish_weights(
         self, unit: Unit, checks: list[list[bytes]], blocks: Sequence[Block]
     ) -> None:
-        self._version.advance(unit, *checks, blocks)
+        self._version.advance(unit, checks, blocks)
         self._unwritten.discard(unit.index)
 
     def _finish_seal(self) -> None:

@@ -107,7 +107,7 @@ class BlockPortions:
         if half == _STREAM and not _size(unit, block, _STATE):
             self._checks[_STATE].append(checksum(data[:0]))
         if len(self._checks[_STATE]) == unit.block_count:
-            self._version.advance(unit, *self._checks, unit.blocks)
+            self._version.advance(unit, self._checks, unit.blocks)
             self._checks = [[], []]
 
     def checksum(self) -> str:

@@ -173,7 +173,7 @@ class Staging:
             checks[1].append(checksum(state))
         if whole is not None:
             self._put(unit.stream_offset(place), whole)
-        self._version.advance(unit, *checks, blocks)
+        self._version.advance(unit, checks, blocks)
 
 
 def _initial(role: Role, length: int) -> np.ndarray:

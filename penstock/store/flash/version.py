@@ -112,20 +112,20 @@ class Version:
         return (place + 1) % unit.places if self._is_sealed[unit.index] else place
 
     def advance(
-        self,
-        unit: Unit,
-        streams: Iterable[bytes],
-        states: Iterable[bytes],
-        blocks: Sequence[Block],
+        self, unit: Unit, checks: Sequence[Iterable[bytes]], blocks: Sequence[Block]
     ) -> None:
-        """Record that a whole unit was written to its next place, with these checksums.
+        """Record that a whole unit was written to its next place.
 
-        **Arguments:** `blocks` are its blocks, which change with the mask of a sparse weight.
+        Args:
+            unit: the unit.
+            checks: the checksums of its blocks' streams, and of their states.
+            blocks: its blocks, which change with the mask of a sparse weight.
         """
         if unit.is_sparse:
             self._sparse_blocks[unit.index] = blocks
         self._place[unit.index] = self.next_place(unit)
         self._is_sealed[unit.index] = False
+        streams, states = checks
         self._checks[unit.index] = (b"".join(streams), b"".join(states))
 
     def read_stream(self, unit: Unit, block: Block, into: np.ndarray) -> None:
