@@ -17,7 +17,9 @@ from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.version import Version
-from penstock.store.holding import Holding
+from penstock.store.holding import HeldPart, Holding
+from penstock.store.mask_rule import MaskRule
+from penstock.store.packed import require_dense
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,19 @@ def open_files(
         journal = Journal.create(path, Record(described))
         opened.callback(journal.close)
     return OpenFiles(journal, file, Version(layout, file))
+
+
+def require_masks(program: Holding, masks: MaskRule | None) -> None:
+    """Check that a store on flash can have the sparse weights of a program.
+
+    Raises:
+        ValueError: there is no mask rule.
+        ConfigError: the program is a shard's part of another one.
+    """
+    if isinstance(program, HeldPart):
+        require_dense(program, "a shard on flash")
+    if masks is None and any(weight.is_sparse for weight in program.weights.values()):
+        raise ValueError("a store that trains sparse weights needs a mask rule")
 
 
 def require_flash(

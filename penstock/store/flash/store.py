@@ -42,7 +42,7 @@ from penstock.store.flash.division import (
 from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
-from penstock.store.flash.opening import open_files, require_flash
+from penstock.store.flash.opening import open_files, require_flash, require_masks
 from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.portions import BlockPortions
 from penstock.store.flash.shards import store_id_of
@@ -109,9 +109,8 @@ class FlashStore:
     ) -> None:
         self.program, self.folder, self.step = program, folder, 0
         self.extra: dict[str, Any] = {}
+        require_masks(program, masks)
         self._masks = Masks(program, masks)
-        if self._masks.names and masks is None:
-            raise ValueError("a store that trains sparse weights needs a mask rule")
         self._rule, self._keep = rule, keep_steps
         self._block_elements = block_elements
         age = age_role(optimizer, masks)

@@ -23,7 +23,13 @@ from sparse_training import (
     sparse_program,
     train_sparse,
 )
-from store_programs import least_flash_bytes, make_program, random_weights, training_store
+from store_programs import (
+    flash_store,
+    least_flash_bytes,
+    make_program,
+    random_weights,
+    training_store,
+)
 
 from penstock.errors import BudgetError, ConfigError, CorruptionError
 from penstock.sparsity import GradualMagnitude, SparsitySchedule
@@ -38,6 +44,7 @@ from penstock.store.flash import (
 )
 from penstock.store.flash.journal import read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS
+from penstock.store.holding import HeldPart
 from penstock.store.roles import MASTER
 
 DRAM = 900_000
@@ -325,6 +332,9 @@ def test_shards_on_flash_refuse_sparse_weights(tmp_path):
         "sparsity: expected store.shards 1 and engines in this process, got store.shards 2 on "
         "flash; other runs cannot have sparse weights yet"
     )
+    part = HeldPart("shard 0", program.stages, program.weights)
+    with pytest.raises(ConfigError, match="got a shard on flash; other runs cannot have sparse"):
+        flash_store(part, tmp_path, masks=rule_of("set"))
 
 
 def test_store_on_flash_needs_a_rule_for_sparse_weights(flash):
