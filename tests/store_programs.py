@@ -1,10 +1,13 @@
 """Small programs for tests of the store: stages and weights by hand, nothing that computes."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from penstock.errors import BudgetError
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
 from penstock.sparsity import max_compact_bytes
 from penstock.store import AdamW, CommitRule, DramStore, GroupSettings, Schedule
@@ -149,6 +152,13 @@ def flash_store(program, folder, *, optimizer=None, dram_bytes=300_000, clip_nor
         dram_bytes=dram_bytes,
         **{"block_elements": SMALL_BLOCK, **options},
     )
+
+
+def least_flash_bytes(program, **options):
+    """Return the least memory of a `flash_store`, which refuses less and names it."""
+    with pytest.raises(BudgetError, match=r"raise store\.dram to") as caught:
+        flash_store(program, Path("never made"), dram_bytes=1, **options)
+    return int(str(caught.value).split("raise store.dram to ")[1].split()[0].replace(",", ""))
 
 
 def train(store, steps, seed, scale=1.0):

@@ -76,7 +76,7 @@ def inspect(
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
         if folder == latest:
             typer.echo(f"weights      {_hash(settings, folder, state)}")
-            for line in _sparse_lines(state):
+            for line in _sparse_lines(state.sparse, state.kept):
                 typer.echo(line)
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
@@ -217,6 +217,8 @@ def _show_flash(flash: Path) -> CorruptionError | None:
             typer.echo(f"durable      step {step}  {whole}{newest}")
         if damage is None and reader.steps:
             typer.echo(f"weights      {reader.content_hash(reader.steps[-1])}")
+            for line in _sparse_lines(reader.sparse, reader.kept):
+                typer.echo(line)
     return damage
 
 
@@ -303,16 +305,18 @@ def _checkpoint(state: CheckpointState) -> str:
     )
 
 
-def _sparse_lines(state: CheckpointState) -> list[str]:
-    """Return a line for all sparse weights together and one for each."""
-    if not state.sparse:
+def _sparse_lines(shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, int]) -> list[str]:
+    """Return a line for all sparse weights together and one for each; none if there are none."""
+    if not shapes:
         return []
-    elements = {name: math.prod(shape) for name, shape in state.sparse.items()}
-    sums = sum(state.kept.values()), sum(elements.values())
-    lines = [f"sparse       {len(elements)} weights: {_entries(*sums)}"]
-    for name, shape in state.sparse.items():
+    elements = {name: math.prod(shape) for name, shape in shapes.items()}
+    lines = [
+        f"sparse       {len(elements)} weights: "
+        f"{_entries(sum(kept.values()), sum(elements.values()))}"
+    ]
+    for name, shape in shapes.items():
         size = " x ".join(map(str, shape))
-        lines.append(f"             {name} [{size}]: {_entries(state.kept[name], elements[name])}")
+        lines.append(f"             {name} [{size}]: {_entries(kept[name], elements[name])}")
     return lines
 
 

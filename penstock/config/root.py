@@ -171,7 +171,6 @@ class Config(Section):
         unlike = [
             text
             for text, is_unlike in (
-                (f"store.flash.path {self.store.flash.path}", self.store.flash.path is not None),
                 (f"store.shards {self.store.shards}", self.store.shards > 1),
                 (f"cluster.start {self.cluster.start}", self.cluster.start != "none"),
                 ("engine.device cuda", self.engine.device == "cuda"),

@@ -28,10 +28,14 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine import Machine
-from penstock.planning.sparse_weights import policy_of
-from penstock.planning.store_factory import assembly_of, least_flash_store_bytes, optimizer_of
+from penstock.planning.store_factory import (
+    accounting_rule,
+    assembly_of,
+    least_flash_store_bytes,
+    optimizer_of,
+)
 from penstock.program import Program, WeightSpec, largest_stage
-from penstock.store import MaskRule, Role, dram_store_memory
+from penstock.store import Role, dram_store_memory
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -129,8 +133,10 @@ class Budget:
         batch_bytes = sum(i.bytes * config.batch.size // i.shape[0] for i in inputs)
         self._data = _CHECKING_BYTES + _COPIES_OF_BATCH * batch_bytes
         self._on_flash = config.store.flash.path is not None
-        needed = least_flash_store_bytes if self._on_flash else _dram_store_bytes
-        self._need = needed(config, program, roles)
+        if self._on_flash:
+            self._need = least_flash_store_bytes(config, program)
+        else:
+            self._need = _dram_store_bytes(config, program, roles)
         self._transfer_bytes = 0
         if config.cluster.start != "none":
             self._transfer_bytes = transfer_buffer_bytes(program, device)
@@ -446,9 +452,8 @@ def _shared_bytes(config: Config, program: Program) -> int:
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return the memory of a store in memory: masters, gradients, moments, masks."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
-    if program.capacities:
-        shapes = {name: program.weights[name].shape for name in program.capacities}
-        rule = MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
+    rule = accounting_rule(config, program)
+    if rule is not None:
         return sum(dram_store_memory(program, optimizer_of(config), gradient, rule).values())
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from penstock.config import Config
 from penstock.engine import target_of
 from penstock.errors import BudgetError
+from penstock.planning.sparse_weights import policy_of
 from penstock.program import Program
 from penstock.store import (
     Assembly,
@@ -22,7 +23,6 @@ from penstock.store import (
     Holding,
     MaskRule,
     Optimizer,
-    Role,
     Schedule,
     ShardedDramStore,
     ShardedStore,
@@ -116,17 +116,19 @@ def make_flash_store(
     dram_bytes: int,
     folder: Path,
     remote_shards: Sequence[RemoteShardStore] | None = None,
+    masks: MaskRule | None = None,
 ) -> DurableStore:
     """Return the store in a folder on flash, new or existing, with this much memory.
 
-    The shards are opened in this process, or by other processes (`remote_shards`).
+    The shards are opened in this process, or by other processes (`remote_shards`). `masks` is the
+    rule of sparse weights, for a store without shards.
 
     **Raises:** the errors of `FlashStore`, and `OtherStoreError` for another number of shards.
     """
     count = config.store.shards
     if count == 1 and remote_shards is None:
         require_shards(folder, 1)
-        return make_flash_shard(config, program, program, folder, dram_bytes)
+        return make_flash_shard(config, program, program, folder, dram_bytes, masks)
     shard_map = ShardMap.of(program, count)
     each = flash_share(config, program, dram_bytes)
     if remote_shards is None:
@@ -159,7 +161,12 @@ def _open_in(shard: RemoteShardStore, folder: Path) -> RemoteShardStore:
 
 
 def make_flash_shard(
-    config: Config, program: Program, holding: Holding, folder: Path, dram_bytes: int
+    config: Config,
+    program: Program,
+    holding: Holding,
+    folder: Path,
+    dram_bytes: int,
+    masks: MaskRule | None = None,
 ) -> FlashStore:
     """Return the store in a folder on flash, of a whole program or of a shard's part of it."""
     size = config.store.flash.size
@@ -174,6 +181,7 @@ def make_flash_shard(
         keep_steps=config.store.flash.keep_steps,
         durable_every=config.store.flash.durable_every,
         flash_bytes=None if size is None else int(size) // config.store.holders,
+        masks=masks,
     )
 
 
@@ -183,7 +191,7 @@ def flash_share(config: Config, program: Program, dram_bytes: int) -> int:
     **Raises:** `BudgetError` if the share is too small.
     """
     count = config.store.shards
-    least = least_flash_store_bytes(config, program, optimizer_of(config).roles)
+    least = least_flash_store_bytes(config, program)
     if config.store.holders > 1 and dram_bytes < least:
         raise BudgetError(
             f"store.dram: {program.name} in {count} shards{_with_replicas(config)} needs {least:,} "
@@ -197,12 +205,25 @@ def _with_replicas(config: Config) -> str:
     return " with a replica each" if config.store.replicas > 1 else ""
 
 
-def least_flash_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+def least_flash_store_bytes(config: Config, program: Program) -> int:
     """Return the least memory of a store on flash, all shards and replicas together."""
     half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
-    largest = max(least_dram_bytes(part, roles, half) for part in shard_map.parts(program))
+    optimizer, masks = optimizer_of(config), accounting_rule(config, program)
+    parts: Iterable[Holding] = [program]
+    if config.store.shards > 1:
+        parts = shard_map.parts(program)
+    largest = max(least_dram_bytes(part, optimizer, half, masks) for part in parts)
     # The remaining memory is shared equally.
     return config.store.holders * largest + assembly_of(config, program)
+
+
+def accounting_rule(config: Config, program: Program) -> MaskRule | None:
+    """Return a rule of masks that has a run's policy, which decides the memory of masks; None if no
+    weight is sparse."""
+    if not program.capacities:
+        return None
+    shapes = {name: program.weights[name].shape for name in program.capacities}
+    return MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
 
 
 def assembly_of(config: Config, program: Program) -> int:

@@ -61,6 +61,6 @@ def dense_tensors(weights: Iterable[StreamedWeight], got: str) -> list[torch.Ten
 def sparse_refused(got: str) -> ConfigError:
     """Return the error for sparse weights in a run that cannot have them."""
     return ConfigError(
-        "sparsity: expected store.tier dram, store.shards 1 and engines in this process, got "
-        f"{got}; other runs cannot have sparse weights yet"
+        f"sparsity: expected store.shards 1 and engines in this process, got {got}; other runs "
+        "cannot have sparse weights yet"
     )

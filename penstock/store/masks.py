@@ -12,7 +12,7 @@ Ages are counted in updates, not in steps, because a step may change masks inste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,6 +108,10 @@ class Masks:
     def kept(self, name: str) -> int:
         """Return the number of entries of a weight."""
         return self._indices[name].kept
+
+    def changes(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of updates at the changes of a weight's mask."""
+        return tuple(self._changes[name])
 
     @property
     def sizes(self) -> dict[str, MaskSize]:
@@ -347,6 +351,25 @@ class Masks:
             )
         self.updates = trained.pop() if trained else step
         return found
+
+    def resume(
+        self,
+        step: int,
+        updates: int,
+        indices: Mapping[str, PackedIndex],
+        changes: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Set the masks after step `step`, all of whose updates are applied.
+
+        Args:
+            step: number of committed steps.
+            updates: number of those that updated weights.
+            indices: all masks, by weight.
+            changes: the numbers of updates at the changes of each mask.
+        """
+        self.step, self.updates = step, updates
+        for name, index in indices.items():
+            self._set(name, index, updates, list(changes[name]))
 
     def _restored_counts(self, name: str, step: int) -> list[int]:
         """The number of updates up to now, followed by those at the changes of a mask."""

@@ -99,37 +99,62 @@ class OptimizerState:
             CorruptionError: it had more or fewer.
         """
         for role, array in self.arrays(name).items():
-            if written.get(role, 0) != array.size:
-                raise CorruptionError(
-                    f"{role} of {name}: its mask needs {array.size} values, got "
-                    f"{written.get(role, 0)}; use another checkpoint"
-                )
+            require_length(name, role, array.size, written.get(role, 0))
 
     def move(self, name: str, before: PackedIndex, remap: Remap, updates: int) -> None:
-        """Move the state of a sparse weight to its places after a change of its mask.
-
-        Moments of grown entries are 0. 8-bit moments get new groups, so they are rounded again.
-
-        Args:
-            before: the mask before the change.
-            updates: number of the weight's updates, a seed of the rounding.
-        """
+        """Move the state of a sparse weight to its places after a change of its mask
+        (`move_state`)."""
         old = dict(self.arrays(name))
         self.keep(name, remap.index)
-        keys = rounding_keys(rounding_key(f"{name}/mask change"), updates)
-        for role, array in self.arrays(name).items():
-            if role == AGE:
-                array[:] = Ages(old[role]).after(remap).survived
-            elif scale_of(role) in old:
-                coded, signed = (old[role], old[scale_of(role)]), is_signed(role)
-                values = remap.move(decode_packed(coded, signed, before.entry_offsets))
-                encode_moment_packed(
-                    values,
-                    (array, self._arrays[name][scale_of(role)]),
-                    signed,
-                    remap.index.entry_offsets,
-                    keys[0 if signed else 1],
-                    remap.index.begin,
-                )
-            elif self._roles[name][role].group == 1:
-                array[:] = remap.move(old[role])
+        move_state(name, old, self.arrays(name), before, remap, updates)
+
+
+def move_state(
+    name: str,
+    old: Mapping[str, np.ndarray],
+    new: Mapping[str, np.ndarray],
+    before: PackedIndex,
+    remap: Remap,
+    updates: int,
+) -> None:
+    """Move the state of a sparse weight to its places after a change of its mask.
+
+    Moments of grown entries are 0. 8-bit moments get new groups, so they are rounded again.
+
+    Args:
+        name: the weight.
+        old, new: its state before and after, by role; may share memory role by role.
+        before: the mask before the change.
+        remap: the change.
+        updates: number of the weight's updates, a seed of the rounding.
+    """
+    keys = rounding_keys(rounding_key(f"{name}/mask change"), updates)
+    scales = {scale_of(role) for role in old}
+    for role, array in new.items():
+        if role == AGE:
+            array[:] = Ages(old[role]).after(remap).survived
+        elif scale_of(role) in old:
+            coded, signed = (old[role], old[scale_of(role)]), is_signed(role)
+            values = remap.move(decode_packed(coded, signed, before.entry_offsets))
+            encode_moment_packed(
+                values,
+                (array, new[scale_of(role)]),
+                signed,
+                remap.index.entry_offsets,
+                keys[0 if signed else 1],
+                remap.index.begin,
+            )
+        elif role not in scales:
+            array[:] = remap.move(old[role])
+
+
+def require_length(name: str, role: str, expected: int, got: int) -> None:
+    """Check that a checkpoint had as many values of a sparse weight's role as its mask needs.
+
+    Raises:
+        CorruptionError: it had more or fewer.
+    """
+    if got != expected:
+        raise CorruptionError(
+            f"{role} of {name}: its mask needs {expected} values, got {got}; use another checkpoint"
+        )

@@ -23,6 +23,7 @@ from penstock.store import (
     BackgroundSave,
     Base,
     BaseNotes,
+    MaskRule,
     MemoryStore,
     SavedCheckpoint,
     Store,
@@ -131,10 +132,7 @@ class FileCheckpoints:
         remote_shards: Sequence[store_factory.RemoteShardStore] | None = None,
     ) -> Store:
         """Return a store in memory."""
-        program = layout.program
-        masks = None
-        if layout.sparse is not None:
-            masks = layout.sparse.mask_rule(model, self._config.run.seed)
+        program, masks = layout.program, _mask_rule(self._config, model, layout)
         self._store = store_factory.make_store(
             self._config, program, device, notice, remote_shards, masks
         )
@@ -251,7 +249,7 @@ class FlashCheckpoints:
         """
         self._model = model
         if self.recorded is not None:
-            self._store = self._make_store(layout, remote_shards)
+            self._store = self._make_store(model, layout, remote_shards)
         else:
             self._store = self._open_untrained(model, layout, notice, remote_shards)
         try:
@@ -266,10 +264,18 @@ class FlashCheckpoints:
         return self._store
 
     def _make_store(
-        self, layout: ExecutionPlan, remote_shards: Sequence[store_factory.RemoteShardStore] | None
+        self,
+        model: ModelSource,
+        layout: ExecutionPlan,
+        remote_shards: Sequence[store_factory.RemoteShardStore] | None,
     ) -> DurableStore:
         return store_factory.make_flash_store(
-            self._config, layout.program, layout.shares.store, self._folder, remote_shards
+            self._config,
+            layout.program,
+            layout.shares.store,
+            self._folder,
+            remote_shards,
+            _mask_rule(self._config, model, layout),
         )
 
     def _open_untrained(
@@ -287,7 +293,7 @@ class FlashCheckpoints:
                 f"{model.folder}; delete the folder, or choose another store.flash.path"
             )
         try:
-            store = self._make_store(layout, remote_shards)
+            store = self._make_store(model, layout, remote_shards)
         except OtherStoreError:
             is_usable = False
         else:
@@ -300,7 +306,7 @@ class FlashCheckpoints:
                 "this run: the initial weights are loaded again"
             )
             discard_untrained(self._folder)
-            store = self._make_store(layout, remote_shards)
+            store = self._make_store(model, layout, remote_shards)
         store.remember(start)  # durable with the weights, before any step
         return store
 
@@ -339,12 +345,17 @@ class FlashCheckpoints:
         """Do nothing: no checkpoint is pending here."""
 
 
+def _mask_rule(config: Config, model: ModelSource, layout: ExecutionPlan) -> MaskRule | None:
+    """Return the rule of a run's masks; None if no weight is sparse."""
+    return None if layout.sparse is None else layout.sparse.mask_rule(model, config.run.seed)
+
+
 def _start(config: Config, model: ModelSource) -> dict[str, Any]:
     """Return the settings that decide a run's initial weights, in the form that JSON returns."""
     deciding = {
         key: value
         for key, value in trajectory(config).items()
-        if key.split(".")[0] in ("model", "lora") or key == "run.seed"
+        if key.split(".")[0] in ("model", "lora", "sparsity") or key == "run.seed"
     }
     start = {
         "weights": model.weights_fingerprint(),

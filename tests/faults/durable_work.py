@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from sharded_stores import sharded_flash
+from sparse_training import train_sparse
 from store_programs import flash_store, make_program, random_weights, train, training_store
 
 from penstock.config import Config, load, write_record
@@ -23,7 +24,9 @@ from penstock.errors import StorageError
 from penstock.models import keep_small_files, verify_kept
 from penstock.models.kept import CHECKSUMS
 from penstock.models.lora import Adapter
+from penstock.sparsity import ChangeTimes, DropFraction, SparseEvolutionaryTraining
 from penstock.store import (
+    MaskRule,
     checkpoint_hash,
     export_adapters,
     export_huggingface,
@@ -36,20 +39,34 @@ from penstock.store.flash import discard_untrained, forget, journal
 from penstock.store.flash.shards import Shards, read_shards
 from penstock.telemetry.metrics_writer import drop_after, read_metrics
 
-PROGRAM = make_program(({"embed": (9, 6), "frozen": (9,)}, {"block": (7, 7)}), ("frozen",))
+LAYERS = ({"embed": (9, 6), "frozen": (9,)}, {"block": (7, 7)})
+PROGRAM = make_program(LAYERS, ("frozen",))
+SPARSE_PROGRAM = make_program(LAYERS, ("frozen",), sparse={"block": 25})
+MASKS = MaskRule(
+    SparseEvolutionaryTraining(ChangeTimes(1, 4, 1), DropFraction(0.3, 6)),
+    1,
+    "random",
+    {"block": 0.5},
+)
 STEPS = 4
 
 
 @functools.cache
-def hashes(seed=1):
+def hashes(seed=1, is_sparse=False):
     """Return the hash of the weights after 0, 1, 2 ... steps that nothing interrupted."""
-    store = training_store(PROGRAM)
-    store.load(random_weights(PROGRAM, seed).items())
+    program, step = (SPARSE_PROGRAM, train_masked) if is_sparse else (PROGRAM, train)
+    store = training_store(program, masks=MASKS if is_sparse else None)
+    store.load(random_weights(program, seed).items())
     found = [store.content_hash()]
     for _ in range(STEPS):
-        train(store, 1, seed)
+        step(store, 1, seed)
         found.append(store.content_hash())
     return found
+
+
+def train_masked(store, steps, seed):
+    """Train sparse weights, on the same gradients whatever the seed."""
+    train_sparse(store, steps)
 
 
 class Scenario:
@@ -66,6 +83,8 @@ class Flash(Scenario):
     """A store that is made below folders that are new, loaded and trained."""
 
     rotate_bytes = journal.ROTATE_BYTES
+    train = staticmethod(train)
+    hashes = staticmethod(hashes)
 
     @staticmethod
     def opened(folder):
@@ -76,10 +95,10 @@ class Flash(Scenario):
         try:
             with closing(self.opened(root / "there" / "new" / "flash")) as store:
                 if store.is_new:
-                    store.load(random_weights(PROGRAM, 1).items())
+                    store.load(random_weights(store.program, 1).items())
                 promise(store.durable_step)
                 while store.step < STEPS:
-                    train(store, 1, 1)
+                    self.train(store, 1, 1)
                     store.make_durable()
                     promise(store.durable_step)
         finally:
@@ -87,7 +106,7 @@ class Flash(Scenario):
 
     def check(self, root, promised):
         with closing(self.opened(root / "there" / "new" / "flash")) as store:
-            assert store.is_new or store.content_hash() == hashes()[store.step]
+            assert store.is_new or store.content_hash() == self.hashes()[store.step]
             assert not promised or (store.durable_step or 0) >= max(promised)
             assert not promised or not store.is_new
 
@@ -96,6 +115,17 @@ class RotatingFlash(Flash):
     """The same with a journal that is begun anew every few steps."""
 
     rotate_bytes = 1
+
+
+class SparseFlash(Flash):
+    """The same with a sparse weight, whose mask changes at every step."""
+
+    train = staticmethod(train_masked)
+    hashes = staticmethod(functools.partial(hashes, is_sparse=True))
+
+    @staticmethod
+    def opened(folder):
+        return flash_store(SPARSE_PROGRAM, folder, masks=MASKS)
 
 
 class ShardedFlash(Flash):
@@ -363,6 +393,7 @@ SCENARIOS = {
     for kind in (
         Flash,
         RotatingFlash,
+        SparseFlash,
         ShardedFlash,
         ShardsFile,
         DiscardedFlash,

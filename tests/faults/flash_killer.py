@@ -1,6 +1,6 @@
 """Trains on stores on flash, and dies there: once per fault point.
 
-Arguments: a folder, and where to die as `moments/seed/point:visit`. Every order has a child of its
+Arguments: a folder, and where to die as `kind/seed/point:visit`. Every order has a child of its
 own, which trains in the sub-folder of that name. The imports are made once, and nothing is computed
 before the last fork, so that no child inherits a pool of threads. A child that never reaches its
 point trains to the end; the orders of those that were killed are printed.

@@ -306,7 +306,7 @@ def test_flipped_bit_of_gradient_on_flash_is_detected_and_named(moments, count, 
     assert blocks
     for _ in range(count):
         unit, block = chosen.choice(blocks)
-        good, bad = (allocate(spill.block_bytes(block)) for _ in range(2))
+        good, bad = (allocate(spill.block_bytes(unit, block)) for _ in range(2))
         begin = spill._offset(unit, block)
         byte, bit = chosen.randrange(good.nbytes), chosen.randrange(8)
         spill.fetch(unit, block, good)

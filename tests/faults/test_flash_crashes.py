@@ -8,10 +8,19 @@ import pytest
 import torch
 from crash_disk import CrashDisk
 from grids import quick_first
-from store_programs import flash_store, make_program, random_weights, train, training_store
+from sparse_training import train_sparse
+from store_programs import (
+    flash_store,
+    least_flash_bytes,
+    make_program,
+    random_weights,
+    train,
+    training_store,
+)
 
 from penstock.errors import PenstockError
-from penstock.store import AdamW
+from penstock.sparsity import ChangeTimes, DropFraction, RigL, SparseEvolutionaryTraining
+from penstock.store import AdamW, MaskRule
 
 LAYERS = (
     {"embed": (50, 16), "frozen": (9,)},
@@ -19,29 +28,65 @@ LAYERS = (
     {"norm": (16,), "embed": (50, 16)},
 )
 PROGRAM = make_program(LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16)
+CAPACITIES = {f"{i}.weight": 2450 for i in range(4)}
+SPARSE_PROGRAM = make_program(
+    LAYERS, frozen=("frozen",), stream_dtype=torch.bfloat16, sparse=CAPACITIES
+)
 STEPS = 4
 SEED = 7
-DRAM = 200_000  # a part of the gradients goes to flash
-OPTIMIZERS = {
-    "fp32": AdamW(0.9, 0.95, 1e-8),
-    "8bit": AdamW(0.9, 0.95, 1e-8, moments="8bit"),
+DRAM = 200_000
+ADAMW = AdamW(0.9, 0.95, 1e-8)
+ADAMW_8BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
+OPTIMIZERS = {"fp32": ADAMW, "8bit": ADAMW_8BIT, "sparse": ADAMW, "sparse-8bit": ADAMW_8BIT}
+POLICIES = {
+    "sparse": SparseEvolutionaryTraining(ChangeTimes(1, 4, 1), DropFraction(0.3, 6)),
+    "sparse-8bit": RigL(ChangeTimes(2, 4, 2), DropFraction(0.3, 6)),
 }
+MASKS = {
+    kind: MaskRule(policy, SEED, "random", dict.fromkeys(CAPACITIES, 0.5))
+    for kind, policy in POLICIES.items()
+}
+"""The masks of kinds with sparse weights, which change at every step, or instead of every second
+update."""
+
+
+def settings(moments):
+    """Program, and settings of a store, of a kind."""
+    program = SPARSE_PROGRAM if moments in MASKS else PROGRAM
+    return program, {"optimizer": OPTIMIZERS[moments], "masks": MASKS.get(moments)}
+
+
+@functools.cache
+def memory(moments):
+    """The memory of a store: a part of the gradients does not fit."""
+    program, options = settings(moments)
+    return least_flash_bytes(program, **options) if moments in MASKS else DRAM
 
 
 def opened(folder, moments="fp32"):
-    return flash_store(PROGRAM, folder, optimizer=OPTIMIZERS[moments], dram_bytes=DRAM)
+    program, options = settings(moments)
+    return flash_store(program, folder, dram_bytes=memory(moments), **options)
 
 
 def in_memory(moments="fp32"):
-    return training_store(PROGRAM, "bf16", optimizer=OPTIMIZERS[moments])
+    program, options = settings(moments)
+    return training_store(program, "bf16", **options)
+
+
+def go(store, steps, seed):
+    """Train; with sparse weights on the same gradients whatever the seed."""
+    if store.mask_sizes:
+        train_sparse(store, steps)
+    else:
+        train(store, steps, seed)
 
 
 def run(store, seed=SEED):
     """Load weights if it is new, and train to the last step."""
     if store.is_new:
-        store.load(random_weights(PROGRAM, seed).items())
+        store.load(random_weights(store.program, seed).items())
     store.remember({"note": "many sectors " * 300})
-    train(store, STEPS - store.step, seed)
+    go(store, STEPS - store.step, seed)
     store.make_durable()
 
 
@@ -49,14 +94,14 @@ def run(store, seed=SEED):
 def clean_hash(moments, seed=SEED):
     """The hash at the end of a run in memory that nothing interrupted."""
     store = in_memory(moments)
-    store.load(random_weights(PROGRAM, seed).items())
-    train(store, STEPS, seed)
+    store.load(random_weights(store.program, seed).items())
+    go(store, STEPS, seed)
     return store.content_hash()
 
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory):
-    """What a run that never stopped does to the disk, with either kind of moments."""
+    """What a run that never stopped does to the disk, by kind."""
     found = {}
     for moments in OPTIMIZERS:
         with CrashDisk(tmp_path_factory.mktemp("clean")) as disk:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm_start
-from test_flash_crashes import SEED, STEPS, clean_hash, opened, operations, run
+from test_flash_crashes import MASKS, SEED, STEPS, clean_hash, opened, operations, run
 
 from penstock.errors import StorageError
 from penstock.io import durable, failpoints
@@ -27,6 +27,7 @@ POINTS = [
     "flash.before_block",
     "flash.before_gradient",
     "flash.before_weights",
+    "flash.before_mask",
     "flash.before_sync",
     "flash.after_sync",
     "journal.before_record",
@@ -37,20 +38,28 @@ POINTS = [
 ]
 
 
-def test_list_of_failpoints_is_complete(tmp_path):
+OF_MASKS = "flash.before_mask"
+
+
+@pytest.mark.parametrize("kind", ["fp32", "sparse"])
+def test_list_of_failpoints_is_complete(tmp_path, kind):
     seen = set()
     with failpoints.watching(seen.add):
-        store = opened(tmp_path / "flash")
+        store = opened(tmp_path / "flash", kind)
         run(store)
         store.close()
-    assert seen == set(POINTS)
+    assert seen == set(points_of(kind))
+
+
+def points_of(kind):
+    return [point for point in POINTS if kind in MASKS or point != OF_MASKS]
 
 
 # What is reached only when a store is made.
 ONCE = {point for point in POINTS if point == "flash.before_journal" or ".create." in point}
-# Moments and seeds, by what is killed together; at which visit follows from the seed.
-BRIEFLY = [("fp32", 7), ("fp32", 8), ("8bit", 7)]
-FOR_LONG = [("fp32", 9), ("8bit", 8), ("8bit", 9)]
+# Kinds and seeds, by what is killed together; at which visit follows from the seed.
+BRIEFLY = [("fp32", 7), ("fp32", 8), ("8bit", 7), ("sparse", 8), ("sparse-8bit", 7)]
+FOR_LONG = [("fp32", 9), ("8bit", 8), ("8bit", 9), ("sparse", 9), ("sparse-8bit", 9)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +72,7 @@ def killed(tmp_path_factory):
         orders = [
             f"{moments}/{seed}/{point}:{1 if point in ONCE else seed - 6}"
             for moments, seed in (FOR_LONG if long else BRIEFLY)
-            for point in POINTS
+            for point in points_of(moments)
         ]
         child = warm_start.run(
             [sys.executable, str(KILLER), str(folder), *orders],
@@ -91,10 +100,17 @@ def go_on(folder, moments="fp32", seed=SEED):
         store.close()
 
 
+def kills(kinds, marks=()):
+    return [
+        pytest.param(point, kind, seed, marks=marks)
+        for kind, seed in kinds
+        for point in points_of(kind)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("moments", "seed"), [*BRIEFLY, *(pytest.param(*p, marks=pytest.mark.slow) for p in FOR_LONG)]
+    ("point", "moments", "seed"), [*kills(BRIEFLY), *kills(FOR_LONG, pytest.mark.slow)]
 )
-@pytest.mark.parametrize("point", POINTS)
 def test_kill_at_any_failpoint_does_not_change_bits(point, moments, seed, killed):
     go_on(killed(moments, seed, point), moments, seed)
 
@@ -123,6 +139,7 @@ class RefusingDisk:
         pytest.param(errno.ENOSPC, "fp32", 1, 10, marks=pytest.mark.long),
         (errno.EIO, "fp32", 6, 10),
         (errno.ENOSPC, "8bit", 3, 20),
+        (errno.EIO, "sparse-8bit", 4, 20),
         *(
             pytest.param(code, moments, 1, 1, marks=pytest.mark.slow)
             for code in (errno.ENOSPC, errno.EIO)

@@ -144,6 +144,33 @@ def test_exports_dense_and_packed_have_the_weights_of_the_run(trained):
         assert mask is None or mask.same_mask(own), name
 
 
+def test_run_on_flash_is_inspected_evaluated_and_exported_as_one_in_memory(trained, tmp_path):
+    folder, _ = trained
+    run = written(tmp_path, store={"flash": {"path": str(tmp_path / "flash")}})
+    done = penstock("train", run)
+    assert done.returncode == 0, done.stderr
+    hashes, sparse, evaluated = [], [], []
+    for where in (folder / "run", tmp_path / "run"):
+        hashes.append(penstock("inspect", where, "--hash").stdout)
+        lines = penstock("inspect", where).stdout.splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith("sparse       8 weights: "))
+        sparse.append(lines[at : at + 9])
+        trainer = Trainer(load_run(where), quiet=True, must_exist=True)
+        evaluated.append(trainer.evaluate(1)["loss"])
+        trainer.close()
+        done = penstock("export", where, tmp_path / "packed" / where.parent.name, "--packed")
+        assert done.returncode == 0, done.stderr
+    assert hashes[0] == hashes[1] != ""
+    assert sparse[0] == sparse[1]
+    assert evaluated[0] == evaluated[1]
+    exports = [ModelSource.from_hf(path) for path in sorted((tmp_path / "packed").iterdir())]
+    for name, weight in exports[0].initial_weights(0):
+        mask, other = exports[0].mask(name), exports[1].mask(name)
+        assert (mask is None) == (other is None)
+        assert mask is None or mask.same_mask(other), name
+        assert torch.equal(weight, dict(exports[1].initial_weights(0, [name]))[name]), name
+
+
 def test_packed_export_is_fine_tuned_with_its_masks(trained, tmp_path):
     folder, _ = trained
     penstock("export", folder / "run", tmp_path / "packed", "--packed")
@@ -226,9 +253,8 @@ def test_a_method_that_changes_no_mask_is_named(tmp_path):
         ),
         (
             ["store.shards=2"],
-            "sparsity: expected a store in memory (store.flash.path null), store.shards 1 and "
-            "engines on the CPU in this process, got store.shards 2; other runs cannot have "
-            "sparse weights yet",
+            "sparsity: expected store.shards 1 and engines on the CPU in this process, got "
+            "store.shards 2; other runs cannot have sparse weights yet",
         ),
         (
             ["sparsity.sparsity=0.9999"],

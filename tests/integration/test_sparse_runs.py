@@ -179,6 +179,20 @@ def test_a_stopped_run_continues_with_the_same_bits(policy, precision, tmp_path)
     assert last == weights
 
 
+@pytest.mark.parametrize(("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"]))
+def test_a_store_on_flash_has_the_bits_of_one_in_memory_wherever_it_stops(
+    policy, precision, tmp_path
+):
+    losses, weights = bits(tmp_path / "memory", policy, precision)
+    on_flash = {"store": {"flash": {"path": str(tmp_path / "flash")}}}
+    went_on = []
+    for until in (2, 3, 4, 6, None):  # before, at and after the change of step 3, and at another
+        part, last = bits(tmp_path / "run", policy, precision, until, **on_flash)
+        went_on += part
+    assert went_on == losses
+    assert last == weights
+
+
 def test_expanded_tiles_agree_with_kernels(tmp_path):
     losses, _ = bits(tmp_path / "kernels")
     with chosen(tiles):

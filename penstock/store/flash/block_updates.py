@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
 
+from penstock.kernels.blocks import GRANULE
+from penstock.kernels.packed_entries import PackedEntries
 from penstock.store.flash.layout import Block, Unit
 from penstock.store.flash.version import state_roles, state_slices, weight_parts
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
 from penstock.store.interface import Decision
+from penstock.store.masks import Masks
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.roles import AGE
 from penstock.store.unchanged import UnchangedWeights
 
 
@@ -24,6 +29,7 @@ class BlockUpdates:
         groups: settings of every trainable weight, by name.
         gradients: the gradients that are in memory.
         unchanged: records which weights an update has changed.
+        masks: those of the sparse weights.
     """
 
     def __init__(
@@ -33,9 +39,10 @@ class BlockUpdates:
         groups: Mapping[str, GroupSettings],
         gradients: Gradients,
         unchanged: UnchangedWeights,
+        masks: Masks,
     ) -> None:
         self._program, self._optimizer, self._groups = program, optimizer, groups
-        self._gradients, self._unchanged = gradients, unchanged
+        self._gradients, self._unchanged, self._masks = gradients, unchanged, masks
         self.decision: Decision | None = None
 
     def apply(
@@ -46,7 +53,7 @@ class BlockUpdates:
         data: np.ndarray,
         spilled: np.ndarray | None,
     ) -> None:
-        """Update a block in place.
+        """Update a block in place, unless the decision replaces the update.
 
         Args:
             frame: the streamed values of the block.
@@ -55,6 +62,8 @@ class BlockUpdates:
         """
         decision = self.decision
         assert decision is not None
+        if decision.replaces_update:
+            return
         parts, state = weight_parts(unit, block, frame, data), state_roles(unit, block, data)
         for name, begin, end, first in unit.pieces(block):
             here, there = slice(begin - block.begin, end - block.begin), slice(begin, end)
@@ -65,15 +74,25 @@ class BlockUpdates:
                 gradient = self._gradients.array(name)[first : first + end - begin]
             else:
                 gradient = spilled[here]
+            position, packed = first, None
+            if block.granules is not None:
+                position, packed = block.granules.first * GRANULE, self._entries(name, block, state)
             with self._unchanged.watching(name, weight, rate):
                 self._optimizer.update(
                     weight,
                     gradient,
-                    state_slices(unit, state, here),
-                    step=decision.step,
+                    state if unit.is_sparse else state_slices(unit, state, here),
+                    step=self._masks.updates,
                     learning_rate=rate,
                     weight_decay=settings.weight_decay,
                     gradient_scale=decision.clip_scale,
                     key=rounding_key(name),
-                    position=self._program.weights[name].begin + first,
+                    position=self._program.weights[name].begin + position,
+                    packed=packed,
                 )
+
+    def _entries(self, name: str, block: Block, state: Mapping[str, np.ndarray]) -> PackedEntries:
+        """Return what the optimizer needs to know of the entries of a block."""
+        assert block.granules is not None
+        entries = self._masks.entries(name, state.get(AGE))
+        return dataclasses.replace(entries, offsets=block.granules.offsets)

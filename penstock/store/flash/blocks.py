@@ -7,6 +7,7 @@ memory. The pass takes blocks in the same order, so it never waits for a later b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,32 +18,62 @@ from penstock.store.flash.layout import Block, FlashLayout, Unit
 class StateBlocks:
     """Memory for blocks of state. Not thread-safe: the owner calls it under a lock.
 
-    **Arguments:** `held_bytes` is memory for blocks that stay in memory between steps. These are
-    the first blocks of the layout, which the forward sweep needs first. `buffers` of `buffer_bytes`
-    each are for the other blocks; a buffer also has space for a gradient from flash. If
-    `held_bytes` is zero, no block stays in memory, whatever its size: gradients may then be on
-    flash.
+    Args:
+        layout: the units.
+        blocks: the blocks of each unit; those of a sparse weight change with its mask.
+        held_bytes: memory for blocks that stay in memory between steps. These are the first blocks
+            of the layout, which the forward sweep needs first. Those of a sparse weight stay all or
+            none. If it is zero, no block stays in memory, whatever its size: gradients may then be
+            on flash.
+        buffers: number of buffers for the other blocks.
+        buffer_bytes: bytes of a buffer, which also has space for a gradient from flash.
     """
 
     def __init__(
-        self, layout: FlashLayout, held_bytes: int, buffers: int, buffer_bytes: int
+        self,
+        layout: FlashLayout,
+        blocks: Sequence[Sequence[Block]],
+        held_bytes: int,
+        buffers: int,
+        buffer_bytes: int,
     ) -> None:
         self._spare = deque(allocate(buffer_bytes) for _ in range(buffers))
         self._held: dict[tuple[int, int], np.ndarray] = {}
         self._resident: set[tuple[int, int]] = set()
         self._whole: set[int] = set()
-        self._order = [(u, b) for u in layout.units if u.trainable for b in u.blocks]
-        self._place = {(u.index, b.number): at for at, (u, b) in enumerate(self._order)}
-        self._cursor = 0  # all blocks before this one are held
+        self._trained = [unit for unit in layout.units if unit.trainable]
+        self._blocks = dict(enumerate(blocks))
+        self._begin_order()
         if held_bytes == 0:
             return
         for unit, block in self._order:
-            held_bytes -= unit.state_bytes(block.elements)
+            if unit.index in self._whole:
+                continue
+            held_bytes -= unit.state_room if unit.is_sparse else block.state_bytes
             if held_bytes < 0:
                 return
             self._resident.add((unit.index, block.number))
-            if block.end == unit.elements:
+            if unit.is_sparse or block.end == unit.elements:
                 self._whole.add(unit.index)
+
+    def _begin_order(self) -> None:
+        self._order = [(u, b) for u in self._trained for b in self._blocks[u.index]]
+        self._place = {(u.index, b.number): at for at, (u, b) in enumerate(self._order)}
+        self._cursor = 0  # all blocks before this one are held
+
+    def blocks(self, unit: Unit) -> Sequence[Block]:
+        """Return the present blocks of a unit."""
+        return self._blocks[unit.index]
+
+    def change(self, blocks: Mapping[int, Sequence[Block]]) -> None:
+        """Set the blocks of sparse weights, by unit; none of the old ones are held."""
+        self._blocks |= blocks
+        self._begin_order()
+
+    def _is_resident(self, unit: Unit, block: Block) -> bool:
+        if unit.is_sparse:
+            return unit.index in self._whole
+        return (unit.index, block.number) in self._resident
 
     def holds(self, unit: Unit, block: Block) -> bool:
         """Whether a block's state is in memory and no thread works on the block."""
@@ -72,8 +103,8 @@ class StateBlocks:
         if key in self._held:
             self._cursor = min(self._cursor, self._place[key])
             return self._held.pop(key)
-        if key in self._resident:
-            return allocate(unit.state_bytes(block.elements))
+        if self._is_resident(unit, block):
+            return allocate(block.state_bytes)
         return self._spare.popleft() if self._spare else None
 
     def hold(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
@@ -82,14 +113,20 @@ class StateBlocks:
 
     def put_back(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
         """Return the memory of `take` to the pool: its content is on flash."""
-        key = (unit.index, block.number)
-        if key in self._resident:
-            self._held[key] = memory
+        if self._is_resident(unit, block):
+            self._held[unit.index, block.number] = memory
         else:
+            self._spare.append(memory)
+
+    def release(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
+        """Return the memory of `take` to the pool: its content is of no more use."""
+        if not self._is_resident(unit, block):
             self._spare.append(memory)
 
     def forget(self) -> None:
         """Invalidate all held blocks."""
-        self._spare.extend(m for key, m in self._held.items() if key not in self._resident)
+        for unit, block in self._order:
+            if self.holds(unit, block):
+                self.release(unit, block, self.held(unit, block))
         self._held.clear()
         self._cursor = 0

@@ -8,17 +8,20 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.store.flash.layout import FlashLayout, described_format
-from penstock.weight_formats import BFLOAT16, DENSE, SPLIT
+from penstock.weight_formats import BFLOAT16, DENSE, PACKED, PACKED_SPLIT, SPLIT
 
 JOURNAL, EXTENTS = "journal", "extents"
 
 FORMAT = "penstock-flash"
-VERSION = 3
+VERSION = 4
+_WITHOUT_MASKS = 3  # stores without sparse weights
 _WITHOUT_FORMATS = 2  # stores of dense and split weights are still written in this version
 _KEPT_AS = {
     DENSE.name: "fp32",
     SPLIT.name: "fp32, of which bf16 streams",
     BFLOAT16.name: "bf16, frozen",
+    PACKED.name: "fp32, sparse",
+    PACKED_SPLIT.name: "fp32, of which bf16 streams, sparse",
 }
 
 
@@ -39,8 +42,10 @@ def describe(
 
 def _version_of(layout: FlashLayout) -> int:
     """Return the oldest version that can describe a layout."""
+    if layout.sparse:
+        return VERSION
     is_old = all(unit.format in (DENSE, SPLIT) for unit in layout.units)
-    return _WITHOUT_FORMATS if is_old else VERSION
+    return _WITHOUT_FORMATS if is_old else _WITHOUT_MASKS
 
 
 class OtherStoreError(ConfigError):
@@ -114,6 +119,7 @@ def _by_weight(units: Any) -> dict[str, dict[str, Any]]:
             "first element": unit.get("origins", {}).get(name, 0),
             "trainable": unit["trainable"],
             "kept as": _KEPT_AS[described_format(unit).name],
+            "room for entries": unit.get("capacity", "all"),
             "optimizer state": ", ".join(f"{r['name']} ({r['dtype']})" for r in unit["roles"])
             or "none",
         }
@@ -131,7 +137,7 @@ def require_readable(folder: Path, found: Mapping[str, Any]) -> None:
     if found.get("format") != FORMAT:
         raise ConfigError(f"{folder}: not a Penstock store; choose another store.flash.path")
     version = found.get("version")
-    if version not in (_WITHOUT_FORMATS, VERSION):
+    if version not in (_WITHOUT_FORMATS, _WITHOUT_MASKS, VERSION):
         newer = isinstance(version, int) and version > VERSION
         raise ConfigError(
             f"{folder}: its format has version {version}, this Penstock reads "

@@ -10,15 +10,21 @@ last stages, because they arrive last and are used first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
 
 from penstock.errors import BudgetError
 from penstock.step_schedule import sweep_order
 from penstock.store.flash.frames import Visit, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.holding import Holding
-from penstock.store.roles import Role
+from penstock.store.interface import FlashTraffic
+from penstock.store.mask_rule import MaskRule, mask_memory
+from penstock.store.optimizers import Optimizer
+from penstock.store.roles import AGE, Role
 
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 64
 SLABS = 2
@@ -81,17 +87,15 @@ class _Options:
         self.tied = sum(self.sizes[unit.index] for unit in units if unit.tied)
         self.gradients = sum(self.sizes.values())
         self.weights = sum(unit.stream_bytes for unit in layout.units)
-        self.blocks = sum(len(unit.blocks) for unit in units)
-        self.state = sum(u.state_bytes(block.elements) for u in units for block in u.blocks)
+        self.blocks = sum(unit.block_count for unit in units)
+        self.state = sum(unit.state_room for unit in units)
         self.slab = max((self.sizes[unit.index] for unit in self.movable), default=0)
-        block = max((unit.state_bytes(unit.blocks[0].elements) for unit in units), default=0)
-        tail = max((self._first_gradient(unit) for unit in self.movable), default=0)
+        block = max((unit.largest_state_bytes for unit in units), default=0)
+        widths = ((unit, gradient_width(unit, half_gradients)) for unit in self.movable)
+        tail = max((unit.largest_gradient_bytes(width) for unit, width in widths), default=0)
         self.all_in_memory = _Option(self.weights + self.gradients, 0, block)
         self.gradients_stay = _Option(self.gradients, max(self.gradients, least_weights), block)
         self.spilling = _Option(self.tied + SLABS * self.slab, least_weights, block + tail)
-
-    def _first_gradient(self, unit: Unit) -> int:
-        return self.sizes[unit.index] * unit.blocks[0].elements // unit.elements
 
     @property
     def least_bytes(self) -> int:
@@ -100,7 +104,11 @@ class _Options:
 
 
 def divide(
-    layout: FlashLayout, half_gradients: bool, least_weights: int, budget_bytes: int
+    layout: FlashLayout,
+    half_gradients: bool,
+    least_weights: int,
+    budget_bytes: int,
+    masks: Mapping[str, int] = MappingProxyType({}),
 ) -> Division:
     """Divide a budget.
 
@@ -109,12 +117,15 @@ def divide(
         half_gradients: whether the other gradients are bfloat16.
         least_weights: bytes of weights that must be in memory at once.
         budget_bytes: the memory to divide.
+        masks: the memory of masks, by use, of which the rest of the budget is divided.
 
     Raises:
         BudgetError: the budget is too small; the message shows the calculation.
     """
     options = _Options(layout, half_gradients, least_weights)
     option = options.all_in_memory
+    beside = sum(masks.values())
+    budget_bytes -= beside
     if budget_bytes >= option.least_bytes:
         buffers, left = option.divided(budget_bytes, options.blocks)
         return _without_flash(options, option, buffers, options.weights, min(left, options.state))
@@ -122,20 +133,61 @@ def divide(
     if budget_bytes >= option.least_bytes:
         buffers, left = option.divided(budget_bytes, options.blocks)
         return _without_flash(options, option, buffers, option.weight_bytes + left, 0)
-    return _spilling(options, budget_bytes)
+    return _spilling(options, budget_bytes, beside)
 
 
-def least_dram_bytes(program: Holding, roles: Sequence[Role], half_gradients: bool) -> int:
-    """Return the minimum memory with which a flash store of this program can be opened."""
-    layout = FlashLayout.of(program, roles, 1, BLOCK_ELEMENTS)
+def least_dram_bytes(
+    program: Holding, optimizer: Optimizer, half_gradients: bool, masks: MaskRule | None = None
+) -> int:
+    """Return the minimum memory with which a flash store of this program can be opened.
+
+    **Arguments:** `masks` is the rule of sparse weights, if there are any.
+    """
+    age = age_role(optimizer, masks)
+    layout = FlashLayout.of(program, optimizer.roles, 1, BLOCK_ELEMENTS, age)
     least_weights = least_bytes(layout.units, visits_of(program, layout))
-    return _Options(layout, half_gradients, least_weights).least_bytes
+    beside = sum(memory_of_masks(layout, program, masks).values())
+    return _Options(layout, half_gradients, least_weights).least_bytes + beside
+
+
+def age_role(optimizer: Optimizer, masks: MaskRule | None) -> Role | None:
+    """Return the role of the ages of sparse weights' entries; None if they are not needed."""
+    age = None if masks is None else masks.age_type(optimizer.corrected_betas)
+    return None if age is None else Role(AGE, np.dtype(age).name)
+
+
+def memory_of_masks(
+    layout: FlashLayout, program: Holding, masks: MaskRule | None
+) -> dict[str, int]:
+    """Return the memory of masks and of their changes, by use; empty if no weight is sparse.
+
+    A weight whose mask changes has all its state in memory, before and after the change; one weight
+    at a time.
+    """
+    memory = mask_memory(program.weights, masks)
+    if memory.get("mask change"):
+        state = max(unit.state_room for unit in layout.sparse if unit.trainable)
+        memory["mask change"] += 2 * state
+    return memory
 
 
 def visits_of(program: Holding, layout: FlashLayout) -> list[Visit]:
     """Return the units that each operation of a step may need, in schedule order."""
     units = [layout.units_of(stage.weights) for stage in program.stages]
     return [Visit(stage, units[stage]) for stage, _ in sweep_order(len(units))]
+
+
+def step_traffic(layout: FlashLayout, spilled_bytes: int) -> FlashTraffic:
+    """Return the maximum traffic of a step: state once each way, weights read twice and written
+    once.
+
+    Gradients that do not fit in memory are written once and read once. A step that changes masks
+    also reads the weights that lose entries, and writes the masks.
+    """
+    updated = sum(unit.place_bytes for unit in layout.units if unit.trainable)
+    once = sum(unit.stream_bytes for unit in layout.units)
+    frozen = sum(unit.stream_bytes for unit in layout.units if not unit.trainable)
+    return FlashTraffic(updated + frozen + once + spilled_bytes, updated + spilled_bytes)
 
 
 def gradient_width(unit: Unit, half_gradients: bool) -> int:
@@ -159,14 +211,15 @@ def _without_flash(
     )
 
 
-def _spilling(options: _Options, budget: int) -> Division:
+def _spilling(options: _Options, budget: int, beside: int) -> Division:
     option = options.spilling
     if budget < option.least_bytes:
+        masks = f", masks and their changes {beside:,}" if beside else ""
         raise BudgetError(
             f"store.dram: the weights of two stages need {option.weight_bytes:,} bytes, buffers "
             f"for blocks of state {_LEAST_BUFFERS * option.block_bytes:,}, gradients "
-            f"{option.fixed_bytes:,}; the budget is {budget:,}; raise store.dram to "
-            f"{options.least_bytes:,} or more"
+            f"{option.fixed_bytes:,}{masks}; the budget is {budget + beside:,}; raise store.dram "
+            f"to {options.least_bytes + beside:,} or more"
         )
     buffers, left = option.divided(budget, options.blocks)
     resident, room = options.tied, left // 2

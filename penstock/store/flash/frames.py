@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.errors import BudgetError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.store.flash.layout import Unit
 
@@ -82,6 +83,18 @@ class Frames:
     def upcoming(self) -> list[int]:
         """Return the units in the order of their next visits."""
         return sorted(range(len(self._units)), key=self.next_use)
+
+    def require_room(self, units: Collection[int]) -> None:
+        """Check that the weights of these units fit in memory together.
+
+        **Raises:** `BudgetError` if they do not.
+        """
+        need = sum(self._units[unit].stream_bytes for unit in units)
+        if need > self.budget_bytes:
+            raise BudgetError(
+                f"{need:,} bytes of weights are needed at once, store.dram leaves "
+                f"{self.budget_bytes:,} for them; raise store.dram"
+            )
 
     def make_room(self, unit: int, pinned: Collection[int], only_later: bool) -> bool:
         """Allocate a frame for `unit`, evicting other units; return whether this was possible.

@@ -20,20 +20,23 @@ import numba
 import numpy as np
 import xxhash
 
-from penstock.errors import BudgetError, PenstockError, StorageError
+from penstock.errors import PenstockError, StorageError
 from penstock.io import failpoints
-from penstock.store import files
+from penstock.sparsity import PackedIndex
 from penstock.store.flash.blocks import StateBlocks
+from penstock.store.flash.changing_weight import ChangedWeight
+from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames
-from penstock.store.flash.journal import Journal
 from penstock.store.flash.layout import Block, FlashLayout, Unit
-from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.spill import GradientSpill
-from penstock.store.flash.version import Version, checksum
+from penstock.store.flash.stored_masks import MaskHistory
+from penstock.store.flash.unit_updates import UnitUpdates, Update
+from penstock.store.flash.version import Version
 from penstock.store.interface import FlashTraffic
+from penstock.store.masks import Masks
 
-Update = Callable[[Unit, Block, np.ndarray, np.ndarray, np.ndarray | None], None]
-"""Updates one block in place, given unit, block, frame, state, and gradient if it was on flash."""
+_Job = tuple[Callable[[], int], Callable[[], object]]
+"""A job of the writer, which returns the bytes written, and what it then does under the lock."""
 
 
 class Pipeline:
@@ -44,36 +47,37 @@ class Pipeline:
         state: the blocks of optimizer state in memory.
         spill: the gradients on flash.
         update: computes the update of a block; called by the updater.
-        keep_steps: durable steps that the journal keeps.
+        masks: those of the sparse weights; the updater makes their pending changes.
     """
 
     def __init__(
         self,
         layout: FlashLayout,
         version: Version,
-        file: ExtentFile,
-        journal: Journal,
+        writes: ExtentWrites,
         frames: Frames,
         *,
         state: StateBlocks,
         spill: GradientSpill,
         update: Update,
-        keep_steps: int,
+        masks: Masks,
     ) -> None:
         self._layout = layout
         self._version = version
-        self._file = file
-        self._journal = journal
+        self._writes = writes
         self._frames = frames
         self._state = state
         self._spill = spill
-        self._apply = update
-        self._keep = keep_steps
+        self._masks = masks
+        self._updates = UnitUpdates(version, state, spill, update, masks, self._await_change)
+        self.compute = self._updates.compute
+        # The masks that are on flash, or that the writer must still write, by unit.
+        self._handed: dict[int, PackedIndex] = {}
+        self._is_changing = False  # whether all state of a weight with a new mask is in memory
         self._slabs = deque(spill.slabs)
         self._dirty: dict[int, list[list[bytes]]] = {}  # checksums of units newer than on flash
         self._made: dict[int, list[list[bytes]]] = {}  # checksums of each unit's last update
         self._update_threads = numba.get_num_threads()
-        self.compute = threading.Lock()  # kernels must not run concurrently
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
@@ -91,11 +95,11 @@ class Pipeline:
         self._requested: Sequence[int] = ()
         self._is_urgent = False  # the caller waits for updates: any unit may be evicted
         self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
-        self._read_bytes = self._written_bytes = 0
-        self._waited_seconds = 0.0
+        self._read_bytes, self._written_bytes, self._waited_seconds = 0, 0, 0.0
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._to_write: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writing = 0  # unfinished jobs of the writer
+        self.restored()
         self._threads = [
             threading.Thread(target=self._run_thread, args=(work,), name=name, daemon=True)
             for name, work in (
@@ -120,7 +124,7 @@ class Pipeline:
             self._reads_ahead = True
             self._in_use.append(set(units))
             self._requested = units
-            self._require_room()
+            self._frames.require_room(set().union(*self._in_use))
             self._is_urgent = bool(self._awaiting.intersection(units))
             self._changed.notify_all()
             self._wait(lambda: all(self._is_ready(unit) for unit in units))
@@ -135,7 +139,8 @@ class Pipeline:
         with self._changed:
             self._is_written = is_written
             self._awaiting = {unit.index for unit in units}
-            self._pass = deque((unit, block) for unit in units for block in unit.blocks)
+            blocks = ((unit, block) for unit in units for block in self._state.blocks(unit))
+            self._pass = deque(blocks)
             self._changed.notify_all()
 
     def finish_pass(self) -> None:
@@ -152,10 +157,9 @@ class Pipeline:
         with self._changed:
             for index, checks in self._dirty.items():
                 unit = self._layout.units[index]
-                for block in unit.blocks:
-                    self._hand_to_writer(("block", unit, block, self._state.held(unit, block)))
-                self._hand_to_writer(("frame", unit, checks))
-                self._unwritten.add(index)
+                for block in self._state.blocks(unit):
+                    self._hand_block(unit, block, self._state.held(unit, block))
+                self._hand_weights(unit, checks)
             self._dirty.clear()
 
     def slab(self) -> np.ndarray:
@@ -168,7 +172,8 @@ class Pipeline:
         """Let the writer write a unit's gradients to flash."""
         with self._changed:
             self._spilling[unit.index] += 1
-            self._hand_to_writer(("gradient", unit, slab))
+            write = partial(self._write_gradient, unit, self._state.blocks(unit), slab)
+            self._hand_to_writer(write, partial(self._return_slab, unit, slab))
 
     def wait_for_updates(self, units: Collection[int]) -> None:
         """Wait until these units are updated."""
@@ -181,11 +186,12 @@ class Pipeline:
         with self._changed:
             return not self._awaiting
 
-    def seal(self, step: int, extra: Mapping[str, Any]) -> None:
+    def seal(self, step: int, extra: Mapping[str, Any], history: MaskHistory | None) -> None:
         """Let the writer make a step durable, after all earlier jobs."""
         with self._changed:
             self._seals += 1
-            self._hand_to_writer(("seal", step, dict(extra)))
+            seal = partial(self._writes.seal, step, dict(extra), history)
+            self._hand_to_writer(seal, self._finish_seal)
 
     def wait_for_seals(self) -> None:
         """Wait until all requested steps are durable."""
@@ -223,12 +229,18 @@ class Pipeline:
             self._dirty.clear()
             self._made.clear()
 
+    def restored(self) -> None:
+        """Take the masks that are now on flash. Only after `forget`."""
+        with self._changed:
+            sparse = self._layout.sparse
+            self._state.change({unit.index: self._version.blocks(unit) for unit in sparse})
+            self._handed = {unit.index: self._version.masks.index(unit) for unit in sparse}
+
     def take_traffic(self) -> FlashTraffic:
         """Return the bytes moved and the caller's waiting time since the last call."""
         with self._changed:
             taken = FlashTraffic(self._read_bytes, self._written_bytes, self._waited_seconds)
-            self._read_bytes = self._written_bytes = 0
-            self._waited_seconds = 0.0
+            self._read_bytes, self._written_bytes, self._waited_seconds = 0, 0, 0.0
         return taken
 
     def close(self) -> None:
@@ -241,33 +253,14 @@ class Pipeline:
         for thread in self._threads:
             thread.join()
 
-    def put(self, offset: int, data: np.ndarray) -> None:
-        """Write to the extents, from any thread."""
-        with files.storage_errors(self._file.path.parent, data.nbytes):
-            self._file.write(offset, data)
-
-    def seal_now(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Make a step durable: sync its extents, then append the record that names them."""
-        failpoints.point("flash.before_sync")
-        record = self._version.record(step, extra)
-        with files.storage_errors(self._file.path.parent, len(record.blob)):
-            self._file.sync()
-            failpoints.point("flash.after_sync")
-            self._journal.append(record, self._keep)
-
     # Waiting
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._closing or self._error is not None
 
     def _is_ready(self, unit: int) -> bool:
         return unit in self._frames and unit not in self._awaiting and unit not in self._filling
-
-    def _require_room(self) -> None:
-        at_once = set().union(*self._in_use)
-        need = sum(self._layout.units[unit].stream_bytes for unit in at_once)
-        if need > self._frames.budget_bytes:
-            raise BudgetError(
-                f"{need:,} bytes of weights are needed at once, store.dram leaves "
-                f"{self._frames.budget_bytes:,} for them; raise store.dram"
-            )
 
     def _run_thread(self, work: Callable[[], None]) -> None:
         try:
@@ -287,22 +280,36 @@ class Pipeline:
             if isinstance(self._error, PenstockError):
                 raise self._error
             raise StorageError(
-                f"{self._file.path}: the store stopped: {self._error}; open the run again: it "
+                f"{self._writes.path}: the store stopped: {self._error}; open the run again: it "
                 "continues from the last durable step"
             ) from self._error
 
     # The threads
 
-    def _hand_to_writer(self, job: tuple[Any, ...]) -> None:
+    def _hand_to_writer(self, write: Callable[[], int], finish: Callable[[], object]) -> None:
         self._writing += 1
-        self._to_write.put(job)
+        self._to_write.put((write, finish))
+
+    def _hand_block(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
+        write = partial(self._writes.state, unit, block, buffer[: block.state_bytes])
+        self._hand_to_writer(write, partial(self._state.put_back, unit, block, buffer))
+
+    def _hand_weights(self, unit: Unit, checks: list[list[bytes]]) -> None:
+        """Let the writer write the weights of a unit, and its mask if that has changed."""
+        self._unwritten.add(unit.index)
+        blocks, index = self._state.blocks(unit), self._masks.index(unit.names[0])
+        if index is not None and index is not self._handed[unit.index]:
+            self._handed[unit.index] = index
+            self._hand_to_writer(partial(self._writes.mask, unit, index), lambda: None)
+        write = partial(self._writes.weights, unit, blocks, self._frames[unit.index])
+        self._hand_to_writer(write, partial(self._finish_weights, unit, checks, blocks))
 
     def _read(self) -> None:
         while True:
             with self._changed:
                 job = self._next_job()
                 while job is None:
-                    if self._closing or self._error is not None:
+                    if self._is_ending:
                         return
                     self._changed.wait()
                     job = self._next_job()
@@ -319,7 +326,7 @@ class Pipeline:
     def _choose(self) -> Callable[[], None] | None:
         """Choose the next read: first what the caller waits for, then the updates' input, then
         read-ahead."""
-        if self._closing or self._error is not None:
+        if self._is_ending:
             return None
         units = self._layout.units
         for requested in self._requested:
@@ -375,13 +382,13 @@ class Pipeline:
         """Read a unit's weights into its frame, checking each block."""
         frame = self._frames[unit.index]
         try:
-            self._version.read_frame(unit, frame)
+            read_bytes = self._version.read_frame(unit, frame)
         except BaseException:
             with self._changed:
                 self._frames.drop(unit.index)
             raise
         with self._changed:
-            self._read_bytes += unit.stream_bytes
+            self._read_bytes += read_bytes
             self._filling.discard(unit.index)
             self._changed.notify_all()
 
@@ -390,7 +397,7 @@ class Pipeline:
 
         The updater verifies the checksum, so that the data is in its cache for the update.
         """
-        data, gradient = self._parts(unit, block, buffer)
+        data, gradient = self._spill.parts(unit, block, buffer)
         if not is_there:
             self._version.fetch_state(unit, block, data)
         if gradient is not None:
@@ -401,22 +408,11 @@ class Pipeline:
         self._to_update.put((unit, block, buffer, is_there))
 
     def _hold(self, unit: Unit, block: Block, buffer: np.ndarray) -> None:
-        data, _ = self._parts(unit, block, buffer)
+        data, _ = self._spill.parts(unit, block, buffer)
         self._version.read_state(unit, block, data)
         with self._changed:
             self._read_bytes += data.nbytes
             self._state.hold(unit, block, buffer)
-
-    def _parts(
-        self, unit: Unit, block: Block, buffer: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the parts of a buffer: a block's state, and its gradient if the gradient is on
-        flash."""
-        end = unit.state_bytes(block.elements)
-        gradient = None
-        if unit in self._spill:
-            gradient = buffer[end : end + self._spill.block_bytes(block)]
-        return buffer[:end], gradient
 
     # The updater
 
@@ -424,77 +420,81 @@ class Pipeline:
         # As many threads as compute concurrently. A single thread would take a core from one of the
         # computing threads, and the others would wait for that thread at the end of every loop.
         numba.set_num_threads(self._update_threads)
-        checks: list[list[bytes]] = [[], []]
         while (job := self._to_update.get()) is not None:
             unit, block, buffer, is_checked = job
-            data, gradient = self._parts(unit, block, buffer)
-            if not is_checked:
-                self._version.check_state(unit, block, data)
-            if gradient is not None:
-                gradient = self._spill.checked(unit, block, gradient)
-            stream = _bytes_of(self._frames[unit.index], unit.stream_width, block)
-            with self.compute:
-                self._apply(unit, block, self._frames[unit.index], data, gradient)
-            checks[0].append(checksum(stream))
-            checks[1].append(checksum(data))
+            frame, parts = self._frames[unit.index], self._spill.parts(unit, block, buffer)
+            updated = self._updates.update(unit, block, frame, parts, is_checked)
             with self._changed:
-                stays = (
-                    not self._is_written and self._state.stay_whole(unit) and self._frames.holds_all
-                )
-                if stays:
+                is_kept = self._state.stay_whole(unit) and self._frames.holds_all
+                stays = is_kept and not self._is_written
+                if updated.changed is not None:
+                    self._state.change({unit.index: updated.changed.blocks})
+                    self._take_changed(unit, updated.changed, stays)
+                if updated.is_gathered:
+                    self._state.release(unit, block, buffer)
+                elif stays:
                     self._state.hold(unit, block, buffer)
                 else:
-                    self._hand_to_writer(("block", unit, block, buffer))
-                if block.number == len(unit.blocks) - 1:
-                    self._made[unit.index] = checks
-                    if stays:
-                        self._dirty[unit.index] = checks
-                    else:
-                        self._dirty.pop(unit.index, None)
-                        self._hand_to_writer(("frame", unit, checks))
-                        self._unwritten.add(unit.index)
-                    checks = [[], []]
-                    self._updating.discard(unit.index)
-                    self._awaiting.discard(unit.index)
-                    self._changed.notify_all()
+                    self._hand_block(unit, block, buffer)
+                if updated.checks is not None:
+                    self._finish_unit(unit, updated.checks, stays)
+                self._changed.notify_all()
+
+    def _finish_unit(self, unit: Unit, checks: list[list[bytes]], stays: bool) -> None:
+        self._made[unit.index] = checks
+        if stays:
+            self._dirty[unit.index] = checks
+        else:
+            self._dirty.pop(unit.index, None)
+            self._hand_weights(unit, checks)
+        self._updating.discard(unit.index)
+        self._awaiting.discard(unit.index)
+
+    def _await_change(self) -> None:
+        """Wait until the state of the last weight with a new mask is written, or kept in memory."""
+        with self._changed:  # a writer that has ended writes nothing more
+            self._changed.wait_for(lambda: self._is_ending or not self._is_changing)
+            self._is_changing = True
+
+    def _take_changed(self, unit: Unit, changed: ChangedWeight, stays: bool) -> None:
+        """Keep the state of a weight with a new mask, or let the writer write all of it."""
+        if stays:
+            self._keep_changed(unit, changed)
+            return
+        write = partial(self._writes.state, unit, changed.blocks[0], changed.state)
+        self._hand_to_writer(write, partial(self._keep_changed, unit, changed))
+
+    def _keep_changed(self, unit: Unit, changed: ChangedWeight) -> None:
+        """Keep the state of a weight with a new mask, if it stays in memory."""
+        for block in changed.blocks if self._state.stay_whole(unit) else ():
+            self._state.hold(unit, block, changed.state_of(block))
+        self._is_changing = False
+
+    # The writer
 
     def _write(self) -> None:
         while (job := self._to_write.get()) is not None:
-            what, *rest = job
-            written = 0
-            if what == "block":
-                unit, block, buffer = rest
-                data = buffer[: unit.state_bytes(block.elements)]
-                failpoints.point("flash.before_block")
-                self.put(unit.state_offset(self._version.next_place(unit), block), data)
-                written = data.nbytes
-            elif what == "frame":
-                unit, checks = rest
-                failpoints.point("flash.before_weights")
-                frame = self._frames[unit.index]
-                self.put(unit.stream_offset(self._version.next_place(unit)), frame)
-                written = frame.nbytes
-            elif what == "gradient":
-                unit, slab = rest
-                failpoints.point("flash.before_gradient")
-                written = self._spill.write(unit, slab)
-            else:
-                self.seal_now(*rest)
+            write, finish = job
+            written = write()
             with self._changed:
                 self._writing -= 1
                 self._written_bytes += written
-                if what == "block":
-                    self._state.put_back(unit, block, buffer)
-                elif what == "frame":
-                    self._version.advance(unit, *checks)
-                    self._unwritten.discard(unit.index)
-                elif what == "seal":
-                    self._seals -= 1
-                elif what == "gradient":
-                    self._spilling[unit.index] -= 1
-                    self._slabs.append(slab)
+                finish()
                 self._changed.notify_all()
 
+    def _write_gradient(self, unit: Unit, blocks: Sequence[Block], slab: np.ndarray) -> int:
+        failpoints.point("flash.before_gradient")
+        return self._spill.write(unit, blocks, slab)
 
-def _bytes_of(frame: np.ndarray, width: int, block: Block) -> np.ndarray:
-    return frame[block.begin * width : block.end * width]
+    def _return_slab(self, unit: Unit, slab: np.ndarray) -> None:
+        self._spilling[unit.index] -= 1
+        self._slabs.append(slab)
+
+    def _finish_weights(
+        self, unit: Unit, checks: list[list[bytes]], blocks: Sequence[Block]
+    ) -> None:
+        self._version.advance(unit, checks, blocks)
+        self._unwritten.discard(unit.index)
+
+    def _finish_seal(self) -> None:
+        self._seals -= 1

@@ -107,7 +107,7 @@ class BlockPortions:
         if half == _STREAM and not _size(unit, block, _STATE):
             self._checks[_STATE].append(checksum(data[:0]))
         if len(self._checks[_STATE]) == unit.block_count:
-            self._version.advance(unit, *self._checks)
+            self._version.advance(unit, self._checks, unit.blocks)
             self._checks = [[], []]
 
     def checksum(self) -> str:
@@ -125,4 +125,4 @@ def _cut(layout: FlashLayout, portion_bytes: int) -> Iterator[_Portion]:
 
 
 def _size(unit: Unit, block: Block, half: int) -> int:
-    return unit.state_bytes(block.elements) if half else block.elements * unit.stream_width
+    return block.state_bytes if half else block.elements * unit.stream_width

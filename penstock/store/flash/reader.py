@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError, CorruptionError
+from penstock.sparsity import PackedIndex
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, read_records, rewrite_journal, whole_records
-from penstock.store.flash.layout import FlashLayout
+from penstock.store.flash.layout import FlashLayout, described_format
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.flash.version import Version, recorded_step
@@ -25,6 +27,9 @@ from penstock.weight_formats import BFLOAT16
 
 MOST_BLOCK_ELEMENTS = 1 << 28
 """A block is read completely into memory, so a forged journal may not ask for more than this."""
+
+MOST_CAPACITY, MOST_SPARSE_ELEMENTS = 1 << 32, 1 << 36
+"""The same for a mask, whose size follows from these."""
 
 
 class FlashReader(StepsReader):
@@ -98,7 +103,14 @@ class FlashReader(StepsReader):
 
     @property
     def state_bytes(self) -> int:
-        return sum(unit.place_bytes for unit in self._layout.units)
+        return sum(unit.place_bytes + unit.mask_room for unit in self._layout.units)
+
+    def mask_of(self, step: int, name: str) -> PackedIndex | None:
+        return self.version(step).mask(name)
+
+    @property
+    def sparse(self) -> dict[str, tuple[int, ...]]:
+        return {unit.names[0]: unit.shapes[0] for unit in self._layout.sparse}
 
     def verify(self, step: int) -> None:
         self.version(step).verify()
@@ -199,6 +211,7 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
             for name, origin in unit.get("origins", {}).items():
                 _require_count(origin, 0, 2**63)
                 _ = unit["weights"][name]
+            _require_capacity(unit)
             for role in unit["roles"]:
                 _require_count(role["group"], 1, MOST_BLOCK_ELEMENTS)
                 _ = Role(role["name"], role["dtype"]).torch  # one of the known types
@@ -207,6 +220,17 @@ def _layout(journal: Path, content: Mapping[str, Any]) -> FlashLayout:
         raise CorruptionError(
             f"{journal}: its first record does not describe a store ({str(error)[:200]})"
         ) from error
+
+
+def _require_capacity(unit: Mapping[str, Any]) -> None:
+    """Check that a sparse weight, and no other, has room for some of its elements, and is alone."""
+    capacity = unit.get("capacity", 0)
+    if not described_format(unit).is_sparse:
+        _require_count(capacity, 0, 0)
+        return
+    (shape,) = unit["weights"].values()
+    _require_count(math.prod(shape), 1, MOST_SPARSE_ELEMENTS)
+    _require_count(capacity, 1, min(math.prod(shape), MOST_CAPACITY))
 
 
 def _require_count(found: object, least: int, most: int) -> None:

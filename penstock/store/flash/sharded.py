@@ -12,6 +12,7 @@ from penstock.store.flash.shards import Shards, agree_on_step, require_one_store
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
+from penstock.store.packed import require_dense
 from penstock.store.roles import Role
 from penstock.store.sharded import ShardedStore
 from penstock.store.sharding import ShardMap
@@ -64,6 +65,7 @@ class ShardedFlashStore(ShardedStore):
         rule: CommitRule,
         replicas: int = 1,
     ) -> None:
+        require_dense(program, f"store.shards {shard_map.count} on flash")
         self.folder = folder
         with ExitStack() as opened:
             lock = FolderLock(folder, "store.flash.path")

@@ -11,8 +11,9 @@ from typing import Self
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.sparsity import PackedIndex
 from penstock.store.content_hash import hash_read
-from penstock.store.roles import MASTER
+from penstock.store.roles import MASTER, VALUES
 
 
 class StepsReader(ABC):
@@ -99,6 +100,26 @@ class StepsReader(ABC):
     def read_step(self, step: int, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """As `read`, for any durable step."""
 
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a sparse weight after the newest durable step; None for a dense
+        weight."""
+        return self.mask_of(self.newest, name)
+
+    def mask_of(self, step: int, name: str) -> PackedIndex | None:
+        """As `mask`, for any durable step."""
+        return None
+
+    @property
+    def sparse(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every sparse weight, by name."""
+        return {}
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The number of entries of every sparse weight after the newest durable step, by name."""
+        masks = {name: self.mask(name) for name in self.sparse}
+        return {name: mask.kept for name, mask in masks.items() if mask is not None}
+
     @abstractmethod
     def verify(self, step: int) -> None:
         """Read every byte of a durable step.
@@ -110,10 +131,12 @@ class StepsReader(ABC):
     def content_hash(self, step: int) -> str:
         """Return the hash of all weights after a durable step; an unsharded store has the same
         hash."""
-        return hash_read(
-            self.shapes,
-            lambda name, begin, end: self.read_step(step, name, MASTER, begin, end),
-        )
+
+        def read(name: str, begin: int, end: int) -> np.ndarray:
+            role = MASTER if self.mask_of(step, name) is None else VALUES
+            return self.read_step(step, name, role, begin, end)
+
+        return hash_read(self.shapes, read, lambda name: self.mask_of(step, name))
 
     @property
     @abstractmethod

@@ -6,6 +6,9 @@ therefore leaves the last durable step.
 
 Per step, weights and state of a trainable weight are read once and written once for the update. The
 weights are read once more for the backward sweep unless they are still in memory.
+
+The masks of sparse weights are in memory; on flash they are written when they change. A commit that
+drops entries reads the masters of the weights that change, for the votes.
 """
 
 from __future__ import annotations
@@ -22,35 +25,43 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.errors import BudgetError
-from penstock.io import durable, failpoints
-from penstock.store import files
+from penstock.sparsity import MaskSize, PackedIndex, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
-from penstock.store.flash.description import EXTENTS, JOURNAL, describe, require_same
-from penstock.store.flash.division import SLABS, divide, visits_of
+from penstock.store.flash.description import describe
+from penstock.store.flash.division import (
+    SLABS,
+    age_role,
+    divide,
+    memory_of_masks,
+    step_traffic,
+    visits_of,
+)
+from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames, least_bytes
-from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
-from penstock.store.flash.medium import ExtentFile
+from penstock.store.flash.opening import open_files, require_flash, require_masks
 from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.portions import BlockPortions
 from penstock.store.flash.shards import store_id_of
 from penstock.store.flash.spill import GradientSpill
-from penstock.store.flash.staging import StagedUnit, Staging
-from penstock.store.flash.version import Version, checksum, recorded_step
+from penstock.store.flash.staging import Staging
+from penstock.store.flash.stored_masks import history_of
+from penstock.store.flash.version import recorded_step
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
-from penstock.store.incoming import fill
+from penstock.store.incoming import checked_weights
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
+from penstock.store.mask_rule import MaskRule
+from penstock.store.masks import Masks
 from penstock.store.masters import stream_of
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
-from penstock.store.packed import require_dense
-from penstock.store.roles import MASTER, Stored, stored_of
+from penstock.store.packed import length_of, require_dense
+from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored, stored_of
 from penstock.store.unchanged import UnchangedWeights
 
 
@@ -71,6 +82,7 @@ class FlashStore:
         flash_bytes: limit of the files' size, or None.
         block_elements: elements that are read, updated and written at once.
         durable_every: one of every so many steps is durable.
+        masks: decides the masks of sparse weights, if there are any.
 
     Raises:
         BudgetError: `dram_bytes` cannot hold the minimum working set.
@@ -93,56 +105,60 @@ class FlashStore:
         flash_bytes: int | None = None,
         block_elements: int = BLOCK_ELEMENTS,
         durable_every: int = 1,
+        masks: MaskRule | None = None,
     ) -> None:
-        require_dense(program, "store.tier flash")
-        self.program, self.folder = program, folder
-        self.step = 0
+        self.program, self.folder, self.step = program, folder, 0
         self.extra: dict[str, Any] = {}
+        require_masks(program, masks)
+        self._masks = Masks(program, masks)
         self._rule, self._keep = rule, keep_steps
         self._block_elements = block_elements
-        self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements)
+        age = age_role(optimizer, masks)
+        self._layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements, age)
         units = self._layout.units
+        self._mask_memory = memory_of_masks(self._layout, program, masks)
         half = gradient_dtype == torch.bfloat16
         visits = visits_of(program, self._layout)
-        self._division = divide(self._layout, half, least_bytes(units, visits), dram_bytes)
-        self._require_flash(flash_bytes)
+        self._division = divide(
+            self._layout, half, least_bytes(units, visits), dram_bytes, self._mask_memory
+        )
+        require_flash(program, self._layout, self._division, flash_bytes, keep_steps)
         self._frames = Frames(units, visits, self._division.weight_bytes)
         spilled = [unit for unit in units if unit.index in self._division.spilled]
         elsewhere = {name for unit in spilled for name in unit.names}
-        self._gradients = Gradients(program, gradient_dtype, elsewhere)
+        self._gradients = Gradients(program, gradient_dtype, elsewhere, self._masks)
         self._unchanged = UnchangedWeights(
             [name for name in program.weights if program.weights[name].trainable]
         )
-        self._updates = BlockUpdates(program, optimizer, groups, self._gradients, self._unchanged)
+        self._updates = BlockUpdates(
+            program, optimizer, groups, self._gradients, self._unchanged, self._masks
+        )
         self._durable_every = durable_every
-
-        self._is_loaded = False
-        self._is_closed = False
-        self._unsealed = False
+        self._is_loaded = self._is_closed = self._unsealed = False
         self._streamed_bytes = self._gradient_bytes = 0
         self._staging: Staging | None = None
-
         with ExitStack() as opened:  # resources opened before an error are released
             self._lock = FolderLock(folder, "store.flash.path")
             opened.callback(self._lock.release)
             self._open(opened)
             self._spill = GradientSpill(folder, spilled, half, self._division.slab_bytes)
             opened.callback(self._spill.close)
+            self._writes = ExtentWrites(self._file, self._version, self._journal, keep_steps)
             self._pipeline = Pipeline(
                 self._layout,
                 self._version,
-                self._file,
-                self._journal,
+                self._writes,
                 self._frames,
                 state=StateBlocks(
                     self._layout,
+                    [self._version.blocks(unit) for unit in units],
                     self._division.held_bytes,
                     self._division.buffers,
                     self._division.buffer_bytes,
                 ),
                 spill=self._spill,
                 update=self._updates.apply,
-                keep_steps=keep_steps,
+                masks=self._masks,
             )
             opened.callback(self._pipeline.close)
             self._opened = opened.pop_all()
@@ -152,48 +168,15 @@ class FlashStore:
 
     # Creating, opening and closing
 
-    def _require_flash(self, limit: int | None) -> None:
-        state, gradients = self._layout.file_bytes, self._division.spilled_bytes
-        if limit is None or state + gradients <= limit:
-            return
-        also = f" and {gradients:,} for gradients" if gradients else ""
-        advice = ", or raise store.dram, which leaves no room for them" if gradients else ""
-        raise BudgetError(
-            f"store.flash.size: {self.program.name} needs {state:,} bytes on flash for "
-            f"{self._keep + 1} versions of its state{also}, the limit is {limit:,}; "
-            f"raise it, or lower store.flash.keep_steps{advice}"
-        )
-
     def _open(self, opened: ExitStack) -> None:
-        journal, extents = self.folder / JOURNAL, self.folder / EXTENTS
         store_id = store_id_of(self.folder)
         described = describe(self._layout, self._block_elements, self._keep, store_id)
-        if journal.exists():
-            self._journal = Journal(journal)
-            opened.callback(self._journal.close)
-            self._journal.settle()
-            require_same(self.folder, self._journal.records[0].content, described)
-            self._file = ExtentFile(extents, self._layout.file_bytes, create=False)
-            opened.callback(self._file.close)
-            self._version = Version(self._layout, self._file)
-            if len(self._journal.records) > 1:
-                last = self._journal.records[-1]
-                self._version.restore(last)
-                self.step, self.extra = recorded_step(journal, last)
-                self._is_loaded = True
-            return
-        size = self._layout.file_bytes
-        with files.storage_errors(self.folder, size):
-            extents.unlink(missing_ok=True)  # without a journal the file never counted
-            files.require_space(extents, size)
-            self._file = ExtentFile(extents, size, create=True)
-            opened.callback(self._file.close)
-            self._file.sync()  # the file size, on which the journal relies
-            durable.sync_folder(self.folder)
-            self._version = Version(self._layout, self._file)
-            failpoints.point("flash.before_journal")
-            self._journal = Journal.create(journal, Record(described))
-            opened.callback(self._journal.close)
+        found = open_files(self.folder, self._layout, described, opened)
+        self._journal, self._file, self._version = found.journal, found.file, found.version
+        if found.last is not None:
+            self.step, self.extra = recorded_step(self._journal.path, found.last)
+            self._version.masks.resume(self._masks, self.step)
+            self._is_loaded = True
 
     @property
     def is_new(self) -> bool:
@@ -234,16 +217,8 @@ class FlashStore:
 
     @property
     def flash_rule(self) -> FlashTraffic:
-        """Maximum traffic of a step: state once each way, weights read twice and written once.
-
-        Gradients that do not fit in memory are written once and read once.
-        """
-        spilled = self._spill.bytes
-        units = self._layout.units
-        updated = sum(unit.place_bytes for unit in units if unit.trainable)
-        once = sum(unit.stream_bytes for unit in units)
-        frozen = sum(unit.stream_bytes for unit in units if not unit.trainable)
-        return FlashTraffic(updated + frozen + once + spilled, updated + spilled)
+        """Maximum traffic of a step (`step_traffic`)."""
+        return step_traffic(self._layout, self._spill.bytes)
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
@@ -254,6 +229,7 @@ class FlashStore:
             "gradient": self._gradients.memory_bytes + SLABS * division.slab_bytes,
             "blocks": division.buffers * division.buffer_bytes,
             "state": division.held_bytes,
+            **self._mask_memory,
         }
 
     @property
@@ -263,7 +239,7 @@ class FlashStore:
 
     # One step
 
-    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[StreamedWeight]:
         """Return the weights of a stage, after any pending update.
 
         As `DramStore.fetch`, but the views are valid only until the second fetch after this one.
@@ -273,12 +249,12 @@ class FlashStore:
         self._pipeline.visit(stage)
         return self._fetch_weights(chosen)
 
-    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def stream(self, names: Sequence[str]) -> list[StreamedWeight]:
         """Return weights by name, as `fetch` does by stage; used by another program of the
         model."""
         return self._fetch_weights(names)
 
-    def _fetch_weights(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def _fetch_weights(self, names: Sequence[str]) -> list[StreamedWeight]:
         self._require_loaded()
         units = self._layout.units_of(names)
         frames = dict(zip(units, self._pipeline.fetch_frames(units), strict=True))
@@ -288,11 +264,11 @@ class FlashStore:
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
+        units = self._layout.units_of(self._gradients.trainable(stage))
+        # The old gradients must be used before the new ones, with the new masks, overwrite them.
+        self._pipeline.wait_for_updates(units)
         self._gradients.check(stage, gradients)
         self._seal_when_due()
-        units = self._layout.units_of(self._gradients.trainable(stage))
-        # The old gradients must be used before the new ones overwrite them.
-        self._pipeline.wait_for_updates(units)
         slabs: dict[Unit, np.ndarray] = {}
         try:  # the slab is returned even after an interrupt: later steps wait for it
             for unit in (self._layout.units[index] for index in units):
@@ -307,7 +283,12 @@ class FlashStore:
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""
-        return commit_by(self._rule, self)
+        decide_masks = functools.partial(self._masks.decide, values=self._entries)
+        return commit_by(self._rule, self, decide_masks)
+
+    def _entries(self, name: str) -> np.ndarray:
+        """Return the values of a sparse weight's entries, float32."""
+        return self.read(name, VALUES, 0, self._masks.kept(name))
 
     def prepare(self) -> GradientReport:
         """Return the report on the step's gradients; the store is then ready to decide."""
@@ -322,6 +303,7 @@ class FlashStore:
     def decide(self, decision: Decision) -> None:
         """Commit the step by the decision for all shards (`DramStore.decide`)."""
         require_next(decision, self.step)
+        self._masks.accept(decision)
         self._gradients.decided()
         self._updates.decision, self._unsealed = decision, True
         self.step += 1
@@ -331,6 +313,7 @@ class FlashStore:
     def discard(self) -> None:
         """Discard the gradients received since the last commit; the step may be replayed."""
         self._gradients.clear()
+        self._masks.discard()
 
     def flush(self) -> None:
         """Apply all pending updates."""
@@ -356,7 +339,7 @@ class FlashStore:
 
     def _seal(self) -> None:
         self._unsealed = False
-        self._pipeline.seal(self.step, self.extra)
+        self._pipeline.seal(self.step, self.extra, history_of(self._masks))
 
     @property
     def _is_due(self) -> bool:
@@ -381,7 +364,15 @@ class FlashStore:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
-        fill(self, weights)
+        self.begin_restore()
+        assert self._staging is not None
+        for name, values in checked_weights(self.program, weights):
+            if name in self._masks:
+                self._staging.start(name, values)
+                continue
+            self._staging.clear_state(name)
+            self._staging.write(name, MASTER, 0, values)
+        self.finish_restore(0)
 
     def begin_restore(self) -> None:
         """Discard everything; the store is unusable until `finish_restore`."""
@@ -390,65 +381,54 @@ class FlashStore:
         self._pipeline.finish_pass()
         self._is_loaded = False
         self._gradients.clear()
+        self._masks.begin_restore()
         self._unchanged.begin()
         self._pipeline.drain()
         self._pipeline.forget()
-        self._staging = Staging(self._write_staged)
+        self._staging = Staging(
+            self.program, self._layout, self._version, self._writes.put, self._masks
+        )
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, during a restore; each value once."""
         if self._is_loaded:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         assert self._staging is not None
-        unit = self._layout.unit(name)
-        origin = self._layout.begin_of(name) // unit.role(role).group
-        self._staging.take(unit, name, role, origin + begin, values)
+        self._staging.write(name, role, begin, values)
 
     def portions(self, portion_bytes: int) -> BlockPortions:
         """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
+        require_dense(self.program, "a store that is copied to another process")
         if self._staging is None:
             self._settle()
-        return BlockPortions(self._layout, self._version, self._pipeline.put, portion_bytes)
+        return BlockPortions(self._layout, self._version, self._writes.put, portion_bytes)
 
     def compared(self) -> Compared:
         """Return checksums of the whole content as of the last update (`comparing.py`)."""
+        require_dense(self.program, "a store with replicas")
         return self._pipeline.compared()
 
     def clear_state(self, name: str) -> None:
         """Leave the optimizer state of a weight at its initial zeros, during a restore."""
         assert self._staging is not None
-        unit, elements = self._layout.unit(name), self.program.weights[name].elements
-        for role in unit.roles:
-            self._staging.skip(unit, role.name, role.count(elements))
-
-    def _write_staged(self, staged: StagedUnit) -> None:
-        """Write a complete unit to its next place."""
-        unit = staged.unit
-        place = self._version.next_place(unit)
-        checks: list[list[bytes]] = [[], []]
-        for block in unit.blocks:
-            stream, state = staged.block(block)
-            self._pipeline.put(unit.stream_offset(place, block.begin), stream)
-            self._pipeline.put(unit.state_offset(place, block), state)
-            checks[0].append(checksum(stream))
-            checks[1].append(checksum(state))
-        self._version.advance(unit, *checks)
+        self._staging.clear_state(name)
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable and durable: its content is the state after `step` commits."""
-        if self._staging is None or self._staging.unfinished:
-            unfinished = self._staging.unfinished if self._staging else []
-            raise RuntimeError(
-                f"received only a part of {', '.join(unfinished[:5]) or 'the weights'}"
-            )
+        if self._staging is None:
+            raise RuntimeError("received only a part of the weights")
+        self._staging.finish(step)
         self._staging = None
         self.step = step
+        self._pipeline.restored()
         self._is_loaded = True
-        self._pipeline.seal_now(step, self.extra)
+        self._writes.seal(step, self.extra, history_of(self._masks))
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""
         self._settle()
+        if role in (INDEX, CHANGES):
+            return self._masks.arrays(name)[role][begin:end]
         return self._version.read(name, role, begin, end)
 
     def master(self, name: str) -> torch.Tensor:
@@ -459,16 +439,34 @@ class FlashStore:
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """Return copies of a weight's optimizer state by role, in the shapes of a checkpoint."""
         stored = self.roles(name)
-        stored.pop(MASTER)
+        for role in (MASTER, VALUES, INDEX, CHANGES):
+            stored.pop(role, None)
         return {
             role: torch.from_numpy(self.read(name, role, 0, math.prod(kind.shape))).view(kind.shape)
             for role, kind in stored.items()
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
-        """Return the arrays of a weight that `read` and `write` accept: its master, then its
-        state."""
-        return stored_of(self.program.weights[name], self._layout.unit(name).roles)
+        """Return the arrays of a weight that `read` and `write` accept (`DramStore.roles`)."""
+        spec, roles = self.program.weights[name], self._layout.unit(name).roles
+        index = self.mask(name) if self._is_loaded else self._masks.index(name)
+        if index is None:
+            return stored_of(spec, roles)
+        state = {r.name: Stored(r.torch, (length_of(index, r.group),)) for r in roles}
+        values = Stored(spec.format.saved_dtype, (index.kept,))
+        return {VALUES: values, **state, **self._masks.stored(name)}
+
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a weight, after any pending update; None if the weight is dense."""
+        self._require_loaded()
+        if self._masks.is_changing(name):
+            self._pipeline.finish_pass()
+        return self._masks.index(name)
+
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]:
+        """The sizes of all masks after the last commit."""
+        return self._masks.sizes
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
@@ -482,11 +480,13 @@ class FlashStore:
         self._pipeline.write_out()
         self._pipeline.drain()
 
-    def _view(self, name: str, frame: np.ndarray) -> torch.Tensor:
+    def _view(self, name: str, frame: np.ndarray) -> StreamedWeight:
         spec, unit = self.program.weights[name], self._layout.unit(name)
         begin = self._layout.begin_of(name) * unit.stream_width
-        part = frame[begin : begin + spec.elements * unit.stream_width]
-        return stream_of(part.view(unit.format.stream.dtype), spec)
+        count = self._masks.kept(name) if spec.is_sparse else spec.elements
+        part = frame[begin : begin + count * unit.stream_width]
+        values = stream_of(part.view(unit.format.stream.dtype), spec)
+        return self._masks.streamed(name, values) if spec.is_sparse else values
 
     def _require_loaded(self) -> None:
         if not self._is_loaded:

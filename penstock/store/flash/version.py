@@ -1,10 +1,10 @@
-"""A version of the whole state: the places of each unit's extents, and their checksums."""
+"""A version of the whole state: the places of each unit's extents and mask, with checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -16,10 +16,13 @@ from penstock.store.codecs import decode
 from penstock.store.content_hash import hash_read
 from penstock.store.flash.journal import Record
 from penstock.store.flash.layout import Block, FlashLayout, Unit
-from penstock.store.flash.medium import ExtentFile
-from penstock.store.roles import MASTER
+from penstock.store.flash.medium import ALIGNMENT_BYTES, ExtentFile
+from penstock.store.flash.stored_masks import CHECKSUM_BYTES, MaskHistory, StoredMasks
+from penstock.store.packed import dense_values
+from penstock.store.roles import MASTER, VALUES, holds_weight
 
-CHECKSUM_BYTES = 16
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 
 def checksum(data: np.ndarray) -> bytes:
@@ -36,18 +39,33 @@ class Version:
         self._place = [0] * len(layout.units)
         self._is_sealed = [True] * len(layout.units)
         self._checks = [(b"", b"") for _ in layout.units]
+        self.masks = StoredMasks(layout, file)
+        self._sparse_blocks: dict[int, Sequence[Block]] = {}
 
-    def record(self, step: int, extra: Mapping[str, Any]) -> Record:
+    def blocks(self, unit: Unit) -> Sequence[Block]:
+        """Return the blocks of a unit; those of a sparse weight follow from its mask."""
+        if not unit.is_sparse:
+            return unit.blocks
+        if unit.index not in self._sparse_blocks:
+            self._sparse_blocks[unit.index] = unit.blocks_of(self.masks.index(unit))
+        return self._sparse_blocks[unit.index]
+
+    def record(
+        self, step: int, extra: Mapping[str, Any], history: MaskHistory | None = None
+    ) -> Record:
         """Return the journal record of this version; its places are not overwritten from then
-        on."""
+        on.
+
+        **Arguments:** `history` is that of the masks at this step, if weights are sparse.
+        """
         self._is_sealed = [True] * len(self._layout.units)
         content = {"step": step, "places": list(self._place), "extra": dict(extra)}
-        return Record(content, self.checksums)
+        return Record(content | self.masks.record(history), self.checksums)
 
     @property
     def checksums(self) -> bytes:
-        """The checksums of all blocks: a unit's stream, then its state."""
-        return b"".join(map(self.checksums_of, self._layout.units))
+        """The checksums of all blocks, a unit's stream, then its state; then those of all masks."""
+        return b"".join(map(self.checksums_of, self._layout.units)) + self.masks.checksums
 
     def checksums_of(self, unit: Unit) -> bytes:
         """The checksums of a unit's blocks."""
@@ -57,11 +75,15 @@ class Version:
         """Become the version that a record describes.
 
         Raises:
-            CorruptionError: the record does not fit the layout.
+            CorruptionError: the record does not fit the layout, or a mask has changed.
         """
+        self.masks.restore(record)
+        self._sparse_blocks.clear()
         begin = 0
         for unit in self._layout.units:
-            size = unit.block_count * CHECKSUM_BYTES
+            # Arithmetic for dense units: a forged description may claim any number of blocks.
+            count = len(self.blocks(unit)) if unit.is_sparse else unit.block_count
+            size = count * CHECKSUM_BYTES
             halves = (begin, begin + size, begin + 2 * size)
             self._checks[unit.index] = (
                 record.blob[halves[0] : halves[1]],
@@ -69,6 +91,7 @@ class Version:
             )
             begin += 2 * size
         places = record.content.get("places")
+        begin += len(self.masks.checksums)
         if begin != len(record.blob) or not _are_places(places, self._layout.units):
             raise CorruptionError(
                 f"{self._file.path}: the journal's record of step {record.content.get('step')} "
@@ -80,17 +103,29 @@ class Version:
     def places_behind(self, newest: Version) -> int:
         """Return how many versions ago these places were written; 0 for `newest`."""
         units = self._layout.units
-        return max((newest._place[u.index] - self._place[u.index]) % u.places for u in units)
+        behind = max((newest._place[u.index] - self._place[u.index]) % u.places for u in units)
+        return max(behind, self.masks.places_behind(newest.masks))
 
     def next_place(self, unit: Unit) -> int:
         """Return the next place of a unit; no record names that place."""
         place = self._place[unit.index]
         return (place + 1) % unit.places if self._is_sealed[unit.index] else place
 
-    def advance(self, unit: Unit, streams: Iterable[bytes], states: Iterable[bytes]) -> None:
-        """Record that a whole unit was written to its next place, with these checksums."""
+    def advance(
+        self, unit: Unit, checks: Sequence[Iterable[bytes]], blocks: Sequence[Block]
+    ) -> None:
+        """Record that a whole unit was written to its next place.
+
+        Args:
+            unit: the unit.
+            checks: the checksums of its blocks' streams, and of their states.
+            blocks: its blocks, which change with the mask of a sparse weight.
+        """
+        if unit.is_sparse:
+            self._sparse_blocks[unit.index] = blocks
         self._place[unit.index] = self.next_place(unit)
         self._is_sealed[unit.index] = False
+        streams, states = checks
         self._checks[unit.index] = (b"".join(streams), b"".join(states))
 
     def read_stream(self, unit: Unit, block: Block, into: np.ndarray) -> None:
@@ -100,16 +135,25 @@ class Version:
             CorruptionError: the bytes have changed; the message gives the place and both checksums.
         """
         offset = unit.stream_offset(self._place[unit.index], block.begin)
-        self._file.read(offset, into)
+        aligned = offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if not unit.is_sparse:
+            self._file.read(offset, into)
+        elif into.nbytes:  # blocks of a sparse weight begin and end within pages
+            end = -(-(offset + into.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._file.read(aligned, pages := allocate(end - aligned))
+            into[:] = pages[offset - aligned : offset - aligned + into.nbytes]
         self._check(unit, block, into, 0, offset)
 
-    def read_frame(self, unit: Unit, into: np.ndarray) -> None:
-        """Read all streamed values of a unit at once: large reads are faster."""
+    def read_frame(self, unit: Unit, into: np.ndarray) -> int:
+        """Read all streamed values of a unit at once: large reads are faster; return the bytes."""
         offset, width = unit.stream_offset(self._place[unit.index]), unit.stream_width
-        self._file.read(offset, into)
-        for block in unit.blocks:
+        blocks = self.blocks(unit)
+        used = into[: unit.used_stream_bytes(blocks)]
+        self._file.read(offset, used)
+        for block in blocks:
             part = into[block.begin * width : block.end * width]
             self._check(unit, block, part, 0, offset + block.begin * width)
+        return used.nbytes
 
     def read_state(self, unit: Unit, block: Block, into: np.ndarray) -> None:
         """Read a block's optimizer state and the parts of its format that are not streamed; errors
@@ -144,23 +188,27 @@ class Version:
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""
-        unit, origin = self._layout.unit(name), self._layout.begin_of(name)
+        unit = self._layout.unit(name)
         kind = unit.role(role)
+        if unit.is_sparse and role == MASTER:
+            index = self.masks.index(unit)
+            return dense_values(index, lambda b, e: self.read(name, VALUES, b, e), begin, end)
         found = np.empty(end - begin, kind.numpy)
-        origin //= kind.group
-        for block in unit.blocks:
-            here, there = block.begin // kind.group, block.end // kind.group
-            first, last = max(origin + begin, here), min(origin + end, there)
+        origin, at = self._layout.begin_of(name) // kind.group, 0
+        for block in self.blocks(unit):
+            after = at + block.count(kind)
+            first, last = max(origin + begin, at), min(origin + end, after)
             if first < last:
                 values = self._read_block(unit, block, role)
                 found[first - origin - begin : last - origin - begin] = values[
-                    first - here : last - here
+                    first - at : last - at
                 ]
+            at = after
         return found
 
     def _read_block(self, unit: Unit, block: Block, role: str) -> np.ndarray:
-        state = allocate(unit.state_bytes(block.elements))
-        if role != MASTER:
+        state = allocate(block.state_bytes)
+        if not holds_weight(role):
             self.read_state(unit, block, state)
             return state_roles(unit, block, state)[role]
         stream = allocate(block.elements * unit.stream_width)
@@ -170,38 +218,49 @@ class Version:
         weight = weight_parts(unit, block, stream, state)
         return decode(unit.format, weight, 0, block.elements)
 
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a weight; None if the weight is dense."""
+        unit = self._layout.unit(name)
+        return self.masks.index(unit) if unit.is_sparse else None
+
     def verify(self) -> None:
-        """Read every block; raise `CorruptionError` at the first block that has changed."""
+        """Read every mask and every block; raise `CorruptionError` at the first that has
+        changed."""
+        self.masks.verify()
         for unit in self._layout.units:
-            for block in unit.blocks:
+            for block in self.blocks(unit):
                 self.read_stream(unit, block, allocate(block.elements * unit.stream_width))
-                self.read_state(unit, block, allocate(unit.state_bytes(block.elements)))
+                self.read_state(unit, block, allocate(block.state_bytes))
 
     def content_hash(self) -> str:
         """Return the hash of all weights (`content_hash.py`)."""
-        return hash_read(
-            self._layout.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end)
-        )
+        return hash_read(self._layout.shapes, self.read_weight, self.mask)
+
+    def read_weight(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Return elements of a weight, float32; of a sparse weight, entries."""
+        role = VALUES if self._layout.unit(name).is_sparse else MASTER
+        return self.read(name, role, begin, end)
 
 
 def weight_parts(unit: Unit, block: Block, stream: np.ndarray, state: np.ndarray) -> Weight:
     """Return the arrays of a block's weights in its stream and in its state."""
-    parts, begin = [stream.view(unit.format.stream.dtype)], 0
-    for part in unit.format.rest:
-        end = begin + part.width * block.elements
-        parts.append(state[begin:end].view(part.dtype))
-        begin = end
-    return tuple(parts)
+    parts = block_parts(unit, block, state)
+    rest = (parts[part.name] for part in unit.format.rest)
+    return (stream.view(unit.format.stream.dtype), *rest)
 
 
 def state_roles(unit: Unit, block: Block, state: np.ndarray) -> dict[str, np.ndarray]:
     """Return the optimizer's roles in a block's state."""
-    roles, begin = {}, unit.format.rest_width * block.elements
-    for role in unit.roles:
-        end = begin + role.bytes(block.elements)
-        roles[role.name] = state[begin:end].view(role.numpy)
-        begin = end
-    return roles
+    parts = block_parts(unit, block, state)
+    return {role.name: parts[role.name] for role in unit.roles}
+
+
+def block_parts(unit: Unit, block: Block, state: np.ndarray) -> dict[str, np.ndarray]:
+    """Return all arrays in a block's state: the parts of its format, and the optimizer's roles."""
+    return {
+        name: state[begin : begin + count * dtype.itemsize].view(dtype)
+        for name, dtype, begin, count in unit.state_parts(block)
+    }
 
 
 def recorded_step(path: Path, record: Record) -> tuple[int, dict[str, Any]]:

@@ -327,7 +327,7 @@ def test_unit_waits_for_its_last_pending_gradient(flash, monkeypatch):
     store.load(random_weights(store.program, 1).items())
     may_go_on, written = threading.Event(), []
 
-    def slow_write(unit, slab):
+    def slow_write(unit, blocks, slab):
         if written:
             may_go_on.wait(60)
         written.append(unit)

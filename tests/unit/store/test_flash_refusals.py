@@ -88,7 +88,7 @@ def test_the_limit_on_flash_counts_gradients_too(flash):
 def test_minimum_memory_suffices_and_less_does_not(flash, layers, moments):
     program = make_program(layers, stream_dtype=torch.bfloat16)
     optimizer = AdamW(0.9, 0.95, 1e-8, moments=moments)
-    least = least_dram_bytes(program, optimizer.roles, half_gradients=False)
+    least = least_dram_bytes(program, optimizer, half_gradients=False)
     settings = {"optimizer": optimizer, "block_elements": BLOCK_ELEMENTS}
     with pytest.raises(BudgetError, match=rf"raise store\.dram to {least:,} or more"):
         flash(program, dram=least - 1, **settings)

@@ -43,7 +43,6 @@ from penstock.store import (
     ShardMap,
     dram_store_memory,
 )
-from penstock.store.flash import FlashStore
 
 ALL_STEPS = 20
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
@@ -388,20 +387,14 @@ def test_change_of_masks_stays_within_its_account(method):
     tracemalloc.stop()
 
 
-def test_other_stores_refuse_sparse_weights(tmp_path):
+def test_other_stores_refuse_sparse_weights():
     program = sparse_program("static")
     shard_map = ShardMap.of(make_program(LAYERS), 2)
     rest = "; other runs cannot have sparse weights yet"
-    start = "sparsity: expected store.tier dram, store.shards 1 and engines in this process, got "
+    start = "sparsity: expected store.shards 1 and engines in this process, got "
     for make, got in (
         (lambda: shard_map.part(program, 0), "store.shards 2"),
         (lambda: ShardedDramStore(program, shard_map, [None, None], (), None), "store.shards 2"),
-        (
-            lambda: FlashStore(
-                program, tmp_path, optimizer=None, groups={}, rule=None, dram_bytes=1
-            ),
-            "store.tier flash",
-        ),
         (lambda: sparse_store("set").portions(100), "a store that is copied to another process"),
         (lambda: sparse_store("set").compared(), "a store with replicas"),
     ):
