@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from penstock.program import Kind, Program, Stage, TensorSpec, WeightSpec
+from penstock.sparsity import max_compact_bytes
 from penstock.store import AdamW, CommitRule, DramStore, GroupSettings, Schedule
 from penstock.store.flash import FlashStore
 from penstock.weight_formats import BFLOAT16, format_of
@@ -27,17 +28,24 @@ _NOTHING = {
 """What a kind needs to be made and the store never looks at."""
 
 
-def make_program(layers, frozen=(), stream_dtype=torch.float32, name="small", narrow=()):
+def make_program(
+    layers, frozen=(), stream_dtype=torch.float32, name="small", narrow=(), sparse=None
+):
     """Return a program from `[{weight: shape, ...}, ...]`, one table per stage.
 
     A weight that appears in several stages is tied; those named in `frozen` are not trained, and
-    of these those in `narrow` are kept as bfloat16.
+    of these those in `narrow` are kept as bfloat16. `sparse` gives the capacity of sparse weights.
     """
+    sparse = sparse or {}
     weights, stages = {}, []
     for index, layer in enumerate(layers):
         for weight, shape in layer.items():
-            form = format_of(stream_dtype, weight in narrow)
-            weights[weight] = WeightSpec(weight, shape, form, weight not in frozen)
+            form = format_of(stream_dtype, weight in narrow, weight in sparse)
+            spec = WeightSpec(weight, shape, form, weight not in frozen)
+            if weight in sparse:
+                most = max_compact_bytes(sparse[weight], spec.elements)
+                spec = dataclasses.replace(spec, capacity=sparse[weight], index_bytes=most)
+            weights[weight] = spec
         kind = Kind(
             **_NOTHING
             | {
@@ -111,6 +119,7 @@ def training_store(
     schedule=CONSTANT,
     optimizer=None,
     weight_decay=0.1,
+    masks=None,
 ):
     """Return a `DramStore` with the same settings for all weights, by default of AdamW."""
     settings = GroupSettings(learning_rate_scale=1.0, weight_decay=weight_decay, group=None)
@@ -121,6 +130,7 @@ def training_store(
         dict.fromkeys(program.weights, settings),
         CommitRule(schedule, clip_norm),
         gradient_dtype,
+        masks,
     )
 
 

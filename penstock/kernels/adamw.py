@@ -95,7 +95,8 @@ def _age(corrections, index, lanes):
 @inlined
 def _at(weight, gradient, moments, scalars, i, lanes):
     average, square = moments
-    scale, average_rate, square_keep, square_rate, epsilon, keep, corrections = scalars
+    numbers, corrections = scalars
+    scale, average_rate, square_keep, square_rate, epsilon, keep = numbers
     w = load_weight(weight, i, lanes) * splat(keep)
     g = load_gradient(gradient, i, lanes) * splat(scale)
     m = load_moment(average, i, lanes)
@@ -108,16 +109,21 @@ def _at(weight, gradient, moments, scalars, i, lanes):
     store_moment(square, i, v, lanes)
 
 
+# A parallel loop takes no tuples of tuples, so these are put together inside.
+
+
 @kernel
-def _adamw(weight, gradient, average, square, scalars):
+def _adamw(weight, gradient, average, square, numbers, corrections):
     for block in prange(block_count(gradient.size)):
+        scalars = (numbers, corrections)
         over_block(_at, weight, gradient, (average, square), scalars, block)
 
 
 @kernel
-def _adamw_8bit(weight, gradient, average, square, scalars, work, keys, position):
+def _adamw_8bit(weight, gradient, average, square, numbers, corrections, work, keys, position):
     length = gradient.size
     for block in prange(block_count(length)):
+        scalars = (numbers, corrections)
         first, _, last = block_bounds(block, length)
         mean = (average[0], average[1], SIGNED, work, scratch_of(block, 0))
         power = (square[0], square[1], UNSIGNED, work, scratch_of(block, 1))
@@ -129,9 +135,20 @@ def _adamw_8bit(weight, gradient, average, square, scalars, work, keys, position
 
 @kernel
 def _adamw_8bit_packed(
-    weight, gradient, average, square, scalars, work, keys, position, entries, groups
+    weight,
+    gradient,
+    average,
+    square,
+    numbers,
+    corrections,
+    work,
+    keys,
+    position,
+    entries,
+    groups,
 ):
     for block in prange(packed_blocks(entries)):
+        scalars = (numbers, corrections)
         first, last = granules_of(block, entries)
         for granule in range(first, last):
             for begin in range(entries[granule], entries[granule + 1], GROUP):
@@ -202,17 +219,17 @@ def adamw(
         corrections = _corrections(step, learning_rate, beta1, beta2)
     else:
         corrections = _corrections_by_age(packed, learning_rate, beta1, beta2)
-    rounded = (*map(np.float32, scalars), corrections)
+    arrays = (weight, gradient, average, square)
+    numbers = tuple(map(np.float32, scalars))
     if isinstance(average, np.ndarray):
-        _adamw(weight, gradient, average, square, rounded)
+        _adamw(*arrays, numbers, corrections)
         return
     keys = rounding_keys(key, step)
     if packed is None:
-        work = scratch(gradient.size)
-        _adamw_8bit(weight, gradient, average, square, rounded, work, keys, position)
+        _adamw_8bit(*arrays, numbers, corrections, scratch(gradient.size), keys, position)
         return
     work, places = scratch(packed_elements(packed)), places_of(packed)
-    _adamw_8bit_packed(weight, gradient, average, square, rounded, work, keys, position, *places)
+    _adamw_8bit_packed(*arrays, numbers, corrections, work, keys, position, *places)
 
 
 def _corrections(

@@ -31,7 +31,7 @@ from penstock.planning.machine import Machine
 from penstock.planning.sparse_weights import policy_of
 from penstock.planning.store_factory import assembly_of, least_flash_store_bytes, optimizer_of
 from penstock.program import Program, WeightSpec, largest_stage
-from penstock.store import MaskRule, Role, masks_bytes, room_of
+from penstock.store import MaskRule, Role, dram_store_memory
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -446,12 +446,12 @@ def _shared_bytes(config: Config, program: Program) -> int:
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return the memory of a store in memory: masters, gradients, moments, masks."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
-    trained = [weight for weight in program.weights.values() if weight.trainable]
-    state = sum(room_of(w, r.group) * r.numpy.itemsize for w in trained for r in roles)
-    weights = sum(weight.stored_bytes for weight in program.weights.values())
-    once = weights + gradient * sum(weight.entries for weight in trained) + state
     if program.capacities:
         shapes = {name: program.weights[name].shape for name in program.capacities}
         rule = MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
-        once += masks_bytes(program, optimizer_of(config), rule)
+        return sum(dram_store_memory(program, optimizer_of(config), gradient, rule).values())
+    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
+    state = sum(role.bytes(elements) for elements in trained for role in roles)
+    weights = sum(weight.stored_bytes for weight in program.weights.values())
+    once = weights + gradient * sum(trained) + state
     return config.store.replicas * once + assembly_of(config, program)

@@ -38,6 +38,7 @@ from penstock.store.interface import (
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
 from penstock.store.mask_rule import InitialMask, MaskRule
+from penstock.store.memory_account import dram_store_memory
 from penstock.store.norm import GradientReport, merged
 from penstock.store.optimizers import (
     OPTIMIZER_NAMES,
@@ -50,14 +51,12 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
-from penstock.store.packed import room_of
 from penstock.store.packed_export import export_packed, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import MASTER, Role, Stored
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharding import ShardMap
-from penstock.store.weight_memory import masks_bytes
 
 __all__ = [
     "MASTER",
@@ -108,6 +107,7 @@ __all__ = [
     "checkpoint_folders",
     "checkpoint_hash",
     "commit_by",
+    "dram_store_memory",
     "export_adapters",
     "export_huggingface",
     "export_packed",
@@ -118,11 +118,9 @@ __all__ = [
     "load_checkpoint",
     "make_optimizer",
     "mask_of",
-    "masks_bytes",
     "merged",
     "portions_of",
     "read_state",
-    "room_of",
     "save_checkpoint",
     "trainable_weights",
     "verify_checkpoint",

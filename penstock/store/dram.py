@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.sparsity import PackedIndex, Selection, StreamedWeight, Votes
+from penstock.sparsity import MaskSize, PackedIndex, Selection, StreamedWeight, Votes
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.gradients import Gradients
@@ -400,10 +400,10 @@ class DramStore:
         self._update(name)
         return self._masks.index(name)
 
-    def kept(self, name: str) -> int | None:
-        """Return the number of entries of a sparse weight after the last commit; None for a dense
-        one. Applies no update."""
-        return self._masks.kept_after_commit(name) if name in self._masks else None
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]:
+        """The sizes of all masks after the last commit."""
+        return self._masks.sizes
 
     def snapshot(self, buffer_bytes: int) -> Snapshot:
         """Return the state of the present step, for a thread that reads it during later steps.

@@ -108,11 +108,10 @@ class Gradients:
             is_finite = True
             if self._masks.needs_dense_gradient(name):
                 source, is_finite = self._reduce(name, source)
-            if source is None:
-                continue
-            squares = exact_sum(self._take(name, source))
-            self._squares[name] = squares
-            if not (is_finite and all(map(math.isfinite, squares))):
+            if source is not None:
+                squares = self._squares[name] = exact_sum(self._take(name, source))
+                is_finite = is_finite and all(map(math.isfinite, squares))
+            if not is_finite:
                 self._non_finite.setdefault(stage, []).append(name)
         self._received.add(stage)
         return received_bytes

@@ -14,7 +14,7 @@ from penstock.store.norm import GradientReport
 from penstock.store.roles import Stored
 
 if TYPE_CHECKING:
-    from penstock.sparsity import MaskChange, StreamedWeight
+    from penstock.sparsity import MaskChange, MaskSize, StreamedWeight
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,12 @@ class MemoryStore(Store, Protocol):
 class _WithMasks(Protocol):
     """A store that may have sparse weights."""
 
-    def kept(self, name: str) -> int | None: ...
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]: ...
 
 
 def kept_entries(store: Store) -> dict[str, int]:
     """Return the number of entries of every sparse weight after the last commit, by name."""
     if not isinstance(store, _WithMasks):
         return {}
-    kept = {name: store.kept(name) for name in store.program.weights}
-    return {name: count for name, count in kept.items() if count is not None}
+    return {name: size.kept for name, size in store.mask_sizes.items()}

@@ -118,6 +118,11 @@ class MaskPlan:
         self._update: tuple[int, MaskUpdate | None] = (0, None)
 
     @property
+    def sizes(self) -> dict[str, MaskSize]:
+        """The sizes of all masks after the last commit."""
+        return {n: MaskSize(w.elements, self.kept[n]) for n, w in self._specs.items()}
+
+    @property
     def seed(self) -> int:
         """The seed of the run."""
         assert self._rule is not None
@@ -129,8 +134,9 @@ class MaskPlan:
         if self._rule is None or not self._trained:
             return None
         if self._update[0] != step:
-            sizes = {n: MaskSize(self._specs[n].elements, self.kept[n]) for n in self._trained}
-            self._update = step, self._rule.policy.at(step, sizes)
+            sizes = self.sizes
+            trained = {name: sizes[name] for name in self._trained}
+            self._update = step, self._rule.policy.at(step, trained)
         return self._update[1]
 
     def election(self, step: int, settled: Mapping[str, Selection]) -> Election | None:

@@ -10,9 +10,11 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.program import WeightSpec
 from penstock.sparsity import (
     PackedIndex,
     SparsityPolicy,
+    StaticMasks,
     age_type,
     balanced_index,
     index_of_mask,
@@ -21,6 +23,10 @@ from penstock.sparsity import (
     random_index,
     require_not_empty,
 )
+from penstock.store.packed import index_memory
+
+_VALUE_BYTES = 4
+_CHANGE_BYTES = 24  # per entry of the largest weight: its numbers before and after, and its values
 
 InitialMask = Literal["random", "magnitude", "balanced", "zeros"]
 
@@ -77,3 +83,35 @@ class MaskRule:
         decay rates; None if ages are not needed."""
         between = self.policy.updates_between_changes
         return age_type(betas, between) if betas and between is not None else None
+
+
+def mask_memory(
+    weights: Mapping[str, WeightSpec],
+    rule: MaskRule | None,
+    capacities: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Return the most memory of masks, by use: the masks, the entries that dense gradients grow
+    until they are applied, and the change of one mask. Empty if no weight is sparse.
+
+    Args:
+        weights: of a store, by name.
+        rule: says how masks change; None: not at all.
+        capacities: of the whole weights, if the store is a shard. It keeps as many entries as the
+            whole weight may grow, with their gradients.
+    """
+    sparse = [spec for spec in weights.values() if spec.is_sparse]
+    if not sparse:
+        return {}
+    policy = StaticMasks() if rule is None else rule.policy
+    trained = [spec for spec in sparse if spec.trainable]
+    masks = sum(index_memory(spec.capacity, spec.elements) for spec in sparse)
+    masks += max(spec.index_bytes for spec in sparse)  # one in its compact form
+    share, grown = policy.grown_by_gradient, 0
+    for spec in trained if share else ():
+        capacity = spec.capacity if capacities is None else capacities[spec.name]
+        count = min(int(share * capacity), spec.elements)
+        grown += index_memory(count, spec.elements)
+        grown += 0 if capacities is None else _VALUE_BYTES * count
+    changing = () if isinstance(policy, StaticMasks) else trained
+    largest = max((spec.capacity for spec in changing), default=0)
+    return {"index": masks, "grown entries": grown, "mask change": _CHANGE_BYTES * largest}

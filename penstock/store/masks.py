@@ -23,12 +23,12 @@ from penstock.kernels.packed_entries import PackedEntries
 from penstock.sparsity import (
     CountChange,
     MaskChange,
+    MaskSize,
     MaskUpdate,
     PackedIndex,
     Remap,
     Selection,
     SparseWeight,
-    StaticMasks,
     apply_change,
     compact_bytes,
     empty_index,
@@ -42,11 +42,9 @@ from penstock.sparsity import (
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import Decision
 from penstock.store.mask_plan import MaskPlan
-from penstock.store.mask_rule import MaskRule
-from penstock.store.packed import dense_values, index_memory
+from penstock.store.mask_rule import MaskRule, mask_memory
+from penstock.store.packed import dense_values
 from penstock.store.roles import CHANGES, INDEX, Stored
-
-_CHANGE_BYTES = 24  # per entry of the largest weight: its numbers before and after, and its values
 
 Values = Callable[[str], np.ndarray]
 """Returns the float32 values of a sparse weight's entries."""
@@ -96,25 +94,8 @@ class Masks:
 
     @property
     def memory_bytes(self) -> dict[str, int]:
-        """The most memory of masks, of grown entries until they are applied, and of the change of
-        one mask."""
-        if not self._specs:
-            return {}
-        policy = StaticMasks() if self._rule is None else self._rule.policy
-        share = policy.grown_by_gradient
-        grown = self._grown_bytes(share) if share else 0
-        changing = () if isinstance(policy, StaticMasks) else self._trained
-        largest = max((self._specs[name].capacity for name in changing), default=0)
-        masks = sum(index_memory(w.capacity, w.elements) for w in self._specs.values())
-        masks += max(w.index_bytes for w in self._specs.values())  # one in its compact form
-        return {"index": masks, "grown entries": grown, "mask change": _CHANGE_BYTES * largest}
-
-    def _grown_bytes(self, share: float) -> int:
-        total = 0
-        for spec in (self._specs[name] for name in self._trained):
-            count = min(int(share * spec.capacity), spec.elements)
-            total += index_memory(count, spec.elements)
-        return total
+        """The most memory of masks and of their changes (`mask_memory`)."""
+        return mask_memory(self._specs, self._rule)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,10 +110,10 @@ class Masks:
         """Return the number of entries of a weight."""
         return self._indices[name].kept
 
-    def kept_after_commit(self, name: str) -> int:
-        """Return the number of entries of a weight after the last commit, whose change of the mask
-        may be pending."""
-        return self._plan.kept[name]
+    @property
+    def sizes(self) -> dict[str, MaskSize]:
+        """The sizes of all masks after the changes that are decided, pending ones included."""
+        return self._plan.sizes
 
     # --- one step ---------------------------------------------------------------------------------
 

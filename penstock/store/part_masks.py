@@ -14,6 +14,7 @@ import numpy as np
 from penstock.errors import NonFiniteError, StorageError
 from penstock.sparsity import (
     MaskChange,
+    MaskSize,
     Order,
     PackedIndex,
     Remap,
@@ -30,11 +31,8 @@ from penstock.sparsity import (
 from penstock.store.holding import HeldPart
 from penstock.store.interface import Decision
 from penstock.store.mask_plan import NO_VOTES, Ballot
-from penstock.store.mask_rule import MaskRule
+from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.masks import Growth, Masks, Values
-from penstock.store.packed import index_memory
-
-_VALUE_BYTES = 4
 
 
 class PartMasks(Masks):
@@ -49,17 +47,15 @@ class PartMasks(Masks):
         super()._forget_plans()
         self._candidates: dict[str, tuple[PackedIndex, np.ndarray]] = {}
 
-    def _grown_bytes(self, share: float) -> int:
-        total = 0
-        for name in self._trained:
-            elements = self._specs[name].elements
-            count = min(int(share * self._capacities[name]), elements)
-            total += index_memory(count, elements) + _VALUE_BYTES * count
-        return total
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The most memory of masks and of their changes (`mask_memory`)."""
+        return mask_memory(self._specs, self._rule, self._capacities)
 
-    def kept_after_commit(self, name: str) -> int:
-        """Return the number of entries here; a pending change is not counted yet."""
-        return self.kept(name)
+    @property
+    def sizes(self) -> dict[str, MaskSize]:
+        """The sizes of all parts; pending changes are not counted yet."""
+        return {n: MaskSize(w.elements, self.kept(n)) for n, w in self._specs.items()}
 
     # --- one step ---------------------------------------------------------------------------------
 

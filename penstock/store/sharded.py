@@ -18,7 +18,7 @@ import torch
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.program import largest_stage
-from penstock.sparsity import PackedIndex, SparseWeight, StreamedWeight
+from penstock.sparsity import MaskSize, PackedIndex, SparseWeight, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
@@ -307,10 +307,10 @@ class ShardedStore:
         self._require_whole()
         return self.masks.index(name) if name in self.masks else None
 
-    def kept(self, name: str) -> int | None:
-        """Return the number of entries of a sparse weight after the last commit; None for a dense
-        one. Applies no update."""
-        return self.masks.plan.kept[name] if name in self.masks else None
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]:
+        """The sizes of all masks after the last commit."""
+        return self.masks.plan.sizes
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""

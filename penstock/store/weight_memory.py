@@ -46,10 +46,11 @@ class WeightMemory:
         self._program = program
         self.masks = masks_of_holding(program, rule)
         self.masters = Masters(program)
-        roles = optimizer.roles if optimizer is not None else ()
-        betas = optimizer.corrected_betas if optimizer is not None else ()
-        age = rule.age_type(betas) if rule is not None else None
-        self.state = OptimizerState(program, trained if optimizer else (), roles, age)
+        if optimizer is None:
+            self.state = OptimizerState(program, (), (), None)
+        else:
+            age = None if rule is None else rule.age_type(optimizer.corrected_betas)
+            self.state = OptimizerState(program, trained, optimizer.roles, age)
         self.is_loaded = False
         self.state_is_zero = True
         self._written: dict[str, dict[str, int]] = {}
@@ -185,11 +186,3 @@ def masks_of_holding(program: Holding, rule: MaskRule | None) -> Masks:
     if isinstance(program, HeldPart):
         return PartMasks(program, rule)
     return Masks(program, rule)
-
-
-def masks_bytes(program: Holding, optimizer: Optimizer, rule: MaskRule) -> int:
-    """Return the memory of the masks of a store, and of the ages of its entries."""
-    age = rule.age_type(optimizer.corrected_betas)
-    trained = [w.capacity for w in program.weights.values() if w.is_sparse and w.trainable]
-    ages = 0 if age is None else np.dtype(age).itemsize * sum(trained)
-    return sum(masks_of_holding(program, rule).memory_bytes.values()) + ages

@@ -332,13 +332,13 @@ def test_newer_checkpoint_format_is_refused(tmp_path):
 
     store = trained()
     folder = save_checkpoint(store, tmp_path, {}).folder
-    for path, known in ((folder / "state.json", 2), (tmp_path / "index.json", 1)):
+    for path, known in ((folder / "state.json", 3), (tmp_path / "index.json", 1)):
         content = sealed_json.unseal(path)
-        path.write_bytes(sealed_json.seal(content | {"version": 3}))
+        path.write_bytes(sealed_json.seal(content | {"version": 4}))
         with pytest.raises(ConfigError) as caught:
             load_checkpoint(store, find_checkpoint(tmp_path, "latest"))
         assert str(caught.value) == (
-            f"{path}: written in format 3 by a newer penstock; this one reads formats up to "
+            f"{path}: written in format 4 by a newer penstock; this one reads formats up to "
             f"{known}; update penstock to use it"
         )
         path.write_bytes(sealed_json.seal(content))

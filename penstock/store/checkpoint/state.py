@@ -239,7 +239,12 @@ def _sparse(path: Path, entry: object) -> dict[str, tuple[int, ...]]:
 
 
 def _require_parts(path: Path, state: CheckpointState) -> None:
-    """Check that a checkpoint has the entries and the mask of every sparse weight."""
+    """Check that a checkpoint has the entries and the mask of every sparse weight, and no
+    others."""
+    for tensor in state.tensors:
+        role, _, name = tensor.partition("/")
+        if role in (VALUES, INDEX) and name not in state.sparse:
+            raise _broken(path, f"tensor {tensor!r} is not that of a sparse weight")
     for name, shape in state.sparse.items():
         values, index = (state.tensors.get(tensor_name(r, name)) for r in (VALUES, INDEX))
         if values is None or index is None or tensor_name(MASTER, name) in state.tensors:

@@ -95,8 +95,7 @@ class FlashStore:
         durable_every: int = 1,
     ) -> None:
         require_dense(program, "store.tier flash")
-        self.program = program
-        self.folder = folder
+        self.program, self.folder = program, folder
         self.step = 0
         self.extra: dict[str, Any] = {}
         self._rule, self._keep = rule, keep_steps

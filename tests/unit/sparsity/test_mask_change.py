@@ -11,6 +11,7 @@ from penstock.sparsity import (
     PackedIndex,
     apply_change,
     begin_selection,
+    grown_entries,
     index_of_mask,
     joined,
     require_exact,
@@ -162,3 +163,36 @@ def test_wrong_calls_are_refused():
         remap.move(np.zeros(9, np.float32))
     with pytest.raises(ValueError, match="values: expected 1, 2 or 4 bytes per entry, got float64"):
         remap.move(np.zeros(10, np.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_growth_without_the_dense_gradient_is_that_with_it(kind, seed):
+    """In any parts: each keeps the entries that it will grow, and not the gradient."""
+    generator = np.random.default_rng([seed, KINDS.index(kind), 2])
+    length = int(generator.integers(1, 20_000))
+    index = index_of_mask(random_mask(kind, length, generator))
+    dense = np.round(generator.standard_normal(length), 1).astype(np.float32)
+    change = random_change(index, dense, Order.LARGEST, generator)
+    for first, last in [(0, index.granules), *random_cut(length, generator)]:
+        part = index.cut(first, last)
+        here = slice(part.begin, part.end)
+        gradient, values = dense[here], dense[part.positions()]
+        expected = apply_change(change, part, values, gradient)
+        grown = grown_entries("w", change.grow, part, gradient)
+        assert grown.kept == expected.grown
+        found = apply_change(change, part, values, grown=grown)
+        assert found.index.same_mask(expected.index)
+        np.testing.assert_array_equal(found.source, expected.source)
+        assert found.dropped == expected.dropped
+
+
+def test_growth_of_entries_that_exist_is_refused():
+    index = index_of_mask(np.array([True, False, True, False]))
+    grow = select_absent(Order.RANDOM, 0, 1, index)
+    with pytest.raises(ValueError, match="the values are not those of the votes"):
+        apply_change(
+            MaskChange("w", 2, NOTHING, grow),
+            index,
+            grown=index_of_mask(np.array([False, False, True, False])),
+        )
