@@ -17,7 +17,7 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.program import largest_stage
+from penstock.program import WeightSpec, largest_stage
 from penstock.sparsity import MaskSize, PackedIndex, SparseWeight, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
@@ -147,7 +147,9 @@ class ShardedStore:
         self, names: Sequence[str], found: Sequence[Mapping[str, StreamedWeight]]
     ) -> list[StreamedWeight]:
         cut = [
-            self.program.weights[n].stream_bytes for n in names if len(self.shard_map.pieces[n]) > 1
+            _value_bytes(self.program.weights[n])
+            for n in names
+            if len(self.shard_map.pieces[n]) > 1
         ]
         places = self._assembly.places(cut)
         weights: list[StreamedWeight] = []
@@ -324,9 +326,9 @@ class ShardedStore:
             self.shards[span.shard].read(name, role, span.begin, span.end)
             for span in self._spans(name, role, begin, end)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate([*parts, np.empty(0, self._role(role).numpy)])
+        if len(parts) > 1:
+            return np.concatenate(parts)
+        return parts[0] if parts else np.empty(0, self._role(role).numpy)
 
     def begin_restore(self) -> None:
         """Discard everything; the store is unusable until `finish_restore`."""
@@ -397,7 +399,7 @@ class Assembly:
         """Return the bytes of the largest stage."""
         cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
         _, largest = largest_stage(
-            program, lambda weight: _aligned(weight.stream_bytes) if weight.name in cut else 0
+            program, lambda weight: _aligned(_value_bytes(weight)) if weight.name in cut else 0
         )
         return 2 * largest
 
@@ -418,6 +420,10 @@ class Assembly:
         self._slabs.append(slab)
         begins = np.cumsum([0, *map(_aligned, sizes)])
         return iter([slab[b : b + n] for b, n in zip(begins[:-1], sizes, strict=True)])
+
+
+def _value_bytes(weight: WeightSpec) -> int:
+    return weight.entries * weight.stream_dtype.itemsize  # masks have memory of their own
 
 
 def _aligned(size: int) -> int:

@@ -24,6 +24,7 @@ from penstock.sparsity import (
     Votes,
     added,
     compact_bytes,
+    empty_index,
     joined,
     narrowed,
 )
@@ -91,7 +92,9 @@ class ShardedMasks:
     # --- one step ---------------------------------------------------------------------------------
 
     def index(self, name: str) -> PackedIndex:
-        """Return the mask of a weight, after any pending update."""
+        """Return the mask of a weight, after any pending update; it is empty before a load."""
+        if not self.plan.kept[name]:
+            return empty_index(self._specs[name].elements)
         if name not in self._whole:
             parts = [self._shards[piece.shard].mask(name) for piece in self._pieces[name]]
             self._join(name, [part for part in parts if part is not None])

@@ -38,8 +38,6 @@ from penstock.sparsity import (
 from penstock.store import (
     DramStore,
     MaskRule,
-    ShardedDramStore,
-    ShardMap,
     dram_store_memory,
 )
 from penstock.store.flash import FlashStore
@@ -379,12 +377,9 @@ def test_change_of_masks_stays_within_its_account(method):
 
 def test_other_stores_refuse_sparse_weights(tmp_path):
     program = sparse_program("static")
-    shard_map = ShardMap.of(make_program(LAYERS), 2)
     rest = "; other runs cannot have sparse weights yet"
     start = "sparsity: expected store.tier dram, store.shards 1 and engines in this process, got "
     for make, got in (
-        (lambda: shard_map.part(program, 0), "store.shards 2"),
-        (lambda: ShardedDramStore(program, shard_map, [None, None], (), None), "store.shards 2"),
         (
             lambda: FlashStore(
                 program, tmp_path, optimizer=None, groups={}, rule=None, dram_bytes=1
