@@ -172,8 +172,7 @@ class Config(Section):
             text
             for text, is_unlike in (
                 (f"store.flash.path {self.store.flash.path}", self.store.flash.path is not None),
-                (f"store.shards {self.store.shards}", self.store.shards > 1),
-                (f"cluster.start {self.cluster.start}", self.cluster.start != "none"),
+                ("cluster.shards apart", self.cluster.shards == "apart"),
                 ("engine.device cuda", self.engine.device == "cuda"),
                 ("engine.devices", self.engine.devices is not None),
             )

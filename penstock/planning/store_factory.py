@@ -61,7 +61,7 @@ def make_store(
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
     The shards are in this process unless `remote_shards` is given; then the result is not a
-    `MemoryStore`. `masks` is the rule of sparse weights, for a store without shards.
+    `MemoryStore`. `masks` is the rule of sparse weights.
 
     **Raises:** `BudgetError` if the store needs more than `store.dram`.
     """
@@ -75,12 +75,14 @@ def make_store(
             [shard.open() for shard in remote_shards],
             roles,
             commit_rule(config),
+            masks,
         )
-    elif config.store.shards == 1:
-        store = make_dram_shard(config, program, program, masks)
+    elif is_in_parts(config, program):
+        parts = shard_map.parts(program)
+        shards = [make_dram_shard(config, program, part, masks) for part in parts]
+        store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config), masks)
     else:
-        shards = [make_dram_shard(config, program, part) for part in shard_map.parts(program)]
-        store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config))
+        store = make_dram_shard(config, program, program, masks)
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
@@ -93,6 +95,13 @@ def make_store(
             "through the driver's buffers, which is slower and does not overlap with computation"
         )
     return store
+
+
+def is_in_parts(config: Config, program: Program) -> bool:
+    """Return whether a store in memory is made of shards: a single one, too, if other processes
+    vote on its masks."""
+    is_voting = bool(program.capacities) and config.cluster.start != "none"
+    return config.store.shards > 1 or is_voting
 
 
 def make_dram_shard(

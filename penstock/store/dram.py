@@ -32,11 +32,7 @@ from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.packed import require_dense
 from penstock.store.part_masks import PartMasks
 from penstock.store.portions import SlabPortions
-from penstock.store.roles import (
-    AGE,
-    MASTER,
-    Stored,
-)
+from penstock.store.roles import AGE, MASTER, Stored
 from penstock.store.snapshot import Snapshot
 from penstock.store.unchanged import UnchangedWeights
 from penstock.store.weight_memory import WeightMemory
@@ -360,8 +356,7 @@ class DramStore:
             self._update_seconds = 0.0
         return taken
 
-    # --- reading and restoring state
-    # ------------------------------------------------------------------
+    # --- reading and restoring state --------------------------------------------------------------
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape, with zeros where it has no entry."""
@@ -404,6 +399,10 @@ class DramStore:
     def mask_sizes(self) -> Mapping[str, MaskSize]:
         """The sizes of all masks after the last commit."""
         return self._masks.sizes
+
+    def needs_dense_gradient(self, name: str) -> bool:
+        """Return whether the next step needs the gradients of a weight's absent entries too."""
+        return self._masks.needs_dense_gradient(name)
 
     def snapshot(self, buffer_bytes: int) -> Snapshot:
         """Return the state of the present step, for a thread that reads it during later steps.

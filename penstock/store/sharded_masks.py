@@ -65,6 +65,7 @@ class ShardedMasks:
         shards: Sequence[Store],
         rule: MaskRule | None,
     ) -> None:
+        self._program, self._map = program, shard_map
         self._specs = {name: spec for name, spec in program.weights.items() if spec.is_sparse}
         self._pieces = {name: shard_map.pieces[name] for name in self._specs}
         # A shard of a type that cannot hold sparse weights has refused them.
@@ -85,9 +86,8 @@ class ShardedMasks:
     @property
     def memory_bytes(self) -> dict[str, int]:
         """The most memory of masks that are put together."""
-        cut = [self._specs[name] for name, pieces in self._pieces.items() if len(pieces) > 1]
-        size = sum(index_memory(weight.capacity, weight.elements) for weight in cut)
-        return {"whole masks": size} if cut else {}
+        size = whole_masks_bytes(self._program, self._map)
+        return {"whole masks": size} if size else {}
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -251,6 +251,13 @@ class ShardedMasks:
         """Finish the restore of all shards."""
         for shard in self._shards:
             shard.finish_restore(step, self._updates)
+
+
+def whole_masks_bytes(program: Holding, shard_map: ShardMap) -> int:
+    """Return the most memory of masks that are put together; 0 if no sparse weight is cut."""
+    sparse = (weight for weight in program.weights.values() if weight.is_sparse)
+    cut = (weight for weight in sparse if len(shard_map.pieces[weight.name]) > 1)
+    return sum(index_memory(weight.capacity, weight.elements) for weight in cut)
 
 
 def masked_gradients(

@@ -172,13 +172,15 @@ def test_a_section_within_the_run_passes(keys, steps):
     ("sections", "got"),
     [
         ({"store": {"flash": {"path": "flash"}}}, "store.flash.path flash"),
-        ({"store": {"shards": 2}}, "store.shards 2"),
-        ({"cluster": {"start": "local"}}, "cluster.start local"),
+        ({"cluster": {"start": "local", "shards": "apart"}}, "cluster.shards apart"),
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
-            {"store": {"shards": 2}, "cluster": {"start": "local"}},
-            "store.shards 2, cluster.start local",
+            {
+                "store": {"shards": 2, "flash": {"path": "flash"}},
+                "cluster": {"start": "local", "shards": "apart"},
+            },
+            "store.flash.path flash, cluster.shards apart",
         ),
     ],
 )
@@ -187,8 +189,9 @@ def test_runs_that_cannot_be_sparse_yet(sections, got):
     with pytest.raises(ConfigError) as raised:
         configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
     assert str(raised.value) == (
-        "sparsity: expected a store in memory (store.flash.path null), store.shards 1 and engines "
-        f"on the CPU in this process, got {got}; other runs cannot have sparse weights yet"
+        "sparsity: expected a store in memory (store.flash.path null) whose shards are in this "
+        f"process (cluster.shards here), and engines on the CPU, got {got}; other runs cannot have "
+        "sparse weights yet"
     )
 
 
