@@ -28,7 +28,7 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine import Machine
-from penstock.planning.sparse_weights import policy_of
+from penstock.planning.sparse_weights import mask_rule_of
 from penstock.planning.store_factory import (
     assembly_of,
     is_in_parts,
@@ -37,7 +37,6 @@ from penstock.planning.store_factory import (
 )
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.store import (
-    MaskRule,
     Role,
     ShardMap,
     dram_store_memory,
@@ -473,8 +472,7 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
     """Return the memory of a store in memory: masters, gradients, moments, masks."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
     if program.capacities:
-        shapes = {name: program.weights[name].shape for name in program.capacities}
-        rule = MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
+        rule = mask_rule_of(config, program)
         shard_map, optimizer = ShardMap.of(program, config.store.shards), optimizer_of(config)
         parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
         each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)

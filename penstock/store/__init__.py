@@ -55,17 +55,20 @@ from penstock.store.optimizers import (
 from penstock.store.packed import index_memory
 from penstock.store.packed_export import export_packed, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
-from penstock.store.roles import MASTER, Role, Stored
+from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Role, Stored, holds_weight
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
 from penstock.store.sharded_masks import ShardedMasks, whole_masks_bytes
 from penstock.store.sharding import ShardMap
 
 __all__ = [
+    "CHANGES",
+    "INDEX",
     "MASTER",
     "MAX_SHARD_BYTES",
     "OPTIMIZER_NAMES",
     "SGD",
+    "VALUES",
     "AdamW",
     "Assembly",
     "BackgroundSave",
@@ -120,6 +123,7 @@ __all__ = [
     "export_packed",
     "fill",
     "find_checkpoint",
+    "holds_weight",
     "index_memory",
     "kept_entries",
     "learning_rate",

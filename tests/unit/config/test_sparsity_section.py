@@ -172,15 +172,18 @@ def test_a_section_within_the_run_passes(keys, steps):
     ("sections", "got"),
     [
         ({"store": {"flash": {"path": "flash"}}}, "store.flash.path flash"),
-        ({"cluster": {"start": "local", "shards": "apart"}}, "cluster.shards apart"),
+        (
+            {"store": {"replicas": 2}, "cluster": {"start": "local", "shards": "apart"}},
+            "store.replicas 2",
+        ),
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
             {
-                "store": {"shards": 2, "flash": {"path": "flash"}},
+                "store": {"replicas": 2, "flash": {"path": "flash"}},
                 "cluster": {"start": "local", "shards": "apart"},
             },
-            "store.flash.path flash, cluster.shards apart",
+            "store.flash.path flash, store.replicas 2",
         ),
     ],
 )
@@ -189,9 +192,9 @@ def test_runs_that_cannot_be_sparse_yet(sections, got):
     with pytest.raises(ConfigError) as raised:
         configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
     assert str(raised.value) == (
-        "sparsity: expected a store in memory (store.flash.path null) whose shards are in this "
-        f"process (cluster.shards here), and engines on the CPU, got {got}; other runs cannot have "
-        "sparse weights yet"
+        "sparsity: expected a store in memory (store.flash.path null) without replicas "
+        f"(store.replicas 1), and engines on the CPU, got {got}; other runs cannot have sparse "
+        "weights yet"
     )
 
 
