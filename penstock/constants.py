@@ -1,4 +1,10 @@
-"""Meaning of a label, shared by the code that creates, counts and sums labels."""
+"""Constants that folders share which do not import each other."""
 
 IGNORED_LABEL = -100
 """The label of a token that the loss ignores; the same number as in PyTorch."""
+
+SPARSE_RUNS = (
+    "expected engines on the CPU, store.replicas 1, and on flash one shard with engines in this "
+    "process, got {got}; other runs cannot have sparse weights yet"
+)
+"""The runs that can have sparse weights; `got` names what another run has."""

@@ -28,11 +28,10 @@ from penstock.config.record import check_run, load_run, recorded_flash, verify_r
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
 from penstock.config.size import ByteSize, size_above
-from penstock.config.sparsity import SPARSE_RUNS, SparsityConfig
+from penstock.config.sparsity import SparsityConfig
 from penstock.config.starter import commented
 
 __all__ = [
-    "SPARSE_RUNS",
     "ByteSize",
     "CheckpointConfig",
     "ClusterConfig",

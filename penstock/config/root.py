@@ -29,12 +29,12 @@ from penstock.config.schedule import DECAYING
 from penstock.config.section import Patterns, Section, refuse, section, setting
 from penstock.config.size import ByteSize
 from penstock.config.sparsity import (
-    SPARSE_RUNS,
     SparsityConfig,
     check_places,
     places_as_steps,
 )
 from penstock.config.store import StoreConfig
+from penstock.constants import SPARSE_RUNS
 from penstock.errors import ConfigError
 
 
@@ -171,8 +171,15 @@ class Config(Section):
         unlike = [
             text
             for text, is_unlike in (
-                (f"store.shards {self.store.shards}", self.store.shards > 1),
-                (f"cluster.start {self.cluster.start}", self.cluster.start != "none"),
+                (
+                    f"store.flash.path with store.shards {self.store.shards}",
+                    self.store.flash.path is not None and self.store.shards > 1,
+                ),
+                (
+                    f"store.flash.path with cluster.start {self.cluster.start}",
+                    self.store.flash.path is not None and self.cluster.start != "none",
+                ),
+                (f"store.replicas {self.store.replicas}", self.store.replicas > 1),
                 ("engine.device cuda", self.engine.device == "cuda"),
                 ("engine.devices", self.engine.devices is not None),
             )

@@ -19,12 +19,6 @@ _USED_BY: dict[str, tuple[str, ...]] = {
     "drop_power": ("set", "rigl"),
 }
 
-SPARSE_RUNS = (
-    "expected store.shards 1 and engines on the CPU in this process, got {got}; other runs cannot "
-    "have sparse weights yet"
-)
-"""The runs that can have sparse weights; `got` names what another run has."""
-
 
 class SparsityScheduleConfig(Section):
     """The sparsity over the steps, of gradual pruning."""

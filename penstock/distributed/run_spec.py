@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.distributed.protocol import (
     TransferOperation,
     TransferSchedule,
     chunks,
+    sparse_chunks,
 )
 from penstock.engine import thread_count
 from penstock.models import KEPT
@@ -52,7 +54,9 @@ class RunSpec:
         transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
         return cls(
             transfers,
-            engine_digest(program, transfers, layout.device, layout.products),
+            engine_digest(
+                program, transfers, layout.device, layout.products, sparse_record(layout)
+            ),
             shard_digest(program, transfers),
             terms_of(config, layout),
             list(ShardMap.of(program, shards).parts(program)),
@@ -75,8 +79,8 @@ def transfers_of(
                 operation.number,
                 operation.stage,
                 operation.sweep,
-                _pieces(program, operation.weights, placement, None),
-                _pieces(program, operation.gradients, placement, GRADIENT_WIDTH),
+                _chunks(program, operation.weights, placement, None),
+                _chunks(program, operation.gradients, placement, GRADIENT_WIDTH),
             )
             for operation in schedule.operations
         ),
@@ -92,15 +96,19 @@ def placement_of(program: Program, shards: int) -> Placement:
     }
 
 
-def _pieces(
+def _chunks(
     program: Program, names: Sequence[str], placement: Placement, width: int | None
 ) -> tuple[Chunk, ...]:
-    pieces = [
-        Chunk(shard, tensor, begin, end, width or program.weights[name].format.stream.width)
-        for tensor, name in enumerate(names)
-        for shard, begin, end in placement[name]
-    ]
-    return chunks(pieces)
+    found: list[Chunk] = []
+    for tensor, name in enumerate(names):
+        spec = program.weights[name]
+        for shard, begin, end in placement[name]:
+            piece = Chunk(shard, tensor, begin, end, width or spec.format.stream.width)
+            if spec.is_sparse:
+                found.extend(sparse_chunks(piece, spec.capacity / spec.elements))
+            else:
+                found.extend(chunks([piece]))
+    return tuple(found)
 
 
 def shard_digest(program: Program, transfers: TransferSchedule) -> str:
@@ -114,12 +122,29 @@ def shard_digest(program: Program, transfers: TransferSchedule) -> str:
     return state.hexdigest()
 
 
-def engine_digest(program: Program, transfers: TransferSchedule, device: str, products: str) -> str:
-    """Return the digest that engines share: `shard_digest`, the stages' operations, products."""
+def engine_digest(
+    program: Program,
+    transfers: TransferSchedule,
+    device: str,
+    products: str,
+    sparse: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Return the digest that engines share: `shard_digest`, the stages' operations, products.
+
+    **Arguments:** `sparse` are the choices of the products of sparse weights, if there are any.
+    """
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
     state.update(repr((device, products, computed)).encode())
+    if sparse is not None:
+        state.update(json.dumps(sparse, sort_keys=True).encode())
     return state.hexdigest()
+
+
+def sparse_record(layout: ExecutionPlan) -> list[dict[str, Any]] | None:
+    """Return the choices of the products of a run's sparse weights; None if it has none."""
+    shared = layout.sparse_weights
+    return None if shared is None else shared.products.as_record()
 
 
 def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
@@ -139,6 +164,8 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "engine_host": layout.shares.engine_host,
         "store_bytes": layout.shares.store,
         "kept": _kept_files(config),
+        "sparse": dict(layout.program.capacities),
+        "sparse_products": sparse_record(layout),
         # Equal on all hosts: PyTorch splits sums over rows by its number of threads.
         "threads": thread_count(config.engine.threads),
     }
@@ -159,6 +186,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "engine_host": (int,),
     "store_bytes": (int,),
     "kept": (str, type(None)),
+    "sparse": (dict,),
+    "sparse_products": (list, type(None)),
     "threads": (int,),
 }
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         measure_current,
         with_products,
     )
-    from penstock.planning.sparse_weights import SparsePlan
+    from penstock.planning.sparse_weights import SparsePlan, mask_rule_of
 
 __all__ = [
     "ExecutionPlan",
@@ -23,6 +23,7 @@ __all__ = [
     "build_program",
     "builders",
     "make_inference_engine",
+    "mask_rule_of",
     "measure_current",
     "plan_execution",
     "store_factory",
@@ -38,6 +39,7 @@ __getattr__ = lazily(
         "SparsePlan": "sparse_weights",
         "build_program": "builders",
         "make_inference_engine": "sparse_products",
+        "mask_rule_of": "sparse_weights",
         "measure_current": "sparse_products",
         "plan_execution": "execution_plan",
         "transfer_buffer_bytes": "memory_budget",

@@ -28,14 +28,21 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine import Machine
+from penstock.planning.sparse_weights import mask_rule_of
 from penstock.planning.store_factory import (
-    accounting_rule,
     assembly_of,
+    is_in_parts,
     least_flash_store_bytes,
     optimizer_of,
 )
 from penstock.program import Program, WeightSpec, largest_stage
-from penstock.store import Role, dram_store_memory
+from penstock.store import (
+    Role,
+    ShardMap,
+    dram_store_memory,
+    index_memory,
+    whole_masks_bytes,
+)
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -139,7 +146,8 @@ class Budget:
             self._need = _dram_store_bytes(config, program, roles)
         self._transfer_bytes = 0
         if config.cluster.start != "none":
-            self._transfer_bytes = transfer_buffer_bytes(program, device)
+            dense = computes_dense_gradients(config)
+            self._transfer_bytes = transfer_buffer_bytes(program, device, dense)
         self._is_elsewhere = config.cluster.shards == "apart" and config.cluster.has_other_hosts
         self._engines_here = 0 if config.cluster.has_other_hosts else config.engines
         self._saving = _SAVING_BYTES
@@ -397,19 +405,32 @@ class Budget:
         return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
 
 
-def transfer_buffer_bytes(program: Program, device: str) -> int:
+def transfer_buffer_bytes(program: Program, device: str, dense_gradients: bool = False) -> int:
     """Return the memory of the transfer buffers of an engine in a process of its own.
 
     Weights arrive in `WINDOW` buffers, each as large as the largest stage. A CPU computes with the
     buffers in place, so one buffer is the stage that waits while another computes. Gradients need
     memory for as many operations as shards release at once, twice: the engine's own gradients, and
-    their sum with those of other engines.
+    their sum with those of other engines. Chunks of sparse weights wait beside the buffers, and
+    their masks are kept.
+
+    **Arguments:** `dense_gradients` says that some steps compute the gradient of every element.
     """
+
+    def gradient_bytes(weight: WeightSpec) -> int:
+        elements = weight.elements if dense_gradients else weight.entries
+        return 4 * elements if weight.trainable else 0
+
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
     weights = program.weights
-    gradients = [sum(_gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
+    gradients = [sum(gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
+    sparse = [weight for weight in weights.values() if weight.is_sparse]
+    if sparse:
+        _, chunks = largest_stage(program, lambda w: w.stream_bytes if w.is_sparse else 0)
+        masks = sum(index_memory(weight.capacity, weight.elements) for weight in sparse)
+        buffers += WINDOW * chunks + masks
     return buffers + 2 * most
 
 
@@ -452,9 +473,14 @@ def _shared_bytes(config: Config, program: Program) -> int:
 def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
     """Return the memory of a store in memory: masters, gradients, moments, masks."""
     gradient = _FLOAT_BYTES[config.gradient_precision]
-    rule = accounting_rule(config, program)
+    rule = mask_rule_of(config, program)
     if rule is not None:
-        return sum(dram_store_memory(program, optimizer_of(config), gradient, rule).values())
+        shard_map, optimizer = ShardMap.of(program, config.store.shards), optimizer_of(config)
+        parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
+        each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)
+        once = sum(sum(memory.values()) for memory in each)
+        together = assembly_of(config, program) + whole_masks_bytes(program, shard_map)
+        return config.store.replicas * once + together
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
     weights = sum(weight.stored_bytes for weight in program.weights.values())

@@ -16,6 +16,7 @@ import torch
 from penstock.config import Config
 from penstock.errors import ConfigError, few
 from penstock.models import ModelSource, embeddings_and_heads
+from penstock.program import Program
 from penstock.sparsity import (
     Densify,
     GradualMagnitude,
@@ -211,6 +212,15 @@ def _kept_of_checkpoint(
 
 def _origin(source: ModelSource) -> str:
     return str(source.weights_folder or source.name)
+
+
+def mask_rule_of(config: Config, program: Program) -> MaskRule | None:
+    """Return the rule by which masks change, without that of the first masks; None if no weight is
+    sparse."""
+    shapes = {name: program.weights[name].shape for name in program.capacities}
+    if not shapes:
+        return None
+    return MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
 
 
 def policy_of(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> SparsityPolicy:

@@ -12,7 +12,7 @@ import torch
 from penstock.config import Config
 from penstock.engine import target_of
 from penstock.errors import BudgetError
-from penstock.planning.sparse_weights import policy_of
+from penstock.planning.sparse_weights import mask_rule_of
 from penstock.program import Program
 from penstock.store import (
     Assembly,
@@ -61,7 +61,7 @@ def make_store(
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
     The shards are in this process unless `remote_shards` is given; then the result is not a
-    `MemoryStore`. `masks` is the rule of sparse weights, for a store without shards.
+    `MemoryStore`. `masks` is the rule of sparse weights.
 
     **Raises:** `BudgetError` if the store needs more than `store.dram`.
     """
@@ -75,12 +75,14 @@ def make_store(
             [shard.open() for shard in remote_shards],
             roles,
             commit_rule(config),
+            masks,
         )
-    elif config.store.shards == 1:
-        store = make_dram_shard(config, program, program, masks)
+    elif is_in_parts(config, program):
+        parts = shard_map.parts(program)
+        shards = [make_dram_shard(config, program, part, masks) for part in parts]
+        store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config), masks)
     else:
-        shards = [make_dram_shard(config, program, part) for part in shard_map.parts(program)]
-        store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config))
+        store = make_dram_shard(config, program, program, masks)
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
@@ -93,6 +95,13 @@ def make_store(
             "through the driver's buffers, which is slower and does not overlap with computation"
         )
     return store
+
+
+def is_in_parts(config: Config, program: Program) -> bool:
+    """Return whether a store in memory is made of shards: a single one, too, if other processes
+    vote on its masks."""
+    is_voting = bool(program.capacities) and config.cluster.start != "none"
+    return config.store.shards > 1 or is_voting
 
 
 def make_dram_shard(
@@ -208,22 +217,13 @@ def _with_replicas(config: Config) -> str:
 def least_flash_store_bytes(config: Config, program: Program) -> int:
     """Return the least memory of a store on flash, all shards and replicas together."""
     half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
-    optimizer, masks = optimizer_of(config), accounting_rule(config, program)
+    optimizer, masks = optimizer_of(config), mask_rule_of(config, program)
     parts: Iterable[Holding] = [program]
     if config.store.shards > 1:
         parts = shard_map.parts(program)
     largest = max(least_dram_bytes(part, optimizer, half, masks) for part in parts)
     # The remaining memory is shared equally.
     return config.store.holders * largest + assembly_of(config, program)
-
-
-def accounting_rule(config: Config, program: Program) -> MaskRule | None:
-    """Return a rule of masks that has a run's policy, which decides the memory of masks; None if no
-    weight is sparse."""
-    if not program.capacities:
-        return None
-    shapes = {name: program.weights[name].shape for name in program.capacities}
-    return MaskRule(policy_of(config, shapes), config.run.seed, "random", {})
 
 
 def assembly_of(config: Config, program: Program) -> int:

@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from penstock.sparsity.streamed import (
         SparseWeight,
         StreamedWeight,
-        dense_tensors,
         sparse_refused,
     )
     from penstock.sparsity.votes import (
@@ -136,7 +135,6 @@ __all__ = [
     "choose_product",
     "compact_bytes",
     "correction_ends",
-    "dense_tensors",
     "densities",
     "drop_fraction_at",
     "empty_index",
@@ -241,7 +239,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight", "StreamedWeight", "dense_tensors", "sparse_refused"),
+    "streamed": ("SparseWeight", "StreamedWeight", "sparse_refused"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from penstock.constants import SPARSE_RUNS
 from penstock.errors import ConfigError
 from penstock.sparsity.packed_index import PackedIndex
 
@@ -44,23 +44,6 @@ StreamedWeight = torch.Tensor | SparseWeight
 """What a fetch returns for one weight: a dense tensor, or the kept entries and their mask."""
 
 
-def dense_tensors(weights: Iterable[StreamedWeight], got: str) -> list[torch.Tensor]:
-    """Return weights where only dense ones are known: between processes and shards.
-
-    Raises:
-        ConfigError: a weight is sparse; `got` says what the run has.
-    """
-    tensors = []
-    for weight in weights:
-        if isinstance(weight, SparseWeight):
-            raise sparse_refused(got)
-        tensors.append(weight)
-    return tensors
-
-
 def sparse_refused(got: str) -> ConfigError:
     """Return the error for sparse weights in a run that cannot have them."""
-    return ConfigError(
-        f"sparsity: expected store.shards 1 and engines in this process, got {got}; other runs "
-        "cannot have sparse weights yet"
-    )
+    return ConfigError(f"sparsity: {SPARSE_RUNS.format(got=got)}")

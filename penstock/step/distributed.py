@@ -10,7 +10,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
+
+import numpy as np
 
 from penstock.config import Config
 from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
@@ -23,14 +26,31 @@ from penstock.distributed.protocol import (
     UnrecoverableError,
     message_validation,
 )
-from penstock.distributed.rpc import ShardReport, body_of_decision, error_class
+from penstock.distributed.rpc import (
+    ShardReport,
+    body_of_decision,
+    bytes_of_ballots,
+    bytes_of_masks,
+    error_class,
+    votes_of,
+)
+from penstock.errors import ProtocolError
 from penstock.planning import ExecutionPlan, builders, store_factory
 from penstock.program import Program
 from penstock.step.local import step_done
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
-from penstock.store import Commit, CommitRule, Store, merged
+from penstock.store import (
+    Commit,
+    CommitRule,
+    Election,
+    ShardedMasks,
+    ShardedStore,
+    Store,
+    kept_entries,
+    merged,
+)
 from penstock.telemetry import StepDone
 
 _CANCEL_SECONDS = 60.0  # seconds in which a decided step must end
@@ -59,6 +79,9 @@ class DistributedStepRunner:
         self._config, self._layout, self._store = config, layout, store
         self._batches, self._tokens = batches, tokens
         self._rule = store_factory.commit_rule(config)
+        self._masks: ShardedMasks | None = None
+        if layout.sparse is not None and isinstance(store, ShardedStore):
+            self._masks = store.masks
         self.manager = manager
         self._straggler_detector = StragglerDetector(config.cluster.slow)
         self._compute_timer = ComputeTimer()
@@ -91,12 +114,14 @@ class DistributedStepRunner:
         while True:
             self.manager.copy_to_learners(self._store)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
+            kept = kept_entries(self._store)
             request = _TrainingStepRequest(
                 self._layout.program,
                 self._rule,
                 self._batches,
                 self._store.step,
                 self._config.run.seed,
+                self._masks,
             )
             outcome = self._attempt(request)
             if outcome.error is None:
@@ -108,7 +133,10 @@ class DistributedStepRunner:
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # the replies also update the shards' current step
         self.manager.call(self._check_stragglers)
-        return self._done(request, outcome, started)
+        assert request.commit is not None  # a result without an error has a decision
+        if self._masks is not None:
+            self._masks.follow(request.commit.decision)
+        return self._done(request, outcome, started, kept)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
         """Request a step from the coordinator, and wait for its result."""
@@ -158,9 +186,15 @@ class DistributedStepRunner:
             return self.manager.is_replaced(error.node)
         return isinstance(error, RolledBackError)
 
-    def _done(self, request: _TrainingStepRequest, outcome: StepResult, started: float) -> StepDone:
+    def _done(
+        self,
+        request: _TrainingStepRequest,
+        outcome: StepResult,
+        started: float,
+        kept: Mapping[str, int],
+    ) -> StepDone:
         commit = self.commit = request.commit
-        assert commit is not None  # a result without an error has a decision
+        assert commit is not None
         self.manager.event_queue.step = commit.decision.step
         seconds = time.perf_counter() - started
         return step_done(
@@ -171,13 +205,15 @@ class DistributedStepRunner:
             store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
             tokens=self._tokens,
             engine_bytes=self.manager.heartbeat_stats.peak_bytes,
-            figures=MaskFigures.of(self._layout, {}, commit.decision),
+            figures=MaskFigures.of(self._layout, kept, commit.decision),
         )
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
         """Find, in this process, the stage where a loss became non-finite."""
         layout = self._layout
-        made = builders.make_engines(layout.program, layout.plan, layout.shares, 1, layout.device)
+        made = builders.make_engines(
+            layout.program, layout.plan, layout.shares, 1, layout.device, layout.sparse_weights
+        )
         trace(error, layout.program, made, self._store, self._batches, self._config.run.seed)
 
     def _check_stragglers(self) -> None:
@@ -198,9 +234,16 @@ class _TrainingStepRequest:
     """The coordinator's request for one training step."""
 
     def __init__(
-        self, program: Program, rule: CommitRule, batches: Batches, done: int, seed: int
+        self,
+        program: Program,
+        rule: CommitRule,
+        batches: Batches,
+        done: int,
+        seed: int,
+        masks: ShardedMasks | None = None,
     ) -> None:
-        self._program, self._rule = program, rule
+        self._program, self._rule, self._masks = program, rule, masks
+        self._election: Election | None = None
         self.step = done + 1
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
@@ -258,7 +301,32 @@ class _TrainingStepRequest:
         require_finite(self.step, losses)
         gradients = merged(self._program, [report.gradients for report in reports])
         self.commit = self._rule.decide(self._program, self.step, gradients)
+        if self._masks is not None:
+            self._election = self._masks.plan.election(self.step, {})
         return body_of_decision(self.commit.decision)
+
+    def ballots(self) -> np.ndarray | None:
+        """Return the selections that the shards vote on next; None once all are decided."""
+        election, commit = self._election, self.commit
+        if election is None or commit is None:
+            return None
+        if ballots := election.ballots:
+            return bytes_of_ballots(ballots)
+        self.commit = replace(commit, decision=election.decided(commit.decision))
+        return None
+
+    def count(self, votes: Sequence[Message]) -> None:
+        """Count a round of votes."""
+        assert self._election is not None
+        ballots = len(self._election.ballots)
+        try:
+            self._election.count([votes_of(each.payload, ballots) for each in votes])
+        except ValueError as error:
+            raise ProtocolError(f"step {self.step}: masks cannot be decided: {error}") from None
+
+    def masks(self) -> np.ndarray | None:
+        """Return the changes of masks that the votes have decided; None if there are none."""
+        return None if self.commit is None else bytes_of_masks(self.commit.decision)
 
 
 def _as_ours(error: BaseException) -> BaseException:

@@ -37,6 +37,7 @@ from penstock.store.interface import (
 )
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
+from penstock.store.mask_plan import Ballot, Election, MaskPlan
 from penstock.store.mask_rule import InitialMask, MaskRule
 from penstock.store.memory_account import dram_store_memory
 from penstock.store.norm import GradientReport, merged
@@ -51,21 +52,27 @@ from penstock.store.optimizers import (
     assign_groups,
     make_optimizer,
 )
+from penstock.store.packed import index_memory
 from penstock.store.packed_export import export_packed, mask_of
 from penstock.store.portions import Portions, ReplicatedStore, portions_of
-from penstock.store.roles import MASTER, Role, Stored
+from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Role, Stored, holds_weight
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
+from penstock.store.sharded_masks import ShardedMasks, whole_masks_bytes
 from penstock.store.sharding import ShardMap
 
 __all__ = [
+    "CHANGES",
+    "INDEX",
     "MASTER",
     "MAX_SHARD_BYTES",
     "OPTIMIZER_NAMES",
     "SGD",
+    "VALUES",
     "AdamW",
     "Assembly",
     "BackgroundSave",
+    "Ballot",
     "Base",
     "BaseNotes",
     "CheckpointState",
@@ -74,6 +81,7 @@ __all__ = [
     "Compared",
     "Decision",
     "DramStore",
+    "Election",
     "FlashTraffic",
     "FolderLock",
     "GradientReport",
@@ -83,6 +91,7 @@ __all__ = [
     "Holding",
     "InitialMask",
     "Lion",
+    "MaskPlan",
     "MaskRule",
     "MemoryStore",
     "MergedWeights",
@@ -97,6 +106,7 @@ __all__ = [
     "Schedule",
     "ShardMap",
     "ShardedDramStore",
+    "ShardedMasks",
     "ShardedStore",
     "Store",
     "Stored",
@@ -113,6 +123,8 @@ __all__ = [
     "export_packed",
     "fill",
     "find_checkpoint",
+    "holds_weight",
+    "index_memory",
     "kept_entries",
     "learning_rate",
     "load_checkpoint",
@@ -124,4 +136,5 @@ __all__ = [
     "save_checkpoint",
     "trainable_weights",
     "verify_checkpoint",
+    "whole_masks_bytes",
 ]

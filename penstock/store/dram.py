@@ -18,29 +18,24 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.sparsity import MaskSize, PackedIndex, StreamedWeight
+from penstock.sparsity import MaskSize, PackedIndex, Selection, StreamedWeight, Votes
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
+from penstock.store.mask_plan import NO_VOTES, Ballot
 from penstock.store.mask_rule import MaskRule
+from penstock.store.masters import check_precision
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.packed import require_dense
+from penstock.store.part_masks import PartMasks
 from penstock.store.portions import SlabPortions
-from penstock.store.roles import (
-    AGE,
-    MASTER,
-    Stored,
-)
+from penstock.store.roles import AGE, MASTER, Stored
 from penstock.store.snapshot import Snapshot
 from penstock.store.unchanged import UnchangedWeights
 from penstock.store.weight_memory import WeightMemory
-from penstock.weight_formats import BFLOAT16, DENSE, PACKED, PACKED_SPLIT, SPLIT
-
-_FLOATS = (DENSE, BFLOAT16, PACKED)
-_FORMATS = {"fp32": _FLOATS, "bf16": (SPLIT, PACKED_SPLIT, *_FLOATS)}
 
 
 class DramStore:
@@ -73,7 +68,7 @@ class DramStore:
         gradient_dtype: torch.dtype = torch.float32,
         masks: MaskRule | None = None,
     ) -> None:
-        _check_precision(program, precision)
+        check_precision(program, precision)
         self.program = program
         self._groups = dict(groups or {})
         self._rule = rule
@@ -81,13 +76,10 @@ class DramStore:
         self._optimizer = optimizer
         self._memory = WeightMemory(program, self._trainable, optimizer, masks)
         self._masks = self._memory.masks
-        self.memory_bytes = dict(self._memory.masters.memory_bytes)
         self._gradients: Gradients | None = None
         if optimizer is not None:
             self._check_settings(masks)
             self._gradients = Gradients(program, gradient_dtype, masks=self._masks)
-            self.memory_bytes["gradient"] = self._gradients.memory_bytes
-        self.memory_bytes |= self._memory.state.memory_bytes | self._masks.memory_bytes
         self._decision: Decision | None = None
         self._pending: set[str] = set()
         self._updating: str | None = None
@@ -105,6 +97,13 @@ class DramStore:
     def step(self) -> int:
         """The number of committed steps."""
         return self._masks.step
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The memory, by use."""
+        gradients = self._gradients
+        own = {} if gradients is None else {"gradient": gradients.memory_bytes}
+        return {**self._memory.masters.memory_bytes, **own, **self._memory.state_bytes}
 
     def _check_settings(self, masks: MaskRule | None) -> None:
         missing = [name for name in self._trainable if name not in self._groups]
@@ -245,6 +244,21 @@ class DramStore:
         self._require_loaded()
         return self._require_optimizer().report()
 
+    def votes(self, ballots: Sequence[Ballot]) -> list[Votes]:
+        """Return a shard's votes on the masks of the step, for each ballot.
+
+        **Raises:** `NonFiniteError` if the value of an entry is NaN or infinite.
+        """
+        masks = self._masks
+        if not isinstance(masks, PartMasks):
+            return [NO_VOTES for _ in ballots]
+        return [masks.votes(ballot, self._memory.entries) for ballot in ballots]
+
+    def settle(self, name: str, grow: Selection) -> None:
+        """Keep, of a weight's entries that may be grown, those that all votes have selected."""
+        if isinstance(self._masks, PartMasks):
+            self._masks.settle(name, grow)
+
     def decide(self, decision: Decision) -> None:
         """Commit the step by the decision for all shards of the store.
 
@@ -342,8 +356,7 @@ class DramStore:
             self._update_seconds = 0.0
         return taken
 
-    # --- reading and restoring state
-    # ------------------------------------------------------------------
+    # --- reading and restoring state --------------------------------------------------------------
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape, with zeros where it has no entry."""
@@ -386,6 +399,10 @@ class DramStore:
     def mask_sizes(self) -> Mapping[str, MaskSize]:
         """The sizes of all masks after the last commit."""
         return self._masks.sizes
+
+    def needs_dense_gradient(self, name: str) -> bool:
+        """Return whether the next step needs the gradients of a weight's absent entries too."""
+        return self._masks.needs_dense_gradient(name)
 
     def snapshot(self, buffer_bytes: int) -> Snapshot:
         """Return the state of the present step, for a thread that reads it during later steps.
@@ -450,14 +467,17 @@ class DramStore:
         """Set the optimizer state of a weight to its initial zeros, during a restore."""
         self._memory.clear_state(name)
 
-    def finish_restore(self, step: int) -> None:
+    def finish_restore(self, step: int, updates: int | None = None) -> None:
         """Make the store usable; its content is the state after `step` commits.
+
+        **Arguments:** `updates` is the number of these that updated weights, if a shard may hold no
+        sparse weight that says so.
 
         Raises:
             CorruptionError: the parts of a sparse weight that were written do not belong together.
             ConfigError: a mask keeps more entries than its weight has room for.
         """
-        self._memory.finish_restore(step)
+        self._memory.finish_restore(step, updates)
 
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
@@ -475,11 +495,3 @@ class DramStore:
                 "this store has no optimizer: it streams weights and accepts no gradients"
             )
         return self._gradients
-
-
-def _check_precision(program: Holding, precision: str) -> None:
-    if precision not in _FORMATS:
-        raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
-    for name, spec in program.weights.items():
-        if spec.format not in _FORMATS[precision]:
-            raise ValueError(f"{name} streams as {spec.stream_dtype}, the precision is {precision}")

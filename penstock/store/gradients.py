@@ -30,6 +30,7 @@ from penstock.store.holding import HeldStage, Holding, home_stages
 from penstock.store.layout import allocate_role
 from penstock.store.masks import Masks
 from penstock.store.norm import GradientReport
+from penstock.store.packed import with_room
 
 
 class Gradients:
@@ -121,8 +122,17 @@ class Gradients:
         if index is None:
             take = copy_gradient if is_first else add_gradient
             return take(source, self._arrays[name])
+        if is_first:
+            self._require_room(name, index.kept)
         take_packed = copy_packed_gradient if is_first else add_packed_gradient
         return take_packed(source, self.array(name), index.entry_offsets)
+
+    def _require_room(self, name: str, kept: int) -> None:
+        """Make room for so many entries of a sparse weight."""
+        array = with_room(self._arrays[name], kept)
+        if array is not self._arrays[name]:
+            self._arrays[name] = array
+            self.memory_bytes += array.nbytes
 
     def _reduce(self, name: str, part: np.ndarray | None) -> tuple[np.ndarray | None, bool]:
         """Select the entries to grow by a dense gradient, once it is complete.

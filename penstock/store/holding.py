@@ -8,7 +8,7 @@ and of every weight either a flat piece or nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.program import WeightSpec
@@ -51,11 +51,16 @@ class PartStage:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """The content of one shard; the shape of a weight is that of its flat piece."""
+    """The content of one shard; the shape of a weight is that of its flat piece.
+
+    `capacities` are the most entries that the whole of every sparse weight may have. The capacity
+    of its piece is the room that the shard begins with.
+    """
 
     name: str
     stages: tuple[PartStage, ...]
     weights: Mapping[str, WeightSpec]
+    capacities: Mapping[str, int] = field(default_factory=dict)
 
 
 def home_stages(holding: Holding) -> dict[str, int]:

@@ -25,6 +25,7 @@ from penstock.sparsity import (
 )
 from penstock.store.packed import index_memory
 
+_VALUE_BYTES = 4
 _CHANGE_BYTES = 24  # per entry of the largest weight: its numbers before and after, and its values
 
 InitialMask = Literal["random", "magnitude", "balanced", "zeros"]
@@ -84,13 +85,19 @@ class MaskRule:
         return age_type(betas, between) if betas and between is not None else None
 
 
-def mask_memory(weights: Mapping[str, WeightSpec], rule: MaskRule | None) -> dict[str, int]:
+def mask_memory(
+    weights: Mapping[str, WeightSpec],
+    rule: MaskRule | None,
+    capacities: Mapping[str, int] | None = None,
+) -> dict[str, int]:
     """Return the most memory of masks, by use: the masks, the entries that dense gradients grow
     until they are applied, and the change of one mask. Empty if no weight is sparse.
 
     Args:
         weights: of a store, by name.
         rule: says how masks change; None: not at all.
+        capacities: of the whole weights, if the store is a shard. It keeps as many entries as the
+            whole weight may grow, with their gradients.
     """
     sparse = [spec for spec in weights.values() if spec.is_sparse]
     if not sparse:
@@ -101,7 +108,10 @@ def mask_memory(weights: Mapping[str, WeightSpec], rule: MaskRule | None) -> dic
     masks += max(spec.index_bytes for spec in sparse)  # one in its compact form
     share, grown = policy.grown_by_gradient, 0
     for spec in trained if share else ():
-        grown += index_memory(min(int(share * spec.capacity), spec.elements), spec.elements)
+        capacity = spec.capacity if capacities is None else capacities[spec.name]
+        count = min(int(share * capacity), spec.elements)
+        grown += index_memory(count, spec.elements)
+        grown += 0 if capacities is None else _VALUE_BYTES * count
     changing = () if isinstance(policy, StaticMasks) else trained
     largest = max((spec.capacity for spec in changing), default=0)
     return {"index": masks, "grown entries": grown, "mask change": _CHANGE_BYTES * largest}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from penstock.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
+from penstock.errors import ConfigError, CorruptionError, NonFiniteError
 from penstock.kernels.packed_entries import PackedEntries
 from penstock.sparsity import (
     CountChange,
@@ -41,6 +41,7 @@ from penstock.sparsity import (
 )
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import Decision
+from penstock.store.mask_plan import MaskPlan
 from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.packed import dense_values
 from penstock.store.roles import CHANGES, INDEX, Stored
@@ -50,7 +51,7 @@ Values = Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Growth:
+class Growth:
     """Entries of a weight that are grown by the dense gradient, which is not held."""
 
     selection: Selection
@@ -76,7 +77,7 @@ class Masks:
         self.step = self.updates = 0
         self._indices = {n: empty_index(w.elements, w.begin) for n, w in self._specs.items()}
         self._changes: dict[str, list[int]] = {name: [] for name in self._specs}
-        self._kept = dict.fromkeys(self._specs, 0)
+        self._plan = MaskPlan(self._specs, self._trained, rule)
         self._counts = dict.fromkeys(self._specs, 0)  # updates that were applied to each weight
         self._compact: tuple[str, np.ndarray] | None = None  # of one weight
         self._restored: dict[tuple[str, str], bytearray] = {}
@@ -84,9 +85,9 @@ class Masks:
 
     def _forget_plans(self) -> None:
         self._pending: dict[str, MaskChange] = {}
-        self._decided: dict[str, _Growth] = {}
-        self._arrived: dict[str, _Growth] = {}
-        self._update: tuple[int, MaskUpdate | None] = (0, None)
+        self._decided: dict[str, Growth] = {}
+        self._arrived: dict[str, Growth] = {}
+        self._plan.begin()
 
     def __contains__(self, name: str) -> bool:
         return name in self._specs
@@ -116,7 +117,7 @@ class Masks:
     @property
     def sizes(self) -> dict[str, MaskSize]:
         """The sizes of all masks after the changes that are decided, pending ones included."""
-        return {n: MaskSize(w.elements, self._kept[n]) for n, w in self._specs.items()}
+        return self._plan.sizes
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -151,16 +152,16 @@ class Masks:
 
         **Arguments:** `dense_gradient` is float32 `[elements]`, and finite.
         """
-        update = self._update_of(self.step + 1)
+        update = self._plan.update_at(self.step + 1)
         changes = () if update is None else update.changes
         for change in (change for change in changes if change.weight == name):
             assert update is not None
-            _, grow = update.selections(self._seed, change)
+            _, grow = update.selections(self._plan.seed, change)
             index = self._indices[name]
             if not grow.is_decided:
                 grow = select_absent(grow.order, grow.key, grow.count, index, dense_gradient)
             entries = grown_entries(name, grow, index, dense_gradient)
-            self._arrived[name] = _Growth(grow, entries)
+            self._arrived[name] = Growth(grow, entries)
 
     def discard(self) -> None:
         """Forget what was selected since the last commit."""
@@ -177,7 +178,7 @@ class Masks:
             ConfigError: a mask would keep no entry.
             NonFiniteError: the value of an entry is NaN or infinite.
         """
-        update = self._update_of(decision.step)
+        update = self._plan.update_at(decision.step)
         if update is None:
             return decision
         changes = tuple(self._decided_change(update, change, values) for change in update.changes)
@@ -188,7 +189,7 @@ class Masks:
     ) -> MaskChange:
         name = change.weight
         index = self._indices[name]
-        drop, grow = update.selections(self._seed, change)
+        drop, grow = update.selections(self._plan.seed, change)
         if not drop.is_decided:
             try:
                 drop = select(drop.order, drop.key, drop.count, index, values(name))
@@ -207,20 +208,10 @@ class Masks:
             StorageError: they are not those that the policy makes of this step; nothing has
                 changed.
         """
-        update = self._update_of(decision.step)
-        wanted = {c.weight: (c.drop, c.grow) for c in update.changes} if update else {}
-        got = {c.weight: (c.drop.count, c.grow.count) for c in decision.masks}
-        replaces = update is not None and update.replaces_update
-        if wanted != got or replaces != decision.replaces_update:
-            raise StorageError(
-                f"step {decision.step}: expected a decision that changes the masks of "
-                f"{len(wanted)} weights, got one for {len(got)}, or with other numbers of entries; "
-                "it changed nothing. Open the run again: it continues from its last checkpoint"
-            )
+        self._plan.require(decision)
         self._pending = {change.weight: change for change in decision.masks}
         self._decided, self._arrived = self._arrived, {}
-        for change in decision.masks:
-            self._kept[change.weight] = change.kept_after
+        self._plan.accept(decision)
         self.step = decision.step
         if not decision.replaces_update:
             self.updates += 1
@@ -256,22 +247,6 @@ class Masks:
         del self._pending[name]
         self._decided.pop(name, None)
         return before
-
-    @property
-    def _seed(self) -> int:
-        assert self._rule is not None
-        return self._rule.seed
-
-    def _update_of(self, step: int) -> MaskUpdate | None:
-        """What the policy does at the commit of a step, which depends on the sizes of masks
-        alone."""
-        if self._rule is None or not self._trained:
-            return None
-        if self._update[0] != step:
-            sizes = self.sizes
-            trained = {name: sizes[name] for name in self._trained}
-            self._update = step, self._rule.policy.at(step, trained)
-        return self._update[1]
 
     # --- reading and restoring --------------------------------------------------------------------
 
@@ -325,9 +300,14 @@ class Masks:
         data, first = self._restored.setdefault((name, role), bytearray()), begin * values.itemsize
         data[first : first + values.nbytes] = values.tobytes()
 
-    def restore(self, kept: Mapping[str, int], step: int) -> dict[str, PackedIndex]:
+    def restore(
+        self, kept: Mapping[str, int], step: int, updates: int | None = None
+    ) -> dict[str, PackedIndex]:
         """Set and return the masks that were written, with these numbers of entries, at step
         `step`.
+
+        **Arguments:** `updates` is the number of steps that updated weights, where no sparse weight
+        says so.
 
         Raises:
             CorruptionError: one is damaged.
@@ -339,9 +319,9 @@ class Masks:
             spec, data = self._specs[name], bytes(self._restored.pop((name, INDEX), b""))
             index = index_from_compact(data, spec.elements, kept[name], spec.begin)
             self._require_room(name, index)
-            updates, *changes = self._restored_counts(name, step) if spec.trainable else [step]
-            counts[name] = updates
-            self._set(name, index, updates, changes)
+            count, *changes = self._restored_counts(name, step) if spec.trainable else [step]
+            counts[name] = count
+            self._set(name, index, count, changes)
             found[name] = index
         trained = {counts[name] for name in self._trained if name in counts}
         if len(trained) > 1:
@@ -349,7 +329,8 @@ class Masks:
                 f"expected equally many updates of all sparse weights, got {sorted(trained)}; use "
                 "another checkpoint"
             )
-        self.updates = trained.pop() if trained else step
+        unsaid = step if updates is None else updates
+        self.updates = trained.pop() if trained else unsaid
         return found
 
     def resume(
@@ -384,13 +365,21 @@ class Masks:
         return numbers
 
     def _set(self, name: str, index: PackedIndex, updates: int, changes: list[int]) -> None:
-        self._indices[name], self._kept[name] = index, index.kept
+        self._indices[name], self._plan.kept[name] = index, index.kept
         self._counts[name], self._changes[name] = updates, changes
         self._compact = None
 
     def _require_room(self, name: str, index: PackedIndex) -> None:
-        if index.kept > self._specs[name].capacity:
-            raise ConfigError(
-                f"sparsity: the mask of {name} has {index.kept} entries, its capacity is "
-                f"{self._specs[name].capacity}; use the sparsity with which the run was started"
-            )
+        require_room(name, index, self._specs[name].capacity)
+
+
+def require_room(name: str, index: PackedIndex, capacity: int) -> None:
+    """Check that a weight may keep as many entries as its mask does.
+
+    **Raises:** `ConfigError` if it may not.
+    """
+    if index.kept > capacity:
+        raise ConfigError(
+            f"sparsity: the mask of {name} has {index.kept} entries, its capacity is {capacity}; "
+            "use the sparsity with which the run was started"
+        )

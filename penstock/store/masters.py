@@ -16,10 +16,14 @@ from penstock.program import WeightSpec
 from penstock.store.codecs import decode, encode
 from penstock.store.holding import Holding
 from penstock.store.layout import allocate_role, slabs_of
-from penstock.weight_formats import FORMATS
+from penstock.store.packed import with_room
+from penstock.weight_formats import BFLOAT16, DENSE, FORMATS, PACKED, PACKED_SPLIT, SPLIT
 
 if TYPE_CHECKING:
     from penstock.sparsity import Remap
+
+_FLOATS = (DENSE, BFLOAT16, PACKED)
+_FORMATS = {"fp32": _FLOATS, "bf16": (SPLIT, PACKED_SPLIT, *_FLOATS)}
 
 PIECE_ELEMENTS = 4 << 20
 """Elements that are read, joined or converted at once: the extra memory of a pass over a model."""
@@ -60,14 +64,26 @@ class Masters:
 
     def keep(self, name: str, kept: int) -> None:
         """Set the number of entries of a sparse weight."""
+        self._require_room(name, kept)
         self._weights[name] = tuple(part[:kept] for part in self._room[name])
         self._streams[name] = stream_of(self._weights[name][0], self._specs[name])
 
     def move(self, name: str, remap: "Remap") -> None:
         """Move the entries of a sparse weight to their places after a change of its mask."""
+        self._require_room(name, remap.index.kept)
         for part, room in zip(self._weights[name], self._room[name], strict=True):
             room[: remap.index.kept] = remap.move(part)
         self.keep(name, remap.index.kept)
+
+    def _require_room(self, name: str, kept: int) -> None:
+        """Make room for so many entries of a sparse weight."""
+        parts = self._specs[name].format.parts
+        larger = []
+        for part, room in zip(parts, self._room[name], strict=True):
+            larger.append(with_room(room, kept))
+            if larger[-1] is not room:
+                self.memory_bytes[part.name] += larger[-1].nbytes
+        self._room[name] = tuple(larger)
 
     def page_lock(self) -> bool:
         """Page-lock the streamed memory; return whether the system allowed all of it."""
@@ -84,7 +100,21 @@ class Masters:
             ConfigError: its format cannot hold them exactly.
         """
         here = slice(begin, begin + values.size)
+        if self._specs[name].is_sparse:
+            self._require_room(name, here.stop)
         encode(self._specs[name].format, name, values, [part[here] for part in self._room[name]])
+
+
+def check_precision(program: Holding, precision: str) -> None:
+    """Check that a store of a precision can hold the formats of all weights.
+
+    **Raises:** `ValueError` if it cannot.
+    """
+    if precision not in _FORMATS:
+        raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
+    for name, spec in program.weights.items():
+        if spec.format not in _FORMATS[precision]:
+            raise ValueError(f"{name} streams as {spec.stream_dtype}, the precision is {precision}")
 
 
 def stream_of(part: np.ndarray, spec: WeightSpec) -> torch.Tensor:

@@ -14,7 +14,7 @@ from penstock.sparsity import Ages
 from penstock.store.holding import Holding
 from penstock.store.layout import allocate_role
 from penstock.store.optimizers import is_signed, rounding_key, scale_of
-from penstock.store.packed import length_of
+from penstock.store.packed import length_of, with_room
 from penstock.store.roles import AGE, Role, Stored
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ class OptimizerState:
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values from `begin` on, during a restore."""
-        self._room[name][role][begin : begin + values.size] = values
+        end = begin + values.size
+        if self._specs[name].is_sparse:
+            self._require_room(name, role, end)
+        self._room[name][role][begin:end] = values
 
     def clear(self, name: str) -> None:
         """Set the state of a weight to that of the start: no entry was ever regrown."""
@@ -86,9 +89,20 @@ class OptimizerState:
 
     def keep(self, name: str, index: PackedIndex) -> None:
         """Set the mask to which the state of a sparse weight belongs."""
-        for role, room in self._room.get(name, {}).items():
+        for role in self._room.get(name, {}):
             length = length_of(index, self._roles[name][role].group)
-            self._arrays[name][role] = room[:length]
+            self._require_room(name, role, length)
+            self._arrays[name][role] = self._room[name][role][:length]
+
+    def _require_room(self, name: str, role: str, length: int) -> None:
+        """Make room for so many values; further ages are those of the start."""
+        room = self._room[name][role]
+        larger = with_room(room, length)
+        if larger is not room:
+            if role == AGE:
+                larger[room.size :] = np.iinfo(room.dtype).max
+            self._room[name][role] = larger
+            self.memory_bytes[role] += larger.nbytes
 
     def require_written(self, name: str, written: Mapping[str, int]) -> None:
         """Check that a checkpoint had as many values of a sparse weight's state as its mask needs.

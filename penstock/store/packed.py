@@ -1,7 +1,9 @@
 """The arrays of sparse weights: their room, their length under a mask, and the dense values.
 
 A sparse weight keeps one value per kept entry. The number of entries changes with the mask, and
-never exceeds the weight's capacity, for which memory is allocated once.
+never exceeds the weight's capacity, for which memory is allocated once. A shard's part of a weight
+has room for its share of the capacity and some more; where its part of the mask needs more still,
+the room grows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.kernels.blocks import GRANULE
+from penstock.kernels.memory import allocate
 from penstock.kernels.packed_entries import group_offsets, max_groups
 from penstock.program import WeightSpec
 from penstock.sparsity import max_bytes, sparse_refused
@@ -28,6 +31,34 @@ def room_of(weight: WeightSpec, group: int = 1) -> int:
     if group == 1:
         return weight.capacity
     return max_groups(weight.capacity, weight.elements, group, GRANULE)
+
+
+_MORE = 16  # a part has room for a 16th more entries than its share, and for
+_LEAST_MORE = 64  # so many: random masks of 1,000 entries differ by this much
+
+
+def capacity_of_part(weight: WeightSpec, elements: int) -> int:
+    """Return the entries that a part of so many elements of a weight has room for at first."""
+    if elements == weight.elements:
+        return weight.capacity
+    share = -(-weight.capacity * elements // weight.elements)
+    return min(share + share // _MORE + _LEAST_MORE, weight.capacity, elements)
+
+
+def index_bytes_of(kept: int, elements: int) -> int:
+    """Return the most bytes of such a mask on the wire."""
+    from penstock.sparsity import max_compact_bytes
+
+    return max_compact_bytes(kept, elements)
+
+
+def with_room(array: np.ndarray, length: int) -> np.ndarray:
+    """Return an array with room for so many values: the same one, or a larger copy."""
+    if length <= array.size:
+        return array
+    larger = allocate((length + length // _MORE) * array.itemsize).view(array.dtype)
+    larger[: array.size] = array
+    return larger
 
 
 def length_of(index: PackedIndex, group: int = 1) -> int:

@@ -17,18 +17,19 @@ import torch
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.program import largest_stage
-from penstock.sparsity import dense_tensors
+from penstock.program import WeightSpec, largest_stage
+from penstock.sparsity import MaskSize, PackedIndex, SparseWeight, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
 from penstock.store.gradients import require_gradients, trainable_weights
 from penstock.store.holding import Holding, home_stages
-from penstock.store.incoming import fill
+from penstock.store.incoming import checked_weights
 from penstock.store.interface import Commit, Decision, FlashTraffic, Store, Traffic
 from penstock.store.layout import ALIGNMENT_BYTES
+from penstock.store.mask_rule import MaskRule
 from penstock.store.norm import GradientReport, merged
-from penstock.store.packed import require_dense
-from penstock.store.roles import MASTER, Role, Stored, stored_of
+from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Role, Stored, stored_of
+from penstock.store.sharded_masks import ShardedMasks, masked_gradients
 from penstock.store.sharding import HeldRange, ShardMap
 
 
@@ -40,6 +41,8 @@ class ShardedStore:
         shard_map: maps pieces to shards.
         shards: the stores, each of `shard_map.part(program, number)`.
         roles: the optimizer's arrays of every trainable weight.
+        rule: decides the steps that are committed.
+        masks: decides the masks of sparse weights; needed to load them, and to train them.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class ShardedStore:
         shards: Sequence[Store],
         roles: Sequence[Role],
         rule: CommitRule,
+        masks: MaskRule | None = None,
     ) -> None:
-        require_dense(program, f"store.shards {len(shards)}")
         self.program = program
         self.shard_map, self.shards, self._rule = shard_map, shards, rule
         self._roles = {role.name: role for role in roles}
         self._trainable = tuple(n for n in home_stages(program) if program.weights[n].trainable)
+        self.masks = ShardedMasks(program, shard_map, shards, masks)
         self._assembly = Assembly(Assembly.needed(program, shard_map))
 
     @property
@@ -68,7 +72,7 @@ class ShardedStore:
         total = Counter[str](assembly=self._assembly.bytes)
         for shard in self.shards:
             total.update(shard.memory_bytes)
-        return dict(total)
+        return {**total, **self.masks.memory_bytes}
 
     @property
     def flash_bytes(self) -> int:
@@ -92,11 +96,28 @@ class ShardedStore:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
-        fill(self, weights)
+        self.begin_restore()
+        for name, values in checked_weights(self.program, weights):
+            self.clear_state(name)
+            if name in self.masks:
+                self._load_sparse(name, values)
+            else:
+                self.write(name, MASTER, 0, values)
+        self.finish_restore(0)
+
+    def _load_sparse(self, name: str, values: np.ndarray) -> None:
+        rule, spec = self.masks.rule, self.program.weights[name]
+        if rule is None:
+            raise ValueError(f"{name}: a store needs a mask rule to load sparse weights")
+        index = rule.initial(name, spec.shape, values)
+        self.masks.take(name, index)
+        self.write(name, VALUES, 0, values[index.positions()])
+        if spec.trainable:
+            self.write(name, CHANGES, 0, np.zeros(1, np.int64))
 
     # One step
 
-    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[StreamedWeight]:
         """Return the weights of a stage, after any pending update.
 
         As `DramStore.fetch`, but the views are valid only until the second fetch after this one.
@@ -109,61 +130,75 @@ class ShardedStore:
             here = shard.program.stages[stage].weights
             wanted = [name for name in chosen if name in here]
             views = shard.fetch(stage, [here.index(name) for name in wanted])
-            found.append(dict(zip(wanted, dense_tensors(views, "shards"), strict=True)))
+            found.append(dict(zip(wanted, views, strict=True)))
         return self._put_together(chosen, found)
 
-    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def stream(self, names: Sequence[str]) -> list[StreamedWeight]:
         """Return weights by name, as `fetch` does by stage; used by another program of the
         model."""
         self._require_whole()
         found = []
         for shard in self.shards:
             wanted = [name for name in names if name in shard.program.weights]
-            views = dense_tensors(shard.stream(wanted), "shards")
+            views = shard.stream(wanted)
             found.append(dict(zip(wanted, views, strict=True)))
         return self._put_together(names, found)
 
     def _put_together(
-        self, names: Sequence[str], found: Sequence[Mapping[str, torch.Tensor]]
-    ) -> list[torch.Tensor]:
+        self, names: Sequence[str], found: Sequence[Mapping[str, StreamedWeight]]
+    ) -> list[StreamedWeight]:
         cut = [
-            self.program.weights[n].stream_bytes for n in names if len(self.shard_map.pieces[n]) > 1
+            _value_bytes(self.program.weights[n])
+            for n in names
+            if len(self.shard_map.pieces[n]) > 1
         ]
         places = self._assembly.places(cut)
-        weights = []
+        weights: list[StreamedWeight] = []
         for name in names:
             spec, pieces = self.program.weights[name], self.shard_map.pieces[name]
-            if len(pieces) == 1:
-                weights.append(found[pieces[0].shard][name].view(spec.shape))
+            place = next(places) if len(pieces) > 1 else None
+            parts = [found[piece.shard][name] for piece in pieces]
+            if name in self.masks:
+                sparse = [part for part in parts if isinstance(part, SparseWeight)]
+                weights.append(self.masks.put_together(name, sparse, place))
                 continue
-            whole = torch.from_numpy(next(places)).view(spec.stream_dtype)
-            for piece in pieces:
-                whole[piece.begin : piece.end].copy_(found[piece.shard][name])
+            dense = [part for part in parts if isinstance(part, torch.Tensor)]
+            whole = dense[0]
+            if place is not None:
+                whole = torch.from_numpy(place).view(spec.stream_dtype)
+                for piece, part in zip(pieces, dense, strict=True):
+                    whole[piece.begin : piece.end].copy_(part)
             weights.append(whole.view(spec.shape))
         return weights
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
         self._require_whole()
-        require_gradients(self.program, stage, gradients)
-        names = trainable_weights(self.program, self.program.stages[stage])
+        names, masks = trainable_weights(self.program, self.program.stages[stage]), self.masks
+        packed = masked_gradients(masks, names, self.step + 1)
+        require_gradients(self.program, stage, gradients, packed)
         flat = {
             name: None if gradient is None else gradient.detach().contiguous().view(-1)
             for name, gradient in zip(names, gradients, strict=True)
         }
         for number, shard in enumerate(self.shards):
             here = [
-                None if (whole := flat[name]) is None else whole[piece.begin : piece.end]
+                None
+                if (whole := flat[name]) is None
+                else whole[masks.entries_of(name, piece)]
+                if name in packed
+                else whole[piece.begin : piece.end]
                 for name in names
                 for piece in self.shard_map.pieces[name]
                 if piece.shard == number
             ]
             if here:
                 shard.receive(stage, here)
+        masks.received(names, self.step + 1)
 
     def commit(self) -> Commit:
         """Decide the step in all shards (`DramStore.commit`)."""
-        return commit_by(self._rule, self)
+        return commit_by(self._rule, self, self.masks.decide)
 
     def prepare(self) -> GradientReport:
         """Return the report on the step's gradients; every shard is then ready to decide."""
@@ -172,8 +207,10 @@ class ShardedStore:
 
     def decide(self, decision: Decision) -> None:
         """Commit the step in every shard (`DramStore.decide`)."""
+        self.masks.plan.require(decision)
         for shard in self.shards:
             shard.decide(decision)
+        self.masks.follow(decision)
 
     def _require_whole(self) -> None:
         steps = sorted({shard.step for shard in self.shards})
@@ -188,6 +225,7 @@ class ShardedStore:
         """Discard the gradients received since the last commit; the step may be replayed."""
         for shard in self.shards:
             shard.discard()
+        self.masks.discard()
 
     def flush(self) -> None:
         """Apply all pending updates now."""
@@ -244,33 +282,76 @@ class ShardedStore:
         return {
             role: torch.cat([part[role] for part in parts]).view(stored[role].shape)
             for role in stored
-            if role != MASTER
+            if role not in (MASTER, VALUES, INDEX, CHANGES)
         }
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return the arrays of a weight that `read` and `write` accept: its master, then its
         state."""
         spec = self.program.weights[name]
+        if name in self.masks:
+            return self._sparse_roles(name)
         return stored_of(spec, self._roles.values() if spec.trainable else ())
+
+    def _sparse_roles(self, name: str) -> dict[str, Stored]:
+        parts = [self.shards[piece.shard].roles(name) for piece in self.shard_map.pieces[name]]
+        found = {}
+        for role, first in parts[0].items():
+            shape = (sum(part[role].shape[0] for part in parts),)
+            if role == INDEX:
+                shape = self.masks.compact(name).shape
+            elif role == CHANGES:
+                shape = first.shape
+            found[role] = Stored(first.dtype, shape)
+        return found
+
+    def mask(self, name: str) -> PackedIndex | None:
+        """Return the mask of a weight, after any pending update; None if the weight is dense."""
+        self._require_whole()
+        return self.masks.index(name) if name in self.masks else None
+
+    @property
+    def mask_sizes(self) -> Mapping[str, MaskSize]:
+        """The sizes of all masks after the last commit."""
+        return self.masks.plan.sizes
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat; maybe a view."""
         self._require_whole()
+        if role == INDEX:
+            return self.masks.compact(name)[begin:end]
+        if role == CHANGES:
+            first = self.shard_map.pieces[name][0]
+            return self.shards[first.shard].read(name, role, begin, end)
         parts = [
             self.shards[span.shard].read(name, role, span.begin, span.end)
             for span in self._spans(name, role, begin, end)
         ]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate([*parts, np.empty(0, self._role(role).numpy)])
+        if len(parts) > 1:
+            return np.concatenate(parts)
+        return parts[0] if parts else np.empty(0, self._role(role).numpy)
 
     def begin_restore(self) -> None:
         """Discard everything; the store is unusable until `finish_restore`."""
         for shard in self.shards:
             shard.begin_restore()
+        self.masks.begin_restore()
+
+    def take_mask(self, name: str, index: PackedIndex) -> None:
+        """Set the mask of a sparse weight, during a restore and before its values.
+
+        **Raises:** `ConfigError` if it keeps more entries than the weight may have.
+        """
+        self.masks.take(name, index)
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
-        """Overwrite values of a weight or of its state, during a restore; each value once."""
+        """Overwrite values of a weight or of its state, during a restore; each value once. The mask
+        of a sparse weight is set by `take_mask`, before."""
+        if role == INDEX:
+            return
+        if role == CHANGES:
+            self.masks.write_changes(name, begin, values)
+            return
         for span in self._spans(name, role, begin, begin + values.size):
             self.shards[span.shard].write(name, role, span.begin, values[span.there])
 
@@ -281,6 +362,9 @@ class ShardedStore:
 
     def finish_restore(self, step: int) -> None:
         """Make the store usable; its content is the state after `step` commits."""
+        if any(name in self.masks for name in self.program.weights):
+            self.masks.finish_restore(step)
+            return
         for shard in self.shards:
             shard.finish_restore(step)
 
@@ -288,10 +372,17 @@ class ShardedStore:
         """Return a hash of all weights (`content_hash.py`); an unsharded store has the same
         hash."""
         self.flush()
-        return hash_read(self.shapes, lambda name, begin, end: self.read(name, MASTER, begin, end))
+
+        def read(name: str, begin: int, end: int) -> np.ndarray:
+            return self.read(name, VALUES if name in self.masks else MASTER, begin, end)
+
+        return hash_read(self.shapes, read, self.mask)
 
     def _spans(self, name: str, role: str, begin: int, end: int) -> Iterator[HeldRange]:
-        return self.shard_map.spans(name, begin, end, self._role(role).group)
+        group = self._role(role).group
+        if name in self.masks and role != MASTER:
+            return self.masks.spans(name, group, begin, end)
+        return self.shard_map.spans(name, begin, end, group)
 
     def _role(self, name: str) -> Role:
         return self._roles.get(name, Role(MASTER))
@@ -309,7 +400,7 @@ class Assembly:
         """Return the bytes of the largest stage."""
         cut = {name for name, pieces in shard_map.pieces.items() if len(pieces) > 1}
         _, largest = largest_stage(
-            program, lambda weight: _aligned(weight.stream_bytes) if weight.name in cut else 0
+            program, lambda weight: _aligned(_value_bytes(weight)) if weight.name in cut else 0
         )
         return 2 * largest
 
@@ -330,6 +421,10 @@ class Assembly:
         self._slabs.append(slab)
         begins = np.cumsum([0, *map(_aligned, sizes)])
         return iter([slab[b : b + n] for b, n in zip(begins[:-1], sizes, strict=True)])
+
+
+def _value_bytes(weight: WeightSpec) -> int:
+    return weight.entries * weight.stream_dtype.itemsize  # masks have memory of their own
 
 
 def _aligned(size: int) -> int:

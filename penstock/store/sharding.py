@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.kernels.blocks import GRANULE
+from penstock.program import WeightSpec
 from penstock.store.holding import HeldPart, Holding, PartStage, home_stages
-from penstock.store.packed import require_dense
+from penstock.store.packed import capacity_of_part, index_bytes_of
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,9 @@ class ShardMap:
         return cls(count, {name: pieces[name] for name in holding.weights})
 
     def part(self, holding: Holding, shard: int) -> HeldPart:
-        """Return the content of one shard of a holding that this map divides.
-
-        **Raises:** `ConfigError` if a weight is sparse.
-        """
-        require_dense(holding, f"store.shards {self.count}")
+        """Return the content of one shard of a holding that this map divides."""
         weights = {
-            name: replace(holding.weights[name], shape=(piece.elements,), begin=piece.begin)
+            name: _part_of(holding.weights[name], piece)
             for name, pieces in self.pieces.items()
             for piece in pieces
             if piece.shard == shard
@@ -93,7 +90,10 @@ class ShardMap:
             PartStage(s.index, s.name, tuple(n for n in s.weights if n in weights))
             for s in holding.stages
         )
-        return HeldPart(f"shard {shard} of {holding.name}", stages, weights)
+        capacities = {
+            name: holding.weights[name].capacity for name, part in weights.items() if part.is_sparse
+        }
+        return HeldPart(f"shard {shard} of {holding.name}", stages, weights, capacities)
 
     def parts(self, holding: Holding) -> Iterator[HeldPart]:
         """Yield the content of each shard, in order."""
@@ -109,6 +109,14 @@ class ShardMap:
             first, last = max(begin, origin), min(end, last)
             if first < last:
                 yield HeldRange(piece.shard, first - origin, last - origin, first - begin)
+
+
+def _part_of(weight: WeightSpec, piece: Piece) -> WeightSpec:
+    part = replace(weight, shape=(piece.elements,), begin=piece.begin)
+    if not weight.is_sparse:
+        return part
+    capacity = capacity_of_part(weight, piece.elements)
+    return replace(part, capacity=capacity, index_bytes=index_bytes_of(capacity, piece.elements))
 
 
 class _Loads:

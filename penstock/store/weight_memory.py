@@ -14,7 +14,7 @@ import torch
 from penstock.kernels.split_master import Weight
 from penstock.sparsity import PackedIndex, Remap, StreamedWeight
 from penstock.store.content_hash import hash_read
-from penstock.store.holding import Holding, home_stages
+from penstock.store.holding import HeldPart, Holding, home_stages
 from penstock.store.incoming import checked_weights
 from penstock.store.layout import slabs_of
 from penstock.store.mask_rule import MaskRule
@@ -22,6 +22,7 @@ from penstock.store.masks import Masks
 from penstock.store.masters import Masters
 from penstock.store.optimizer_state import OptimizerState
 from penstock.store.optimizers import Optimizer
+from penstock.store.part_masks import PartMasks
 from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored, holds_weight, stored_of
 
 
@@ -43,7 +44,7 @@ class WeightMemory:
         rule: MaskRule | None,
     ) -> None:
         self._program = program
-        self.masks = Masks(program, rule)
+        self.masks = masks_of_holding(program, rule)
         self.masters = Masters(program)
         if optimizer is None:
             self.state = OptimizerState(program, (), (), None)
@@ -53,6 +54,12 @@ class WeightMemory:
         self.is_loaded = False
         self.state_is_zero = True
         self._written: dict[str, dict[str, int]] = {}
+        self._has_first_state: set[str] = set()
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """The memory of optimizer state and masks, by use."""
+        return {**self.state.memory_bytes, **self.masks.memory_bytes}
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -137,6 +144,7 @@ class WeightMemory:
         self.is_loaded = False
         self.masks.begin_restore()
         self._written.clear()
+        self._has_first_state.clear()
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state from `begin` on, during a restore."""
@@ -148,6 +156,7 @@ class WeightMemory:
             self.masters.write(name, begin, values)
         else:
             self.state_is_zero = False
+            self._has_first_state.discard(name)
             self.state.write(name, role, begin, values)
 
     def clear_state(self, name: str) -> None:
@@ -155,16 +164,25 @@ class WeightMemory:
         if not self.state_is_zero:  # zeroing again would only allocate untouched pages
             self.state.clear(name)
         self.state.begin_ages(name)
+        self._has_first_state.add(name)
 
-    def finish_restore(self, step: int) -> None:
-        """Make the content usable: the state after `step` commits. Errors are those of
-        `DramStore.finish_restore`."""
+    def finish_restore(self, step: int, updates: int | None = None) -> None:
+        """Make the content usable: the state after `step` commits. Arguments and errors are those
+        of `DramStore.finish_restore`."""
         kept = {name: written.get(VALUES, 0) for name, written in self._written.items()}
-        for name, index in self.masks.restore(kept, step).items():
+        for name, index in self.masks.restore(kept, step, updates).items():
             self._keep(name, index)
-            self.state.require_written(name, self._written[name])
+            if name not in self._has_first_state:
+                self.state.require_written(name, self._written[name])
         self.is_loaded = True
 
     def _keep(self, name: str, index: PackedIndex) -> None:
         self.masters.keep(name, index.kept)
         self.state.keep(name, index)
+
+
+def masks_of_holding(program: Holding, rule: MaskRule | None) -> Masks:
+    """Return the masks of a store that holds all weights, or of a shard."""
+    if isinstance(program, HeldPart):
+        return PartMasks(program, rule)
+    return Masks(program, rule)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from penstock.config import SPARSE_RUNS, Config, check_same_sparsity
+from penstock.config import Config, check_same_sparsity
+from penstock.constants import SPARSE_RUNS
 from penstock.data import Source
 from penstock.engine import choose_target, target_of
 from penstock.errors import ConfigError

@@ -64,6 +64,9 @@ class NoShard:
     def roll_back(self, step) -> None:
         pass
 
+    def enter(self) -> None:
+        pass
+
     def begin(self, step) -> None:
         pass
 
@@ -76,7 +79,7 @@ class NoShard:
     def prepare(self) -> dict:
         return {}
 
-    def commit(self, step, decision) -> dict:
+    def commit(self, step, decision, masks) -> dict:
         return {}
 
 

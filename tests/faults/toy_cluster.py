@@ -28,6 +28,7 @@ from penstock.distributed.protocol import (
     StepResult,
     Timeouts,
     UnrecoverableError,
+    WithoutMasks,
 )
 from penstock.distributed.protocol.transfer_schedule import (
     Chunk,
@@ -202,6 +203,9 @@ class ToyShard:
         self.step, self.weights = step, self.durable[step]
         self._forget()
 
+    def enter(self) -> None:
+        """Nothing was sent to the engines of an epoch before this one."""
+
     def begin(self, step) -> None:
         assert step == self.step + 1
         self._forget()
@@ -251,7 +255,7 @@ class ToyShard:
         self.weights = [array.copy() for array in self.weights]
         self.weights[turn].view(np.uint32)[element] ^= np.uint32(1 << bit)
 
-    def commit(self, step, decision) -> dict:
+    def commit(self, step, decision, masks) -> dict:
         assert step == self.step + 1, "a step is committed twice, or left out"
         self._make_durable()  # the step before, at the latest now
         new = list(self.weights)
@@ -267,7 +271,7 @@ class ToyShard:
         return {"step": step}
 
 
-class ToyOrder:
+class ToyOrder(WithoutMasks):
     """One step, as the coordinator has it made."""
 
     micro_batches = MICRO_BATCHES

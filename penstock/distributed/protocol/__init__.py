@@ -27,15 +27,19 @@ from penstock.distributed.protocol.step_request import (
     StepResult,
     Timeouts,
     UnrecoverableError,
+    WithoutMasks,
 )
 from penstock.distributed.protocol.step_transaction import Phase
 from penstock.distributed.protocol.transfer_schedule import (
     CHUNK_BYTES,
     GRADIENT_WIDTH,
+    SPARSE_HEADER_BYTES,
     Chunk,
+    SparseChunk,
     TransferOperation,
     TransferSchedule,
     chunks,
+    sparse_chunks,
 )
 from penstock.distributed.protocol.tree_topology import tree_connections
 
@@ -45,6 +49,7 @@ __all__ = [
     "GRADIENTS",
     "GRADIENT_WIDTH",
     "HEADER_BYTES",
+    "SPARSE_HEADER_BYTES",
     "WINDOW",
     "BoundContext",
     "Chunk",
@@ -60,12 +65,14 @@ __all__ = [
     "RolledBackError",
     "ShardExecutor",
     "ShardNode",
+    "SparseChunk",
     "StepRequest",
     "StepResult",
     "Timeouts",
     "TransferOperation",
     "TransferSchedule",
     "UnrecoverableError",
+    "WithoutMasks",
     "chunks",
     "lengths",
     "message_validation",
@@ -74,6 +81,7 @@ __all__ = [
     "pack_arrays",
     "sent_on",
     "slot_of",
+    "sparse_chunks",
     "tree_connections",
     "unpack",
     "unpack_arrays",

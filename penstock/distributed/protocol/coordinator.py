@@ -245,6 +245,8 @@ class Coordinator:
             self._take_losses(message)
         elif kind is MessageType.PREPARED and phase is Phase.RUNNING and is_shard:
             self._take_prepared(message)
+        elif kind is MessageType.VOTES and phase is Phase.RUNNING and is_shard:
+            self._take_votes(message)
         elif kind is MessageType.COMMITTED and phase is Phase.COMMITTING and is_shard:
             self._take_committed(message)
 
@@ -361,17 +363,22 @@ class Coordinator:
         self._present.record_report(message)
         self._decide_if_complete()
 
+    def _take_votes(self, message: Message) -> None:
+        self._present.record_votes(message)
+        self._decide_if_complete()
+
     def _decide_if_complete(self) -> None:
         transaction = self._present
         if not transaction.is_complete:
             return
         try:
-            transaction.decide()
+            is_decided = transaction.decide()
         except Exception as error:  # the step is not committed; the caller receives the error
             self._end(StepResult(self._step, error=error))
             return
-        self._phase(Phase.COMMITTING)
-        transaction.commit()
+        if is_decided:
+            self._phase(Phase.COMMITTING)
+            transaction.commit()
 
     def _take_committed(self, message: Message) -> None:
         self._present.record_acknowledgement(message)

@@ -26,6 +26,7 @@ from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import (
     GRADIENT_WIDTH,
     Chunk,
+    SparseChunk,
     TransferOperation,
     TransferSchedule,
 )
@@ -55,6 +56,13 @@ class EngineExecutor(Protocol):
         """
         ...
 
+    def entries(
+        self, operation: TransferOperation, piece: Chunk, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the part of a sparse weight's flat gradient that is in a chunk; of a chunk without
+        an entry, a single zero, because an empty gradient stands for none."""
+        ...
+
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch, after the operation whose sweep is "turn"."""
         ...
@@ -66,6 +74,7 @@ class _Sum:
 
     tree: TreeReduction
     missing: int
+    elements: int = 0  # of the sums that exist; all have equally many
     seen: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -279,7 +288,11 @@ class EngineNode(ProtocolNode[_EngineStep]):
     def _send_own(self, operation: TransferOperation, node: PartialSum) -> None:
         for number, piece in enumerate(operation.gradients):
             tensor = node.tensors[piece.tensor]
-            part = None if tensor is None else tensor.view(-1)[piece.begin : piece.end].float()
+            part = None
+            if tensor is not None and isinstance(piece, SparseChunk):
+                part = self._work.entries(operation, piece, tensor.view(-1)).float()
+            elif tensor is not None:
+                part = tensor.view(-1)[piece.begin : piece.end].float()
             self._send_sum(
                 self._position.summing.own_target,
                 operation.number,
@@ -327,6 +340,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
                 f"gradient {chunk} of operation {op} was received for more micro-batches than this "
                 "engine adds; do all nodes run the same version of Penstock?"
             )
+        self._require_as_many(op, chunk, total, node)
         self.progress += 1
         total.tree.add(node)
         if total.missing:
@@ -335,6 +349,18 @@ class EngineNode(ProtocolNode[_EngineStep]):
         total.tree = TreeReduction(step.total)  # frees the memory of the sent sums
         for added in nodes:
             self._send_sum(self._position.summing.target, op, chunk, added)
+
+    def _require_as_many(self, op: int, chunk: int, total: _Sum, node: PartialSum) -> None:
+        """Check that a sum has as many elements as the others; those of a sparse weight vary."""
+        tensor = node.tensors[0]
+        if tensor is None:
+            return
+        total.elements = total.elements or tensor.numel()
+        if tensor.numel() != total.elements:
+            raise ProtocolError(
+                f"gradient {chunk} of operation {op}: expected {total.elements} elements, as in "
+                f"the other sums, got {tensor.numel()}; do all nodes have the same masks?"
+            )
 
     def _send_sum(self, target: int | None, op: int, chunk: int, node: PartialSum) -> None:
         view = self._view

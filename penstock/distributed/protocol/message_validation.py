@@ -13,6 +13,7 @@ from penstock.distributed.protocol.messages import Message
 from penstock.distributed.protocol.transfer_schedule import (
     GRADIENT_WIDTH,
     Chunk,
+    SparseChunk,
     TransferOperation,
     TransferSchedule,
 )
@@ -33,7 +34,10 @@ def weights_of(transfers: TransferSchedule, message: Message) -> tuple[TransferO
     if message.chunk >= len(operation.weights):
         raise refuse(message, f"names chunk {message.chunk} of {len(operation.weights)}")
     piece = operation.weights[message.chunk]
-    _require_size(message, piece.size)
+    if isinstance(piece, SparseChunk):
+        _require_at_most(message, piece.size)
+    else:
+        _require_size(message, piece.size)
     return operation, piece
 
 
@@ -43,8 +47,13 @@ def gradient_of(transfers: TransferSchedule, message: Message) -> tuple[Transfer
     if message.chunk >= len(operation.gradients):
         raise refuse(message, f"names gradient {message.chunk} of {len(operation.gradients)}")
     piece = operation.gradients[message.chunk]
-    if message.size:  # size 0 means that the gradient does not exist
-        _require_size(message, (piece.end - piece.begin) * GRADIENT_WIDTH)
+    size = (piece.end - piece.begin) * GRADIENT_WIDTH
+    if isinstance(piece, SparseChunk):
+        _require_at_most(message, size)
+        if message.size % GRADIENT_WIDTH:
+            raise refuse(message, f"has {message.size} bytes, expected a multiple of 4")
+    elif message.size:  # size 0 means that the gradient does not exist
+        _require_size(message, size)
     return operation, piece
 
 
@@ -83,6 +92,12 @@ def _operation(transfers: TransferSchedule, message: Message) -> TransferOperati
     if message.op >= len(transfers.operations):
         raise refuse(message, f"names operation {message.op} of {len(transfers.operations)}")
     return transfers.operations[message.op]
+
+
+def _require_at_most(message: Message, size: int) -> None:
+    held = message.size if message.payload is None else message.payload.nbytes
+    if message.size != held or held > size:
+        raise refuse(message, f"has {held} bytes, expected {message.size} and at most {size}")
 
 
 def _require_size(message: Message, size: int) -> None:

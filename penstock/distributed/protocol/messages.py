@@ -66,6 +66,9 @@ class MessageType(enum.IntEnum):
     RPC_REPLY = 23  # its result
     SNAPSHOT_REQUEST = 24  # replica to replica: send this portion of the state
     SNAPSHOT_CHUNK = 25  # the portion
+    # Of a step that changes the masks of sparse weights:
+    VOTE = 26  # coordinator to shards: a round of votes, with the selections to vote on
+    VOTES = 27  # shard to coordinator: its votes
     # Between the two ends of a connection:
     SHM_OFFER = 100  # an offer of shared memory
     BUFFER_CREDIT = 101  # slots for reuse; empty: the receiver cannot map the shared memory

@@ -19,7 +19,12 @@ import numpy as np
 
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
-from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol.messages import (
+    COORDINATOR,
+    Message,
+    MessageType,
+    message_with,
+)
 from penstock.distributed.protocol.node_base import ProtocolNode
 from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
@@ -41,6 +46,10 @@ class ShardExecutor(Protocol):
 
     def roll_back(self, step: int) -> None:
         """Roll back to a held step and drop all later state."""
+        ...
+
+    def enter(self) -> None:
+        """Begin an epoch: its engines may be others, which have no mask of a sparse weight."""
         ...
 
     def begin(self, step: int) -> None:
@@ -69,8 +78,15 @@ class ShardExecutor(Protocol):
         """Return the shard's report on the gradients for the coordinator, as JSON."""
         ...
 
-    def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Commit a step. Called once per step, unless the shard rolled back to before the step."""
+    def vote(self, ballots: np.ndarray | None) -> np.ndarray:
+        """Return the shard's votes on the masks of the step, bytes."""
+        ...
+
+    def commit(
+        self, step: int, decision: Mapping[str, Any], masks: np.ndarray | None
+    ) -> Mapping[str, Any]:
+        """Commit a step, with changes of masks if there are any. Called once per step, unless the
+        shard rolled back to before the step."""
         ...
 
 
@@ -88,6 +104,7 @@ class _ShardStep:
     stored: int = 0  # how many of these the store has taken
     is_prepared: bool = False
     commit_began: bool = False
+    voting: int = 0  # the last round of votes
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
@@ -141,6 +158,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self.refused += 1
         elif message.kind is MessageType.COMMIT:
             self._commit(message)
+        elif message.kind is MessageType.VOTE:
+            self._vote(message)
         elif message.kind is MessageType.WEIGHT_CREDIT:
             self._take_credit(message)
         elif message.kind is MessageType.GRADIENT:
@@ -168,6 +187,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
             return
+        is_first = not self._step.number
         step = self._step = _ShardStep(message.step)
 
         def ready(_: object) -> None:
@@ -176,6 +196,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._prepare_if_complete()  # this shard may have no gradients
 
         def begin() -> None:
+            if is_first:
+                self._work.enter()
             self._work.begin(message.step)
             if not self._streams:
                 self._work.settle()
@@ -212,7 +234,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         assert view is not None
         engines, shards = view.engines, len(view.shards)
         for chunk, part in zip(self._sends[operation.number], parts, strict=True):
-            size = operation.weights[chunk].size
+            size = operation.weights[chunk].size if part is None else part.nbytes
             message = Message(
                 MessageType.WEIGHTS,
                 self.epoch,
@@ -277,22 +299,40 @@ class ShardNode(ProtocolNode[_ShardStep]):
     ) -> Callable[[], None]:
         return lambda: self._work.receive(operation, arrived)
 
-    def _commit(self, message: Message) -> None:
+    def _vote(self, message: Message) -> None:
         step = self._step
-        if not step.is_prepared:
+        self._require_prepared(message)
+        number = message_validation.integer(message, "round", 1)
+        if number <= step.voting:
+            return  # a repetition
+        step.voting = number
+
+        def voted(votes: np.ndarray) -> None:
+            fields = {"epoch": self.epoch, "sender": self.number, "step": step.number}
+            sent = message_with(votes, kind=MessageType.VOTES, body={"round": number}, **fields)
+            self._context.send(COORDINATOR, sent)
+
+        self._run(step, lambda: self._work.vote(message.payload), voted)
+
+    def _require_prepared(self, message: Message) -> None:
+        if not self._step.is_prepared:
             raise message_validation.refuse(
                 message, "is too early: this shard has not received all gradients"
             )
+
+    def _commit(self, message: Message) -> None:
+        step = self._step
+        self._require_prepared(message)
         if step.answer is not None:
             self._notify(MessageType.COMMITTED, step.answer)
             return
         if step.commit_began:
             return  # the commit is still running
         step.commit_began = True
-        decision = dict(message.body)
+        decision, masks = dict(message.body), message.payload
 
         def committed(answer: Mapping[str, Any]) -> None:
             step.answer = answer
             self._notify(MessageType.COMMITTED, answer)
 
-        self._run(step, lambda: self._work.commit(step.number, decision), committed)
+        self._run(step, lambda: self._work.commit(step.number, decision, masks), committed)

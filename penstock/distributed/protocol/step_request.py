@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.distributed.protocol.messages import Message
+from penstock.errors import ProtocolError
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,38 @@ class StepRequest(Protocol):
         """Return the decision for the shards' commit, or raise the error that forbids it."""
         ...
 
+    def ballots(self) -> np.ndarray | None:
+        """Return what the shards vote on in the next round, bytes; None if nothing is left to vote
+        on. Called once the step is decided but for its masks."""
+        ...
+
+    def count(self, votes: Sequence[Message]) -> None:
+        """Count a round: the votes of every shard, in shard order; or raise `ProtocolError`."""
+        ...
+
+    def masks(self) -> np.ndarray | None:
+        """Return the changes of masks that the votes have decided, bytes; None without any."""
+        ...
+
     def answer(self, message: Message) -> Any:
         """Return a shard's acknowledgement of the commit, or raise `ProtocolError`."""
         ...
+
+
+class WithoutMasks:
+    """The part of a request for a step that changes no mask."""
+
+    def ballots(self) -> np.ndarray | None:
+        """Nothing is voted on."""
+        return None
+
+    def count(self, votes: Sequence[Message]) -> None:
+        """No vote was asked for."""
+        raise ProtocolError("votes on masks came for a step that changes no mask")
+
+    def masks(self) -> np.ndarray | None:
+        """No mask changes."""
+        return None
 
 
 @dataclass(frozen=True)

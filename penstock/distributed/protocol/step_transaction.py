@@ -47,7 +47,9 @@ class StepTransaction:
         self._losses: dict[int, list[float]] = {}
         self._reports: dict[int, Any] = {}
         self._acknowledgements: dict[int, Any] = {}
-        self._decision: Mapping[str, Any] = {}
+        self._decision: Mapping[str, Any] | None = None
+        self._round = 0  # of votes on masks; 0 before the first
+        self._votes: dict[int, Message] = {}
         self.commits = 0  # how often the decision was sent again
         self._nodes = list(view.shard_nodes)  # the replicas that have not left
 
@@ -66,22 +68,57 @@ class StepTransaction:
         for engine, body, described, payload in parts:
             self._send(engine, MessageType.BEGIN, {**body, "rows": described}, payload)
 
-    def decide(self) -> None:
-        """Make the decision from the losses and the reports.
+    def decide(self) -> bool:
+        """Make the decision from the losses, the reports, and the votes if masks change.
+
+        Returns whether it is made; otherwise the replicas are voting.
 
         **Raises:** whatever forbids the commit; nothing is committed then.
         """
-        self._decision = self.request.decide(self.losses, self.reports)
+        if self._decision is None:
+            self._decision = self.request.decide(self.losses, self.reports)
+        elif not self._votes.keys() >= {*self._nodes}:
+            return False
+        if self._round:
+            self.request.count(self._equal_votes())
+        ballots = self.request.ballots()
+        if ballots is None:
+            return True
+        self._round, self._votes = self._round + 1, {}
+        for node in self._nodes:
+            self._send(node, MessageType.VOTE, {"round": self._round}, ballots)
+        return False
+
+    def record_votes(self, message: Message) -> None:
+        """Record a replica's votes, if they are those of this round.
+
+        **Raises:** `ProtocolError` if the round is none.
+        """
+        if message_validation.integer(message, "round", 1) == self._round:
+            self._votes[message.sender] = message
+
+    def _equal_votes(self) -> list[Message]:
+        """Return the votes of all shards, in order.
+
+        **Raises:** `CorruptionError` if replicas of a shard have voted differently.
+        """
+        for shard, (first, *others) in enumerate(self._shards):
+            for other in others:
+                if not _is_equal(self._votes[first], self._votes[other]):
+                    raise self._differ(shard, first, other, "their votes on masks")
+        return [self._votes[nodes[0]] for nodes in self._shards]
 
     def commit(self) -> None:
         """Send the decision to all replicas that have not acknowledged it."""
+        masks = self.request.masks()
         for node in self.unacknowledged:
-            self._send(node, MessageType.COMMIT, self._decision)
+            self._send(node, MessageType.COMMIT, self._decision, masks)
 
     @property
     def result(self) -> StepResult:
         """The result of the step, once all replicas have committed."""
-        return StepResult(self.request.step, self.losses, self._decision, self.acknowledgements)
+        decision = self._decision or {}
+        return StepResult(self.request.step, self.losses, decision, self.acknowledgements)
 
     def remove_replica(self, node: int) -> None:
         """Remove a replica; the other replicas of its shard do the same work."""
@@ -155,13 +192,16 @@ class StepTransaction:
             for other in others:
                 what = self.request.difference(self._reports[first], self._reports[other])
                 if what is not None:
-                    raise CorruptionError(
-                        f"shard {shard}: the replicas on nodes {first} and {other} must be equal, "
-                        f"but differ in {what}; step {self.request.step} was not committed. The "
-                        "memory or the processor of one of their hosts is faulty. Test both hosts, "
-                        "then give the same command again; the run resumes from the last saved step"
-                    )
+                    raise self._differ(shard, first, other, what)
         return [self._reports[nodes[0]] for nodes in self._shards]
+
+    def _differ(self, shard: int, first: int, other: int, what: str) -> CorruptionError:
+        return CorruptionError(
+            f"shard {shard}: the replicas on nodes {first} and {other} must be equal, but differ "
+            f"in {what}; step {self.request.step} was not committed. The memory or the processor "
+            "of one of their hosts is faulty. Test both hosts, then give the same command again; "
+            "the run resumes from the last saved step"
+        )
 
     @property
     def acknowledgements(self) -> Sequence[Any]:
@@ -175,8 +215,15 @@ class StepTransaction:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many losses, reports and acknowledgements have arrived; each number only grows."""
-        return len(self._losses), len(self._reports), len(self._acknowledgements)
+        """How many losses, reports, votes and acknowledgements have arrived."""
+        voted = self._round, len(self._votes)
+        return len(self._losses), len(self._reports), *voted, len(self._acknowledgements)
+
+
+def _is_equal(first: Message, other: Message) -> bool:
+    if first.payload is None or other.payload is None:
+        return first.payload is other.payload
+    return np.array_equal(first.payload, other.payload)
 
 
 class Phase(enum.Enum):
@@ -186,5 +233,5 @@ class Phase(enum.Enum):
     GATHERING = "waiting for engines or shards"
     FORMING = "waiting until all nodes acknowledge the view"
     AGREEING = "waiting until all shards are at the same step"
-    RUNNING = "waiting for losses and gradients"
+    RUNNING = "waiting for losses, gradients and votes"
     COMMITTING = "waiting until the shards have committed"

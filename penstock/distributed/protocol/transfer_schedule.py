@@ -11,10 +11,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.distributed.protocol.messages import MAX_PAYLOAD_BYTES
+from penstock.kernels.blocks import GRANULE
+from penstock.sparsity import max_compact_bytes
 from penstock.step_schedule import Sweep
 
 CHUNK_BYTES = 4 << 20
 GRADIENT_WIDTH = 4  # bytes of a float32
+SPARSE_HEADER_BYTES = 48  # of a chunk of a sparse weight, besides its values and its mask
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,21 @@ class Chunk:
     def size(self) -> int:
         """The chunk's bytes."""
         return (self.end - self.begin) * self.width
+
+
+@dataclass(frozen=True)
+class SparseChunk(Chunk):
+    """The entries of a sparse weight in elements `begin` to `end`, which are whole granules.
+
+    Its bytes depend on the mask: values, and the mask unless the engines have it. `size` is the
+    most of them. A gradient has one number per entry, or per element if the store asks for it.
+    """
+
+    @property
+    def size(self) -> int:
+        """The most bytes of the chunk."""
+        elements = self.end - self.begin
+        return SPARSE_HEADER_BYTES + elements * self.width + max_compact_bytes(elements, elements)
 
 
 @dataclass(frozen=True)
@@ -84,3 +103,19 @@ def chunks(pieces: Sequence[Chunk], chunk_bytes: int = CHUNK_BYTES) -> tuple[Chu
             for begin, end in itertools.pairwise(bounds)
         )
     return tuple(result)
+
+
+def sparse_chunks(
+    piece: Chunk, density: float, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[SparseChunk, ...]:
+    """Split a piece of a sparse weight at granules into chunks of about `chunk_bytes` bytes.
+
+    **Arguments:** `density` is the share of the elements that the weight's capacity is.
+    """
+    elements = min(chunk_bytes / piece.width / density, MAX_PAYLOAD_BYTES // 8)
+    step = max(1, int(elements) // GRANULE) * GRANULE
+    bounds = [*range(piece.begin, piece.end, step), piece.end]
+    return tuple(
+        SparseChunk(piece.shard, piece.tensor, begin, end, piece.width)
+        for begin, end in itertools.pairwise(bounds)
+    )

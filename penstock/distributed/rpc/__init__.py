@@ -6,6 +6,14 @@ from penstock.distributed.rpc.commit_codec import (
     body_of_report,
     decision_of,
 )
+from penstock.distributed.rpc.mask_codec import (
+    ballots_of,
+    bytes_of_ballots,
+    bytes_of_masks,
+    bytes_of_votes,
+    masks_of_payload,
+    votes_of,
+)
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
     FrameAssembler,
@@ -29,10 +37,16 @@ __all__ = [
     "ShardLostError",
     "ShardReport",
     "StoreClient",
+    "ballots_of",
     "body_of_decision",
     "body_of_report",
+    "bytes_of_ballots",
+    "bytes_of_masks",
+    "bytes_of_votes",
     "decision_of",
     "error_class",
     "frames",
+    "masks_of_payload",
     "store_server",
+    "votes_of",
 ]

@@ -15,12 +15,21 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import report_of
+from penstock.distributed.rpc.mask_codec import votes_of
 from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
-from penstock.errors import ProtocolError
+from penstock.errors import CorruptionError, ProtocolError
 from penstock.program import WeightSpec
-from penstock.store import MASTER, FlashTraffic, GradientReport, Holding, Stored, Traffic
+from penstock.sparsity import PackedIndex, SparseWeight, StreamedWeight, Votes, index_from_compact
+from penstock.store import MASTER, VALUES, FlashTraffic, GradientReport, Holding, Stored, Traffic
 
-_TYPES = {"float32": torch.float32, "uint8": torch.uint8, "bfloat16": torch.bfloat16}
+_TYPES = {
+    "float32": torch.float32,
+    "uint8": torch.uint8,
+    "bfloat16": torch.bfloat16,
+    "uint16": torch.uint16,
+    "uint32": torch.uint32,
+    "int64": torch.int64,
+}
 _HASH_DIGITS = 32
 
 T = TypeVar("T")
@@ -115,14 +124,38 @@ def at(answer: Response, step: int) -> None:
         raise answer.refuse(f"names step {step_of(answer)}, expected step {step}")
 
 
-def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[torch.Tensor]:
+def weights_of(answer: Response, specs: Sequence[WeightSpec]) -> list[StreamedWeight]:
     """Return the requested weights, in memory of their own."""
-    tensors = []
+    weights: list[StreamedWeight] = []
     for number, spec in enumerate(specs):
         kind = np.dtype(spec.format.stream.dtype)
+        if spec.is_sparse:
+            weights.append(_sparse_weight(answer, number, spec, kind))
+            continue
         array = answer.array(str(number), kind, spec.elements)
-        tensors.append(torch.from_numpy(array).view(spec.stream_dtype).view(spec.shape))
-    return tensors
+        weights.append(torch.from_numpy(array).view(spec.stream_dtype).view(spec.shape))
+    return weights
+
+
+def _sparse_weight(
+    answer: Response, number: int, spec: WeightSpec, kind: np.dtype[Any]
+) -> SparseWeight:
+    kept, version, asks = answer.get(f"mask {number}", _is_mask)
+    array = answer.array(str(number), kind, kept)
+    index = mask(answer, f"mask {number}", spec, kept)
+    values = torch.from_numpy(array).view(spec.stream_dtype)
+    return SparseWeight(spec.name, spec.shape, values, index, version, asks)
+
+
+def mask(answer: Response, key: str, spec: WeightSpec, kept: int) -> PackedIndex:
+    """Return the mask in an array of bytes."""
+    data = answer.content.arrays.get(key)
+    if data is None or data.dtype != np.uint8:
+        raise answer.refuse(f"has no mask {key!r}")
+    try:
+        return index_from_compact(data.tobytes(), spec.elements, kept, spec.begin)
+    except (CorruptionError, ValueError) as error:
+        raise answer.refuse(f"has a damaged mask of {spec.name}: {error}") from None
 
 
 def values_of(answer: Response, kind: torch.dtype, count: int) -> np.ndarray:
@@ -140,6 +173,14 @@ def report(answer: Response, holding: Holding) -> GradientReport:
     named = (*content.missing, *(n for names in (content.non_finite or {}).values() for n in names))
     _require_known(answer, (*named, *content.zero), holding)
     return content
+
+
+def votes(answer: Response, ballots: int) -> list[Votes]:
+    """Return the votes on so many ballots."""
+    try:
+        return votes_of(answer.content.arrays.get("votes"), ballots)
+    except ProtocolError as error:
+        raise answer.refuse(f"has invalid votes: {error}") from None
 
 
 def unchanged(answer: Response, holding: Holding) -> tuple[str, ...]:
@@ -166,6 +207,11 @@ def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:
     """Return what is stored of a weight: its master in the weight's shape, then its state."""
     content = answer.get("roles", _mapping_to(_is_stored))
     found = {role: Stored(_TYPES[kind], tuple(shape)) for role, (kind, shape) in content.items()}
+    if spec.is_sparse:
+        values = found.get(VALUES)
+        if values is None or values.dtype != spec.format.saved_dtype or len(values.shape) != 1:
+            raise answer.refuse(f"has invalid roles of {spec.name}: {str(content)[:80]!r}")
+        return found
     most = max((math.prod(stored.shape) for stored in found.values()), default=0)
     if (
         found.get(MASTER) != Stored(spec.format.saved_dtype, tuple(spec.shape))
@@ -201,6 +247,13 @@ def _is_bool(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_mask(value: Any) -> bool:
+    match value:
+        case [int(kept), int(version), bool()]:
+            return kept >= 0 and version >= 0
+    return False
 
 
 def _is_names(value: Any) -> bool:

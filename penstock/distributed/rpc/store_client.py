@@ -21,6 +21,7 @@ import torch
 
 from penstock.distributed.rpc import responses
 from penstock.distributed.rpc.commit_codec import body_of_decision
+from penstock.distributed.rpc.mask_codec import bytes_of_ballots, bytes_of_masks
 from penstock.distributed.rpc.responses import Opened, Response, Status
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -30,8 +31,14 @@ from penstock.distributed.rpc.rpc import (
     ShardLostError,
 )
 from penstock.distributed.rpc.store_server import bytes_of
+from penstock.program import WeightSpec
+from penstock.sparsity import PackedIndex, Selection, StreamedWeight, Votes, max_compact_bytes
 from penstock.store import (
+    CHANGES,
+    INDEX,
     MASTER,
+    VALUES,
+    Ballot,
     Commit,
     CommitRule,
     Decision,
@@ -42,6 +49,7 @@ from penstock.store import (
     Traffic,
     commit_by,
     fill,
+    holds_weight,
 )
 
 # These methods are called between two steps. They mean the same for the node that replaces a lost
@@ -209,22 +217,22 @@ class StoreClient:
         """Fill all masters, one weight at a time (`DramStore.load`)."""
         fill(self, weights)
 
-    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def fetch(self, stage: int, positions: Sequence[int] | None = None) -> list[StreamedWeight]:
         """Return the weights of a stage, in memory of their own."""
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
         wanted = None if positions is None else list(positions)
         return self._weights("fetch", chosen, {"stage": stage, "positions": wanted})
 
-    def stream(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def stream(self, names: Sequence[str]) -> list[StreamedWeight]:
         """Return weights by name, in memory of their own."""
         return self._weights("stream", names, {"names": list(names)})
 
     def _weights(
         self, method: str, names: Sequence[str], arguments: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
+    ) -> list[StreamedWeight]:
         specs = [self.program.weights[name] for name in names]
-        most = sum(spec.stream_bytes for spec in specs)
+        most = sum(_most_bytes(spec) for spec in specs)
         return self._ask(
             method, lambda response: responses.weights_of(response, specs), most, **arguments
         )
@@ -252,11 +260,33 @@ class StoreClient:
 
     def decide(self, decision: Decision) -> None:
         """Commit the step by the decision for all shards (`DramStore.decide`)."""
+        masks = bytes_of_masks(decision)
         self._ask_all(
             "decide",
             lambda response: responses.at(response, decision.step),
+            {} if masks is None else {"masks": masks},
             **body_of_decision(decision),
         )
+
+    def mask(self, name: str) -> PackedIndex:
+        """Return the mask of a sparse weight, after any pending update."""
+        spec = self.program.weights[name]
+
+        def read(response: Response) -> PackedIndex:
+            kept = response.get("kept", lambda kept: type(kept) is int and kept >= 0)
+            return responses.mask(response, "mask", spec, kept)
+
+        return self._ask("mask", read, _most_bytes(spec), name=name)
+
+    def votes(self, ballots: Sequence[Ballot]) -> list[Votes]:
+        """Return the shard's votes on the masks of the step, for each ballot."""
+        arrays = {"ballots": bytes_of_ballots(ballots)}
+        return _first(
+            self._ask_all("votes", lambda response: responses.votes(response, len(ballots)), arrays)
+        )
+
+    def settle(self, name: str, grow: Selection) -> None:
+        """Do nothing: the shard selects the entries that it grows when the step is decided."""
 
     def discard(self) -> None:
         """Drop the gradients received since the last commit."""
@@ -293,8 +323,8 @@ class StoreClient:
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return what is stored of a weight: its master, then its state."""
-        if name not in self._roles:  # the optimizer's roles never change during a run
-            spec = self.program.weights[name]
+        spec = self.program.weights[name]
+        if name not in self._roles or spec.is_sparse:  # those of dense weights never change
             self._roles[name] = self._ask(
                 "roles", lambda response: responses.roles(response, spec), name=name
             )
@@ -310,12 +340,12 @@ class StoreClient:
         return {
             role: torch.from_numpy(self.read(name, role, 0, math.prod(kind.shape))).view(kind.shape)
             for role, kind in self.roles(name).items()
-            if role != MASTER
+            if role not in (MASTER, VALUES, INDEX, CHANGES)
         }
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""
-        kind = torch.float32 if role == MASTER else self.roles(name)[role].dtype
+        kind = torch.float32 if holds_weight(role) else self.roles(name)[role].dtype
         most = kind.itemsize * max(0, end - begin)
         where = {"name": name, "role": role, "begin": begin, "end": end}
         return self._ask(
@@ -338,13 +368,25 @@ class StoreClient:
         """Set the optimizer's state of a weight to zero, while restoring."""
         self._ask_all("clear_state", responses.nothing, name=name)
 
-    def finish_restore(self, step: int) -> None:
-        """Make the store usable: all weights and state are as after `step` commits."""
-        self._ask_all("finish_restore", lambda response: responses.at(response, step), step=step)
+    def finish_restore(self, step: int, updates: int | None = None) -> None:
+        """Make the store usable: all weights and state are as after `step` commits, of which
+        `updates` have updated weights."""
+        more = {} if updates is None else {"updates": updates}
+        self._ask_all(
+            "finish_restore", lambda response: responses.at(response, step), step=step, **more
+        )
 
     def content_hash(self) -> str:
         """Return a hash of the shard's part of all weights."""
         return self._ask("content_hash", responses.content_hash)
+
+
+def _most_bytes(weight: WeightSpec) -> int:
+    """Return the most bytes of a weight that is streamed, whatever its mask."""
+    if not weight.is_sparse:
+        return weight.stream_bytes
+    elements = weight.elements
+    return elements * weight.stream_dtype.itemsize + max_compact_bytes(elements, elements)
 
 
 def _first(results: Mapping[int, T]) -> T:

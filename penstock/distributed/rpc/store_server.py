@@ -7,16 +7,18 @@ the run's token. Each argument is converted to its type before the store receive
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
+from penstock.distributed.rpc.mask_codec import ballots_of, bytes_of_votes, masks_of_payload
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
-from penstock.sparsity import StreamedWeight, dense_tensors
-from penstock.store import Store, portions_of
+from penstock.sparsity import StreamedWeight, compact_bytes
+from penstock.store import DramStore, Store, portions_of
 from penstock.store.flash import FlashStore
 
 
@@ -98,15 +100,47 @@ def _stream(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
 
 
 def _numbered(weights: Sequence[StreamedWeight]) -> RpcMessage:
-    tensors = dense_tensors(weights, "a store in another process")
-    return RpcMessage({}, {str(number): bytes_of(tensor) for number, tensor in enumerate(tensors)})
+    body: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for number, weight in enumerate(weights):
+        if isinstance(weight, torch.Tensor):
+            arrays[str(number)] = bytes_of(weight)
+            continue
+        body[f"mask {number}"] = [weight.index.kept, weight.version, weight.dense_gradient]
+        arrays[str(number)] = bytes_of(weight.values)
+        arrays[f"mask {number}"] = np.frombuffer(compact_bytes(weight.index), np.uint8)
+    return RpcMessage(body, arrays)
+
+
+def _mask(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    index = _in_memory(storage).mask(str(arguments["name"]))
+    if index is None:
+        raise ClusterError(f"{arguments['name']} is dense and has no mask")
+    data = np.frombuffer(compact_bytes(index), np.uint8)
+    return RpcMessage({"kept": index.kept}, {"mask": data})
+
+
+def _votes(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    ballots = ballots_of(arrays.get("ballots"))
+    return RpcMessage({}, {"votes": bytes_of_votes(_in_memory(storage).votes(ballots))})
+
+
+def _in_memory(storage: OpenableShard) -> DramStore:
+    store = storage.store
+    if not isinstance(store, DramStore):
+        raise ClusterError(
+            f"{store.program.name}: expected a store in memory for sparse weights, got one on "
+            "flash; set store.flash.path to null"
+        )
+    return store
 
 
 def _receive(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store, gradients = storage.store, []
     for name in arguments["names"]:
         found = arrays.get(str(name))
-        shape = store.program.weights[str(name)].shape
+        spec = store.program.weights[str(name)]
+        shape = (-1,) if spec.is_sparse else spec.shape
         gradients.append(None if found is None else torch.from_numpy(found).view(shape))
     store.receive(int(arguments["stage"]), gradients)
     return RpcMessage()
@@ -117,7 +151,9 @@ def _prepare(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Array
 
 
 def _decide(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    storage.store.decide(decision_of(arguments))
+    changes, replaces_update = masks_of_payload(arrays.get("masks"))
+    decision = replace(decision_of(arguments), masks=changes, replaces_update=replaces_update)
+    storage.store.decide(decision)
     return RpcMessage()
 
 
@@ -197,7 +233,11 @@ def _clear_state(
 def _finish_restore(
     storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
 ) -> RpcMessage:
-    storage.store.finish_restore(int(arguments["step"]))
+    step, updates = int(arguments["step"]), arguments.get("updates")
+    if updates is None:
+        storage.store.finish_restore(step)
+    else:
+        _in_memory(storage).finish_restore(step, int(updates))
     return RpcMessage()
 
 
@@ -232,6 +272,8 @@ METHODS: Mapping[str, Callable[[OpenableShard, Mapping[str, Any], Arrays], RpcMe
     "status": _status,
     "fetch": _fetch,
     "stream": _stream,
+    "mask": _mask,
+    "votes": _votes,
     "receive": _receive,
     "prepare": _prepare,
     "decide": _decide,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -10,10 +9,12 @@ import numpy as np
 import torch
 
 from penstock.collectives import PartialSum
-from penstock.distributed.protocol import WINDOW, Chunk, TransferOperation
+from penstock.distributed.protocol import WINDOW, Chunk, SparseChunk, TransferOperation
+from penstock.distributed.worker.sparse_transfer import ReceivedMasks, entries_in
 from penstock.engine import Batch, Engine, compute, micro_batches, target_of
 from penstock.kernels.memory import allocate
 from penstock.program import Program, WeightSpec, largest_stage
+from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 from penstock.telemetry import Spans
 
@@ -35,18 +36,21 @@ class LocalEngineExecutor:
         device: str = "cpu",
     ) -> None:
         self._engine, self._schedule = engine, schedule
-        self._shapes: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = []
+        self._places: list[list[tuple[int, WeightSpec]]] = []
         for operation in schedule.operations:
-            begin, slices = 0, []
+            begin, places = 0, []
             for spec in (program.weights[name] for name in operation.weights):
-                slices.append((begin, spec.stream_dtype, spec.shape))
+                places.append((begin, spec))
                 begin += _aligned_bytes(spec)
-            self._shapes.append(slices)
+            self._places.append(places)
         _, largest = largest_stage(program, _aligned_bytes)
         self._target = target_of(device)
         self._micro_batches = 0
         self._spans, self._computed = Spans(), 0  # and the number of micro-batches computed so far
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
+        self._weights, self._masks = program.weights, ReceivedMasks()
+        # Chunks of sparse weights, whose places follow from their masks, by operation.
+        self._chunks: dict[int, dict[SparseChunk, np.ndarray]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -62,6 +66,7 @@ class LocalEngineExecutor:
         """Begin a step with these rows."""
         first, total, count = int(part["first"]), int(part["total"]), int(part["count"])
         self._micro_batches = count
+        self._chunks.clear()
         tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
         self._engine.begin(
             Batch(
@@ -78,7 +83,10 @@ class LocalEngineExecutor:
         """Copy a chunk of weights into the operation's buffer."""
         if payload is None:
             return
-        begin = self._shapes[operation.number][piece.tensor][0] + piece.begin * piece.width
+        if isinstance(piece, SparseChunk):
+            self._chunks.setdefault(operation.number, {})[piece] = payload.copy()
+            return
+        begin = self._places[operation.number][piece.tensor][0] + piece.begin * piece.width
         self._buffers[operation.number % WINDOW][begin : begin + payload.nbytes] = payload
 
     def compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
@@ -91,22 +99,39 @@ class LocalEngineExecutor:
 
     def _compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         engine = self._engine
-        buffer = self._buffers[operation.number % WINDOW]
-        engine.load(
-            operation.stage,
-            [
-                torch.from_numpy(buffer[begin : begin + math.prod(shape) * dtype.itemsize])
-                .view(dtype)
-                .view(shape)
-                for begin, dtype, shape in self._shapes[operation.number]
-            ],
-        )
+        engine.load(operation.stage, self._received(operation))
         pending = compute(engine, self._schedule.operations[operation.number])
         nodes: Sequence[PartialSum] = [] if pending is None else pending.wait()
         if self._target.has_own_memory:
             self._target.synchronize()  # the buffer is reused when this returns
             nodes = [_kept(node) for node in nodes]
         return nodes
+
+    def _received(self, operation: TransferOperation) -> list[StreamedWeight]:
+        """Return the weights of an operation, all of whose chunks are placed."""
+        buffer = self._buffers[operation.number % WINDOW]
+        payloads = self._chunks.pop(operation.number, {})
+        weights: list[StreamedWeight] = []
+        for tensor, (begin, spec) in enumerate(self._places[operation.number]):
+            place = buffer[begin : begin + spec.entries * spec.stream_dtype.itemsize]
+            if spec.is_sparse:
+                pieces = (piece for piece in operation.weights if piece.tensor == tensor)
+                chunks = [piece for piece in pieces if isinstance(piece, SparseChunk)]
+                weights.append(self._masks.weight(spec, chunks, payloads, place))
+            else:
+                weights.append(torch.from_numpy(place).view(spec.stream_dtype).view(spec.shape))
+        return weights
+
+    def entries(
+        self, operation: TransferOperation, piece: Chunk, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the part of a sparse weight's flat gradient that is in a chunk."""
+        assert isinstance(piece, SparseChunk)
+        name = self._schedule.operations[operation.number].gradients[piece.tensor]
+        if gradient.numel() == self._weights[name].elements:
+            return gradient[piece.begin : piece.end]
+        part = gradient[entries_in(self._masks.index(name), piece)]
+        return part if part.numel() else torch.zeros(1)
 
     def losses(self) -> list[float]:
         """Return the loss of each micro-batch."""

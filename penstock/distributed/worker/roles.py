@@ -101,6 +101,7 @@ def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compi
         train=config.train,
         freeze=config.freeze,
         bfloat16=spec["bfloat16"],
+        sparse=spec["sparse"],
         slot_bytes=spec["slot_bytes"],
     )
     recompute = frozenset(spec["recompute"])
@@ -117,7 +118,7 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
         UnfitHostError: this host lacks the device or the memory.
         PenstockError: no host could run such an engine.
     """
-    from penstock.engine import EnginePlan, target_of
+    from penstock.engine import EnginePlan, SparseProducts, SparseWeights, target_of
 
     device = str(spec["device"])
     _require_device(device)
@@ -125,11 +126,16 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
     compiled = _compile(spec, device, products)
     if compiled.config.cluster.has_other_hosts:  # the trainer has counted workers of its own host
         _require_memory(spec, device)
+    record = spec["sparse_products"]
+    sparse = None if record is None else SparseWeights(SparseProducts.from_record(record))
     engine = target_of(device).make_engine(
-        compiled.program, EnginePlan(compiled.recompute), budget_bytes=spec["engine_bytes"]
+        compiled.program,
+        EnginePlan(compiled.recompute),
+        budget_bytes=spec["engine_bytes"],
+        sparse=sparse,
     )
     work = LocalEngineExecutor(engine, compiled.program, compiled.schedule, device)
-    digest = engine_digest(compiled.program, compiled.transfers, device, products)
+    digest = engine_digest(compiled.program, compiled.transfers, device, products, record)
     return BuiltRole(dict(spec), EngineRole(work, compiled.transfers), digest)
 
 

@@ -7,18 +7,28 @@ steps to which the store can roll back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.distributed.protocol import TransferOperation
-from penstock.distributed.rpc import body_of_report, decision_of
+from penstock.distributed.protocol import SparseChunk, TransferOperation
+from penstock.distributed.rpc import (
+    ballots_of,
+    body_of_report,
+    bytes_of_votes,
+    decision_of,
+    masks_of_payload,
+)
 from penstock.distributed.worker.shard_storage import ShardStorage
+from penstock.distributed.worker.sparse_transfer import entries_in, packed_chunk
 from penstock.errors import ClusterError, ProtocolError
-from penstock.sparsity import dense_tensors
+from penstock.program import WeightSpec
+from penstock.sparsity import SparseWeight
 from penstock.step_schedule import StepSchedule
 from penstock.store import (
+    DramStore,
     ReplicatedStore,
     Store,
     trainable_weights,
@@ -41,6 +51,7 @@ class LocalShardExecutor:
     ) -> None:
         self._schedule = schedule
         self._storage, self._shard, self._has_replica = storage, shard, has_replica
+        self._sent_masks: dict[str, int] = {}  # versions that the engines of this epoch have
 
     @property
     def _store(self) -> Store:
@@ -53,6 +64,10 @@ class LocalShardExecutor:
     def roll_back(self, step: int) -> None:
         """Roll the store back to one of the held steps."""
         self._storage.roll_back(step)
+
+    def enter(self) -> None:
+        """Send every mask again: engines of a new epoch may have none."""
+        self._sent_masks.clear()
 
     def begin(self, step: int) -> None:
         """Discard the results of a step that was not committed."""
@@ -73,18 +88,26 @@ class LocalShardExecutor:
         held_names = held.stages[operation.stage].weights
         wanted = [name for name in names if name in held_names]
         views = self._store.fetch(operation.stage, [held_names.index(name) for name in wanted])
+        streamed = dict(zip(wanted, views, strict=True))
         flat = {
             name: view.view(-1).view(torch.uint8).numpy()
-            for name, view in zip(wanted, dense_tensors(views, "shards apart"), strict=True)
+            for name, view in streamed.items()
+            if isinstance(view, torch.Tensor)
         }
+        sparse = {name: view for name, view in streamed.items() if isinstance(view, SparseWeight)}
+        lacking = {n for n, view in sparse.items() if self._sent_masks.get(n) != view.version}
         parts = []
         for number in operation.of_shard(self._shard):
             piece = operation.weights[number]
             name = names[piece.tensor]
+            if isinstance(piece, SparseChunk):
+                parts.append(packed_chunk(sparse[name], piece, name in lacking))
+                continue
             first = held.weights[name].begin
             parts.append(
                 flat[name][(piece.begin - first) * piece.width : (piece.end - first) * piece.width]
             )
+        self._sent_masks.update((name, sparse[name].version) for name in lacking)
         return parts
 
     def receive(
@@ -100,11 +123,49 @@ class LocalShardExecutor:
             if gradient is None:
                 continue
             spec = held.weights[trained[piece.tensor]]
+            if isinstance(piece, SparseChunk):
+                self._put_entries(tensors, spec, piece, gradient)
+                continue
             if spec.name not in tensors:
                 tensors[spec.name] = torch.empty(spec.shape)
             begin, end = piece.begin - spec.begin, piece.end - spec.begin
             tensors[spec.name].view(-1)[begin:end] = torch.from_numpy(gradient)
         self._store.receive(operation.stage, [tensors.get(name) for name in held_names])
+
+    def _put_entries(
+        self,
+        tensors: dict[str, torch.Tensor],
+        spec: WeightSpec,
+        chunk: SparseChunk,
+        gradient: np.ndarray,
+    ) -> None:
+        """Put a chunk of a sparse weight's gradient into its place."""
+        store = self._sparse_store
+        index = store.mask(spec.name)
+        assert index is not None
+        is_dense = store.needs_dense_gradient(spec.name)
+        place = entries_in(index, chunk)
+        if is_dense:
+            place = slice(chunk.begin - index.begin, chunk.end - index.begin)
+        count = place.stop - place.start
+        if gradient.size != max(1, count):
+            raise ProtocolError(
+                f"gradient of {spec.name}: expected {count} numbers for elements {chunk.begin} to "
+                f"{chunk.end}, got {gradient.size}; do all nodes have the same masks?"
+            )
+        if spec.name not in tensors:
+            tensors[spec.name] = torch.empty(index.elements if is_dense else index.kept)
+        tensors[spec.name][place] = torch.from_numpy(gradient[:count])
+
+    @property
+    def _sparse_store(self) -> DramStore:
+        store = self._store
+        if not isinstance(store, DramStore):
+            raise ClusterError(
+                f"shard {self._shard}: expected a store in memory for sparse weights, got "
+                f"{type(store).__name__}; set store.flash.path to null"
+            )
+        return store
 
     def prepare(self) -> Mapping[str, Any]:
         """Report the shard's gradients and the state that the shard holds."""
@@ -113,9 +174,16 @@ class LocalShardExecutor:
             report["held"] = [list(each) for each in self._store.compared()]
         return report
 
-    def commit(self, step: int, decision: Mapping[str, Any]) -> Mapping[str, Any]:
+    def vote(self, ballots: np.ndarray | None) -> np.ndarray:
+        """Return the shard's votes on the masks of the step, bytes."""
+        return bytes_of_votes(self._sparse_store.votes(ballots_of(ballots)))
+
+    def commit(
+        self, step: int, decision: Mapping[str, Any], masks: np.ndarray | None = None
+    ) -> Mapping[str, Any]:
         """Commit the step by the decision that was made for all shards."""
-        decided = decision_of(decision)
+        changes, replaces_update = masks_of_payload(masks)
+        decided = replace(decision_of(decision), masks=changes, replaces_update=replaces_update)
         if decided.step != step:
             raise ProtocolError(
                 f"shard {self._shard}: expected a decision for step {step}, got one for step "

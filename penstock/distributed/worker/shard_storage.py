@@ -9,7 +9,7 @@ from penstock.config import Config
 from penstock.distributed.protocol import GRADIENT_WIDTH
 from penstock.distributed.rpc import WRITE_BYTES
 from penstock.errors import ClusterError, StorageError
-from penstock.planning import store_factory
+from penstock.planning import mask_rule_of, store_factory
 from penstock.program import Program, largest_stage
 from penstock.store import (
     ShardMap,
@@ -62,7 +62,8 @@ class OwnedShard:
         self.close()
         config = self._config
         if config.store.flash.path is None:
-            self._open = store_factory.make_dram_shard(config, self._program, self._part)
+            masks = mask_rule_of(config, self._program)
+            self._open = store_factory.make_dram_shard(config, self._program, self._part, masks)
             return self._open
         folder = shard_folder(config.store.flash.path, self._shard, self._replica)
         if must_hold and not folder.exists():

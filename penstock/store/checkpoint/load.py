@@ -8,7 +8,7 @@ import bisect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -28,7 +28,18 @@ from penstock.store.files import CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
 from penstock.store.roles import MASTER, VALUES, holds_weight
 
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
+
 _WEIGHT, _WEIGHT_TYPES = "F32", ("F32", "BF16")
+
+
+@runtime_checkable
+class _TakesMasks(Protocol):
+    """A store that must know the masks of sparse weights before their entries."""
+
+    def take_mask(self, name: str, index: "PackedIndex") -> None: ...
+
 
 Piece = tuple[str, int, np.ndarray]
 """Name of a tensor, index of the first element, elements (valid until the next piece)."""
@@ -66,6 +77,12 @@ def load_checkpoint(
     _require_same_model(store, folder, state)
     frozen = state.base.read(state.base.reader(base)) if state.base is not None else ()
     store.begin_restore()
+    if state.sparse and isinstance(store, _TakesMasks):
+        from penstock.store.checkpoint.reader import SavedWeights  # which reads by this module
+
+        saved = SavedWeights(folder)
+        for name in state.sparse:
+            store.take_mask(name, saved.sparse_mask(name))
     for tensor, begin, values in _pieces(folder, state, verify):
         name, role = sources[tensor]
         store.write(name, role, begin, values_of_saved(values) if holds_weight(role) else values)

@@ -77,7 +77,7 @@ class SavedWeights:
         if role == MASTER and name in self._state.base_weights:
             return self._of_base(name)[begin:end]
         if role == MASTER and name in self._state.sparse:
-            index = self._index(name)
+            index = self.sparse_mask(name)
             return dense_values(index, lambda b, e: self.read(name, VALUES, b, e), begin, end)
         place = self._state.tensors[tensor_name(role, name)]
         self._require_header(place.file)
@@ -96,9 +96,9 @@ class SavedWeights:
 
     def mask(self, name: str) -> PackedIndex | None:
         """Return the mask of a weight; None if the weight is dense. Errors are those of `read`."""
-        return self._index(name) if name in self._state.sparse else None
+        return self.sparse_mask(name) if name in self._state.sparse else None
 
-    def _index(self, name: str) -> PackedIndex:
+    def sparse_mask(self, name: str) -> PackedIndex:
         """Return the mask of a sparse weight. The last one is cached."""
         if self._mask is None or self._mask[0] != name:
             shape = {

@@ -176,13 +176,26 @@ def test_a_section_within_the_run_passes(keys, steps):
 @pytest.mark.parametrize(
     ("sections", "got"),
     [
-        ({"store": {"shards": 2}}, "store.shards 2"),
-        ({"cluster": {"start": "local"}}, "cluster.start local"),
+        (
+            {"store": {"shards": 2, "flash": {"path": "flash"}}},
+            "store.flash.path with store.shards 2",
+        ),
+        (
+            {"store": {"flash": {"path": "flash"}}, "cluster": {"start": "local"}},
+            "store.flash.path with cluster.start local",
+        ),
+        (
+            {"store": {"replicas": 2}, "cluster": {"start": "local", "shards": "apart"}},
+            "store.replicas 2",
+        ),
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
-            {"store": {"shards": 2}, "cluster": {"start": "local"}},
-            "store.shards 2, cluster.start local",
+            {
+                "store": {"replicas": 2, "flash": {"path": "flash"}},
+                "cluster": {"start": "local", "shards": "apart"},
+            },
+            "store.flash.path flash, store.replicas 2",
         ),
     ],
 )
@@ -191,8 +204,8 @@ def test_runs_that_cannot_be_sparse_yet(sections, got):
     with pytest.raises(ConfigError) as raised:
         configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
     assert str(raised.value) == (
-        f"sparsity: expected store.shards 1 and engines on the CPU in this process, got {got}; "
-        "other runs cannot have sparse weights yet"
+        "sparsity: expected engines on the CPU, store.replicas 1, and on flash one shard with "
+        f"engines in this process, got {got}; other runs cannot have sparse weights yet"
     )
 
 

@@ -39,8 +39,6 @@ from penstock.sparsity import (
 from penstock.store import (
     DramStore,
     MaskRule,
-    ShardedDramStore,
-    ShardMap,
     dram_store_memory,
 )
 
@@ -385,22 +383,6 @@ def test_change_of_masks_stays_within_its_account(method):
         assert peak - held < beyond + 2_000_000
         del sent
     tracemalloc.stop()
-
-
-def test_other_stores_refuse_sparse_weights():
-    program = sparse_program("static")
-    shard_map = ShardMap.of(make_program(LAYERS), 2)
-    rest = "; other runs cannot have sparse weights yet"
-    start = "sparsity: expected store.shards 1 and engines in this process, got "
-    for make, got in (
-        (lambda: shard_map.part(program, 0), "store.shards 2"),
-        (lambda: ShardedDramStore(program, shard_map, [None, None], (), None), "store.shards 2"),
-        (lambda: sparse_store("set").portions(100), "a store that is copied to another process"),
-        (lambda: sparse_store("set").compared(), "a store with replicas"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            make()
-        assert str(caught.value) == start + got + rest
 
 
 def test_store_needs_a_rule_to_load_or_train_sparse_weights():

@@ -10,6 +10,7 @@ from penstock.distributed.protocol import (
     ProtocolEvent,
     StepResult,
     Timeouts,
+    WithoutMasks,
     message_validation,
 )
 from penstock.distributed.protocol.messages import Message, MessageType
@@ -17,7 +18,7 @@ from penstock.distributed.protocol.messages import Message, MessageType
 SHARDS, ENGINES = (1, 2), (100, 101, 102)
 
 
-class Order:
+class Order(WithoutMasks):
     """A step of so many micro-batches, with rows of one number each."""
 
     def __init__(self, step: int, micro_batches: int = 8) -> None:

@@ -99,6 +99,9 @@ class Shard(Engine):
     def held_steps(self) -> list[int]:
         return [0, 1]
 
+    def enter(self) -> None:
+        self.done.append(("enter",))
+
     def roll_back(self, step) -> None:
         self.done.append(("go back", step))
 
@@ -113,7 +116,11 @@ class Shard(Engine):
     def prepare(self) -> dict:
         return {"sum": 1}
 
-    def commit(self, step, decision) -> dict:
+    def vote(self, ballots) -> np.ndarray:
+        self.done.append(("vote", bytes(ballots)))
+        return np.frombuffer(b"votes", np.uint8)
+
+    def commit(self, step, decision, masks) -> dict:
         self.done.append(("commit", step))
         return {"step": step}
 

@@ -1,0 +1,138 @@
+"""Encodes ballots, votes and changes of masks as payloads of messages."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import PenstockError, ProtocolError
+from penstock.sparsity import MaskChange, Order, Selection, Votes
+from penstock.store import Ballot, Decision
+
+_COUNT = struct.Struct("<I")
+_MOST = 1 << 64
+_SELECTION = ("order", "key", "count", "remaining", "digits", "value", "key_bits", "is_decided")
+
+
+def bytes_of_ballots(ballots: Sequence[Ballot]) -> np.ndarray:
+    """Return the payload of a round of votes."""
+    return _dump([[b.weight, b.side, _plain(b.selection)] for b in ballots])
+
+
+def ballots_of(payload: np.ndarray | None) -> list[Ballot]:
+    """Return the ballots in a payload.
+
+    **Raises:** `ProtocolError` if it has no valid ones.
+    """
+    try:
+        return [_ballot(*entry) for entry in _load(payload)]
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        raise _invalid("ballots", error) from None
+
+
+def bytes_of_votes(votes: Sequence[Votes]) -> np.ndarray:
+    """Return the payload of a shard's votes: for each ballot their number, digits and counts."""
+    parts = []
+    for each in votes:
+        parts.append(_COUNT.pack(each.digits.size))
+        parts.append(each.digits.astype("<u2").tobytes())
+        parts.append(each.counts.astype("<i8").tobytes())
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def votes_of(payload: np.ndarray | None, ballots: int) -> list[Votes]:
+    """Return the votes in a payload, for so many ballots.
+
+    **Raises:** `ProtocolError` if it has no valid ones.
+    """
+    data = b"" if payload is None else payload.tobytes()
+    found, at = [], 0
+    try:
+        for _ in range(ballots):
+            (size,) = _COUNT.unpack_from(data, at)
+            digits = np.frombuffer(data, "<u2", size, at + _COUNT.size)
+            counts = np.frombuffer(data, "<i8", size, at + _COUNT.size + digits.nbytes)
+            at += _COUNT.size + digits.nbytes + counts.nbytes
+            if (np.diff(digits.astype(np.int64)) <= 0).any() or (counts <= 0).any():
+                raise ValueError("digits do not rise, or a count is not above 0")
+            found.append(Votes(digits.astype(np.uint16), counts.astype(np.int64)))
+        if at != len(data):
+            raise ValueError(f"{len(data) - at} bytes follow the last votes")
+    except (struct.error, ValueError) as error:
+        raise _invalid("votes", error) from None
+    return found
+
+
+def bytes_of_masks(decision: Decision) -> np.ndarray | None:
+    """Return the payload with the changes of masks of a decision; None if there are none."""
+    if not decision.masks:
+        return None
+    changes = [[c.weight, c.kept, _plain(c.drop), _plain(c.grow)] for c in decision.masks]
+    return _dump({"replaces_update": decision.replaces_update, "changes": changes})
+
+
+def masks_of_payload(payload: np.ndarray | None) -> tuple[tuple[MaskChange, ...], bool]:
+    """Return the changes of masks in a payload, and whether they replace the update.
+
+    **Raises:** `ProtocolError` if it has no valid ones.
+    """
+    if payload is None:
+        return (), False
+    try:
+        body = _load(payload)
+        changes = tuple(
+            MaskChange(_text(weight), _whole(kept), _selection(drop), _selection(grow))
+            for weight, kept, drop, grow in body["changes"]
+        )
+        return changes, bool(body["replaces_update"])
+    except (TypeError, ValueError, KeyError, RecursionError, PenstockError) as error:
+        raise _invalid("changes of masks", error) from None
+
+
+def _plain(selection: Selection) -> list[Any]:
+    return [selection.order.value, *(getattr(selection, key) for key in _SELECTION[1:])]
+
+
+def _selection(plain: Any) -> Selection:
+    order, *numbers, is_decided = plain
+    return Selection(Order(order), *map(_whole, numbers), bool(is_decided))
+
+
+def _ballot(weight: Any, side: Any, selection: Any) -> Ballot:
+    if side not in ("drop", "grow"):
+        raise ValueError(f"{str(side)[:20]!r} is neither drop nor grow")
+    found = _selection(selection)
+    if found.is_decided:
+        raise ValueError("the selection is decided")
+    return Ballot(_text(weight), side, found)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"expected an integer from 0 to 2^64 - 1, got {str(value)[:40]!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a name, got {str(value)[:40]!r}")
+    return value
+
+
+def _dump(plain: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(plain).encode(), np.uint8)
+
+
+def _load(payload: np.ndarray | None) -> Any:
+    return json.loads(b"" if payload is None else payload.tobytes())
+
+
+def _invalid(expected: str, error: Exception) -> ProtocolError:
+    return ProtocolError(
+        f"expected {expected}, got invalid bytes ({type(error).__name__}: {error}); do all nodes "
+        "run the same version of Penstock?"
+    )

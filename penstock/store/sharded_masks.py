@@ -1,0 +1,271 @@
+"""The masks of a store in shards: put together for engines, cut for shards, decided by votes.
+
+Masks are cut where weights are, at whole granules, so a shard's part of a mask is a mask of its
+own. Whole masks are kept here until they change: engines need them, and they say where the entries
+of each shard begin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+
+from penstock.errors import StorageError
+from penstock.kernels.blocks import GRANULE
+from penstock.kernels.packed_entries import group_offsets
+from penstock.sparsity import (
+    PackedIndex,
+    Selection,
+    SparseWeight,
+    Votes,
+    added,
+    compact_bytes,
+    empty_index,
+    joined,
+    narrowed,
+)
+from penstock.store.holding import Holding, home_stages
+from penstock.store.interface import Decision, Store
+from penstock.store.mask_plan import Ballot, MaskPlan
+from penstock.store.mask_rule import MaskRule
+from penstock.store.masks import require_room
+from penstock.store.packed import index_memory
+from penstock.store.roles import CHANGES, INDEX
+from penstock.store.sharding import HeldRange, Piece, ShardMap
+
+
+class SparseShard(Store, Protocol):
+    """A shard that may hold parts of sparse weights; see `DramStore`."""
+
+    def mask(self, name: str) -> PackedIndex | None: ...
+
+    def votes(self, ballots: Sequence[Ballot]) -> Sequence[Votes]: ...
+
+    def settle(self, name: str, grow: Selection) -> None: ...
+
+    def finish_restore(self, step: int, updates: int | None = None) -> None: ...
+
+
+class ShardedMasks:
+    """The masks of all shards; empty if no weight is sparse.
+
+    Args:
+        program, shard_map, shards: as for `ShardedStore`.
+        rule: decides the masks; None if the store neither loads dense weights nor trains.
+    """
+
+    def __init__(
+        self,
+        program: Holding,
+        shard_map: ShardMap,
+        shards: Sequence[Store],
+        rule: MaskRule | None,
+    ) -> None:
+        self._program, self._map = program, shard_map
+        self._specs = {name: spec for name, spec in program.weights.items() if spec.is_sparse}
+        self._pieces = {name: shard_map.pieces[name] for name in self._specs}
+        # A shard of a type that cannot hold sparse weights has refused them.
+        self._shards = cast("Sequence[SparseShard]", shards)
+        self.rule = rule
+        home = home_stages(program)
+        trained = [name for name in home if name in self._specs and self._specs[name].trainable]
+        self.plan = MaskPlan(self._specs, trained, rule)
+        self._uses = Counter(name for stage in program.stages for name in stage.weights)
+        self._whole: dict[str, PackedIndex] = {}
+        self._updates: int | None = None
+        self._settled: dict[str, Selection] = {}
+        self._arrived = Counter[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The most memory of masks that are put together."""
+        size = whole_masks_bytes(self._program, self._map)
+        return {"whole masks": size} if size else {}
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def index(self, name: str) -> PackedIndex:
+        """Return the mask of a weight, after any pending update; it is empty before a load."""
+        if not self.plan.kept[name]:
+            return empty_index(self._specs[name].elements)
+        if name not in self._whole:
+            parts = [self._shards[piece.shard].mask(name) for piece in self._pieces[name]]
+            self._join(name, [part for part in parts if part is not None])
+        return self._whole[name]
+
+    def put_together(
+        self, name: str, parts: Sequence[SparseWeight], place: np.ndarray | None
+    ) -> SparseWeight:
+        """Return a weight as engines get it.
+
+        Args:
+            name: its name.
+            parts: those of the shards, in order.
+            place: memory for its values, bytes; None for a weight in a single shard.
+        """
+        if name not in self._whole:
+            self._join(name, [part.index for part in parts])
+        first, index = parts[0], self._whole[name]
+        kept = sum(part.index.kept for part in parts)
+        if {part.version for part in parts} != {first.version} or kept != index.kept:
+            raise StorageError(
+                f"{name}: expected {index.kept} entries after {first.version} changes of its mask "
+                f"in all shards, got {kept} after {[part.version for part in parts]}; open the run "
+                "again: it continues from its last checkpoint"
+            )
+        values = first.values
+        if place is not None:
+            room = torch.from_numpy(place).view(values.dtype)
+            values = torch.cat([part.values for part in parts], out=room[: index.kept])
+        asks, version = first.dense_gradient, first.version
+        return SparseWeight(name, self._specs[name].shape, values, index, version, asks)
+
+    def _join(self, name: str, parts: Sequence[PackedIndex]) -> None:
+        index = parts[0] if len(parts) == 1 else joined(list(parts))
+        if index.kept != self.plan.kept[name]:
+            raise StorageError(
+                f"{name}: expected {self.plan.kept[name]} entries in all shards together, got "
+                f"{index.kept}; open the run again: it continues from its last checkpoint"
+            )
+        self._whole[name] = index
+
+    def needs_dense_gradient(self, name: str, step: int) -> bool:
+        """Return whether a step needs the gradients of a weight's absent entries too."""
+        if self.rule is None or name not in self._specs or not self._specs[name].trainable:
+            return False
+        return self.rule.policy.needs_dense_gradients(step)
+
+    def entries_of(self, name: str, piece: Piece, group: int = 1) -> slice:
+        """Return where a piece's values are among those of the whole weight; `group` entries of a
+        granule share a value."""
+        offsets = self.index(name).entry_offsets
+        if group > 1:
+            offsets = group_offsets(offsets, group)
+        first, last = piece.begin // GRANULE, -(-piece.end // GRANULE)
+        return slice(int(offsets[first]), int(offsets[last]))
+
+    def received(self, names: Iterable[str], step: int) -> None:
+        """Select the entries that a step grows in weights whose dense gradients have arrived in all
+        shards."""
+        for name in names:
+            if not self.needs_dense_gradient(name, step):
+                continue
+            self._arrived[name] += 1
+            if self._arrived[name] == self._uses[name]:
+                self._settle(name, step)
+
+    def _settle(self, name: str, step: int) -> None:
+        update = self.plan.update_at(step)
+        for change in update.changes if update is not None else ():
+            if change.weight != name:
+                continue
+            assert update is not None
+            _, grow = update.selections(self.plan.seed, change)
+            shards = [self._shards[piece.shard] for piece in self._pieces[name]]
+            while not grow.is_decided:
+                ballot = Ballot(name, "grow", grow)
+                votes = added([shard.votes([ballot])[0] for shard in shards])
+                if votes.counts.sum() < grow.remaining:
+                    return  # a gradient is not finite, or missing: the step cannot be committed
+                grow = narrowed(grow, votes)
+            for shard in shards:
+                shard.settle(name, grow)
+            self._settled[name] = grow
+
+    def discard(self) -> None:
+        """Forget what was selected since the last commit."""
+        self._settled.clear()
+        self._arrived.clear()
+
+    def decide(self, decision: Decision) -> Decision:
+        """Return a decision with the changes of masks that all shards have voted for.
+
+        Raises:
+            ConfigError: a mask would keep no entry.
+            NonFiniteError: the value of an entry is NaN or infinite.
+        """
+        election = self.plan.election(decision.step, self._settled)
+        if election is None:
+            return decision
+        while ballots := election.ballots:
+            election.count([shard.votes(ballots) for shard in self._shards])
+        return election.decided(decision)
+
+    def follow(self, decision: Decision) -> None:
+        """Record a decision that all shards have accepted."""
+        self.plan.accept(decision)
+        for change in decision.masks:
+            self._whole.pop(change.weight, None)
+        self.discard()
+
+    # --- reading and restoring --------------------------------------------------------------------
+
+    def spans(self, name: str, group: int, begin: int, end: int) -> Iterator[HeldRange]:
+        """Yield where values `begin` to `end` of a role of a weight are, in order."""
+        for piece in self._pieces[name]:
+            held = self.entries_of(name, piece, group)
+            first, last = max(begin, held.start), min(end, held.stop)
+            if first < last:
+                origin = held.start
+                yield HeldRange(piece.shard, first - origin, last - origin, first - begin)
+
+    def compact(self, name: str) -> np.ndarray:
+        """Return the mask of a weight in its compact form, uint8."""
+        return np.frombuffer(compact_bytes(self.index(name)), np.uint8)
+
+    def begin_restore(self) -> None:
+        """Forget everything; masks are set by `take`."""
+        self.plan.begin()
+        self.plan.kept = dict.fromkeys(self._specs, 0)
+        self._whole.clear()
+        self._updates = None
+        self.discard()
+
+    def take(self, name: str, index: PackedIndex) -> None:
+        """Set the mask of a weight, during a restore and before its values.
+
+        **Raises:** `ConfigError` if it keeps more entries than the weight may have.
+        """
+        require_room(name, index, self._specs[name].capacity)
+        self.plan.kept[name], self._whole[name] = index.kept, index
+        for piece in self._pieces[name]:
+            part = index.cut(piece.begin // GRANULE, -(-piece.end // GRANULE))
+            data = np.frombuffer(compact_bytes(part), np.uint8)
+            self._shards[piece.shard].write(name, INDEX, 0, data)
+
+    def write_changes(self, name: str, begin: int, values: np.ndarray) -> None:
+        """Take the numbers of updates at the changes of a mask; every shard has all of them."""
+        if begin == 0:
+            self._updates = int(values[0])
+        for piece in self._pieces[name]:
+            self._shards[piece.shard].write(name, CHANGES, begin, values)
+
+    def finish_restore(self, step: int) -> None:
+        """Finish the restore of all shards."""
+        for shard in self._shards:
+            shard.finish_restore(step, self._updates)
+
+
+def whole_masks_bytes(program: Holding, shard_map: ShardMap) -> int:
+    """Return the most memory of masks that are put together; 0 if no sparse weight is cut."""
+    sparse = (weight for weight in program.weights.values() if weight.is_sparse)
+    cut = (weight for weight in sparse if len(shard_map.pieces[weight.name]) > 1)
+    return sum(index_memory(weight.capacity, weight.elements) for weight in cut)
+
+
+def masked_gradients(
+    masks: ShardedMasks, names: Iterable[str], step: int
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of gradients that have one number per kept entry."""
+    return {
+        name: (masks.index(name).kept,)
+        for name in names
+        if name in masks and not masks.needs_dense_gradient(name, step)
+    }

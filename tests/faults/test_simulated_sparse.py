@@ -1,0 +1,89 @@
+"""Masks that change under faults: votes go by message, and every run has the bits of one store."""
+
+import functools
+
+import pytest
+import torch
+from sparse_cluster import SparseCluster, alone
+from sparse_stores import assert_same_sparse_state
+
+from penstock.distributed.protocol import MessageType
+from penstock.distributed.simulation import Faults
+from penstock.distributed.simulation.faults import Rates
+
+reference = functools.cache(alone)
+
+
+def require_same(cluster, losses, policy, dtype=torch.float32):
+    store, expected = reference(policy, stream_dtype=dtype, clip_norm=1.0)
+    assert losses == expected
+    assert_same_sparse_state(cluster.store, store)
+
+
+@pytest.mark.parametrize("policy", ["static", "gmp", "set", "rigl", "densify"])
+@pytest.mark.parametrize(("engines", "shards"), [(1, 1), (2, 1), (4, 3)])
+def test_number_of_engines_and_shards_does_not_change_bits(policy, engines, shards):
+    cluster = SparseCluster(policy, engines, shards, clip_norm=1.0)
+    require_same(cluster, cluster.train(), policy)
+    votes = [m for _, _, m in cluster.sent if m.kind is MessageType.VOTE]
+    assert bool(votes) == (policy != "static")
+
+
+def test_bfloat16_run_has_the_bits_of_one_store():
+    cluster = SparseCluster("rigl", 3, 2, torch.bfloat16, clip_norm=1.0)
+    require_same(cluster, cluster.train(), "rigl", torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.GRADIENT, MessageType.COMMIT])
+def test_engine_lost_in_a_step_that_changes_masks_changes_no_bit(kind):
+    cluster, gone = SparseCluster("rigl", 2, 2, clip_norm=1.0), []
+
+    def lose(sender, to, message):
+        if message.kind is kind and message.step == 3 and not gone:
+            gone.append(101)
+            cluster.network.kill(101)
+            cluster.network.after(0.05, cluster.join)
+
+    cluster.on_send = lose
+    require_same(cluster, cluster.train(), "rigl")
+    assert gone
+    # The replacement got every mask, although most have not changed since the others got them.
+    assert {name for name, _ in cluster.engines[102].seen} == {
+        name for name, spec in cluster.program.weights.items() if spec.is_sparse
+    }
+
+
+@pytest.mark.parametrize("policy", ["rigl", "set"])
+@pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.VOTES])
+def test_lost_vote_replays_the_step(kind, policy):
+    cluster, lost = SparseCluster(policy, 2, 3, clip_norm=1.0), []
+
+    def loses(message):
+        if message.kind is kind and message.step == 3 and len(lost) < 1:
+            lost.append(message)
+            return True
+        return False
+
+    cluster.loses = loses
+    require_same(cluster, cluster.train(), policy)
+    assert lost
+    assert [event.kind for event in cluster.events if event.kind == "retry"] == ["retry"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_repeated_and_delayed_messages_change_no_bit(seed):
+    faults = Faults(seed, Rates(lost=0.002, repeated=0.01, delayed=0.01), {}, until=1.0)
+    cluster = SparseCluster("rigl", 3, 2, faults=faults, clip_norm=1.0)
+    cluster.network.after(20.0, cluster.join)
+    require_same(cluster, cluster.train(), "rigl")
+
+
+def test_masks_travel_only_when_they_have_changed():
+    cluster = SparseCluster("set", 1, 2, clip_norm=1.0)
+    cluster.train()
+    masks = sum(cluster.store.mask(n).codes.size for n in cluster.store.masks.plan.kept)
+    first, still, changed = (cluster.bytes_of_weights(step) for step in (0, 2, 3))
+    # Masks change at the commits of steps 1, 3 and 5, after 0, 2 and 4 commits.
+    assert first - still > masks / 3
+    assert changed - still > masks / 3
+    assert cluster.bytes_of_weights(4) == still
