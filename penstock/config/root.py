@@ -172,7 +172,6 @@ class Config(Section):
             text
             for text, is_unlike in (
                 (f"store.flash.path {self.store.flash.path}", self.store.flash.path is not None),
-                (f"store.replicas {self.store.replicas}", self.store.replicas > 1),
                 ("engine.device cuda", self.engine.device == "cuda"),
                 ("engine.devices", self.engine.devices is not None),
             )

@@ -20,8 +20,8 @@ _USED_BY: dict[str, tuple[str, ...]] = {
 }
 
 SPARSE_RUNS = (
-    "expected a store in memory (store.flash.path null) without replicas (store.replicas 1), and "
-    "engines on the CPU, got {got}; other runs cannot have sparse weights yet"
+    "expected a store in memory (store.flash.path null) and engines on the CPU, got {got}; other "
+    "runs cannot have sparse weights yet"
 )
 """The runs that can have sparse weights; `got` names what another run has."""
 

@@ -101,6 +101,6 @@ def require_dense(holding: Holding, got: str) -> None:
     """
     if any(weight.is_sparse for weight in holding.weights.values()):
         raise ConfigError(
-            "sparsity: expected store.tier dram, store.shards 1 and engines in this process, got "
-            f"{got}; other runs cannot have sparse weights yet"
+            f"sparsity: expected store.tier dram, got {got}; other runs cannot have sparse weights "
+            "yet"
         )

@@ -172,18 +172,14 @@ def test_a_section_within_the_run_passes(keys, steps):
     ("sections", "got"),
     [
         ({"store": {"flash": {"path": "flash"}}}, "store.flash.path flash"),
-        (
-            {"store": {"replicas": 2}, "cluster": {"start": "local", "shards": "apart"}},
-            "store.replicas 2",
-        ),
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
             {
-                "store": {"replicas": 2, "flash": {"path": "flash"}},
-                "cluster": {"start": "local", "shards": "apart"},
+                "store": {"flash": {"path": "flash"}},
+                "engine": {"device": "cuda"},
             },
-            "store.flash.path flash, store.replicas 2",
+            "store.flash.path flash, engine.device cuda",
         ),
     ],
 )
@@ -192,9 +188,8 @@ def test_runs_that_cannot_be_sparse_yet(sections, got):
     with pytest.raises(ConfigError) as raised:
         configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
     assert str(raised.value) == (
-        "sparsity: expected a store in memory (store.flash.path null) without replicas "
-        f"(store.replicas 1), and engines on the CPU, got {got}; other runs cannot have sparse "
-        "weights yet"
+        "sparsity: expected a store in memory (store.flash.path null) and engines on the CPU, got "
+        f"{got}; other runs cannot have sparse weights yet"
     )
 
 
