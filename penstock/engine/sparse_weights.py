@@ -206,10 +206,13 @@ def held_bytes(weight: SparseWeight | EmptySparse) -> int:
 def most_layout_bytes(program: Program) -> int:
     """Return the most bytes of all layouts that an engine keeps for a program, and of making
     one."""
-    shapes = [(matrix_shape(s.shape), s.capacity) for s in program.weights.values() if s.is_sparse]
-    kept = sum(max_layout_bytes(shape, capacity) for shape, capacity in shapes)
-    making = (max_building_bytes(shape, capacity) for shape, capacity in shapes)
-    return kept + max(making, default=0)
+    kept, making = 0, [0]
+    for name, use in program.sparse_weights.items():
+        shape = matrix_shape(program.weights[name].shape)
+        choices = max(1, len(use.product_tokens))  # each number of tokens has its own
+        kept += choices * max_layout_bytes(shape, use.capacity)
+        making.append(max_building_bytes(shape, use.capacity))
+    return kept + max(making)
 
 
 def require_sparse_weights(program: Program, sparse: SparseWeights | None) -> None:

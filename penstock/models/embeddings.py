@@ -21,10 +21,14 @@ def embeddings_and_heads(source: ModelSource) -> frozenset[str]:
     """
     module = source.original
     head = _output_head(module)
+    chosen = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) or id(child) == id(head)
+    }
     names = {
         f"{path}.{name}" if path else name
-        for path, child in module.named_modules()
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) or child is head
+        for path, child in chosen.items()
         for name, _ in child.named_parameters(recurse=False)
     }
     return frozenset(source.aliases.get(name, name) for name in names) | source.adapter_weights

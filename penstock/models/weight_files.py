@@ -136,10 +136,13 @@ class WeightFiles:
 
     def _add_packed(self, path: Path, extents: dict[str, Extent]) -> None:
         """Add the tensors of a packed file; the parts of a sparse weight are one tensor."""
-        shapes = {
-            name: tuple(torch.frombuffer(self._bytes(extent), dtype=torch.int64).tolist())
-            for name, extent in shape_extents(path, extents).items()
-        }
+        try:
+            shapes = {
+                name: tuple(torch.frombuffer(self._bytes(extent), dtype=torch.int64).tolist())
+                for name, extent in shape_extents(path, extents).items()
+            }
+        finally:
+            self.close()
         packed = fold_packed(path, extents, shapes)
         parts = {id(part) for one in packed.values() for part in (one.values, one.index)}
         for name, extent in extents.items():
@@ -148,7 +151,6 @@ class WeightFiles:
         for name, one in packed.items():
             place = Extent(one.values.dtype, one.shape, one.values.begin, one.values.end)
             self.tensors[name] = StoredTensor(PACKED_FILE, place, one)
-        self.close()
 
     def _bytes(self, extent: Extent) -> bytearray:
         """Return a small tensor of the packed file."""

@@ -78,7 +78,11 @@ if TYPE_CHECKING:
         sparsity_at,
         steps_of,
     )
-    from penstock.sparsity.streamed import SparseWeight, StreamedWeight
+    from penstock.sparsity.streamed import (
+        SparseWeight,
+        StreamedWeight,
+        sparse_refused,
+    )
     from penstock.sparsity.votes import (
         Order,
         Selection,
@@ -164,6 +168,7 @@ __all__ = [
     "select_absent",
     "select_all",
     "selection_key",
+    "sparse_refused",
     "sparse_weights",
     "sparsity_at",
     "steps_of",
@@ -234,7 +239,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight", "StreamedWeight"),
+    "streamed": ("SparseWeight", "StreamedWeight", "dense_tensors", "sparse_refused"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

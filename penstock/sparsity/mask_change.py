@@ -324,7 +324,7 @@ def _apply_grown(
     following = 0
     for granule in range(code_offsets.size - 1):
         start = at
-        last = granule * GRANULE - 1
+        last = np.int64(granule * GRANULE - 1)
         position = last
         end = code_offsets[granule + 1]
         for place in range(code_offsets[granule], end + 1):

@@ -10,7 +10,6 @@ import torch
 
 from penstock.sparsity.choice import LEAST_BLOCK_COLUMNS, LEAST_TILE_ROWS, TILE_BYTES, panel_sizes
 
-_MATRICES = 3  # orders of the entries that a weight may keep, one for each of its products
 _COLUMN, _POSITION, _START, _LOCAL_COLUMN = 4, 4, 8, 2  # bytes
 _SEGMENT = 8  # its row and its first entry
 
@@ -43,18 +42,22 @@ def tile_bytes(elements: int, features: int, dtype: torch.dtype) -> int:
 
 
 def max_layout_bytes(shape: tuple[int, int], capacity: int) -> int:
-    """Return the most bytes that a layout keeps (`SparseLayout.nbytes`).
+    """Return the most bytes that a layout keeps (`SparseLayout.nbytes`) for products of one choice.
+
+    A product by a sparse kernel keeps an order of the entries. One by dense tiles keeps a bitmap
+    or, if it goes through columns, the transposed mask.
 
     Args:
         shape: outputs and inputs.
         capacity: entries of the mask.
     """
     rows, columns = shape
-    order = (_LOCAL_COLUMN + _POSITION) * capacity + _SEGMENT * max_segments(shape, capacity)
+    order = (_LOCAL_COLUMN + _POSITION) * capacity + _cells(shape)
+    order += _SEGMENT * max_segments(shape, capacity)
     bitmap = rows * -(-columns // 32) * 4
-    starts = _START * (rows + columns + 2)
-    by_rows, by_columns = _COLUMN * capacity, (_COLUMN + _POSITION) * capacity
-    return by_rows + by_columns + starts + bitmap + _MATRICES * (order + _cells(shape))
+    by_rows = _COLUMN * capacity + _START * (rows + 1)
+    by_columns = (_COLUMN + _POSITION) * capacity + _START * (columns + 1)
+    return by_rows + max(order, bitmap) + max(order, by_columns, bitmap) + order
 
 
 def max_building_bytes(shape: tuple[int, int], capacity: int) -> int:

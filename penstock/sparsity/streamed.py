@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.errors import ConfigError
 from penstock.sparsity.packed_index import PackedIndex
 
 
@@ -40,3 +41,10 @@ class SparseWeight:
 
 StreamedWeight = torch.Tensor | SparseWeight
 """What a fetch returns for one weight: a dense tensor, or the kept entries and their mask."""
+
+
+def sparse_refused(got: str) -> ConfigError:
+    """Return the error for sparse weights in a run that cannot have them."""
+    return ConfigError(
+        f"sparsity: expected store.tier dram, got {got}; other runs cannot have sparse weights yet"
+    )

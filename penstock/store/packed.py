@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.errors import ConfigError
 from penstock.kernels.blocks import GRANULE
 from penstock.kernels.memory import allocate
 from penstock.kernels.packed_entries import group_offsets, max_groups
 from penstock.program import WeightSpec
+from penstock.sparsity import max_bytes, max_compact_bytes, sparse_refused
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
@@ -47,8 +47,6 @@ def capacity_of_part(weight: WeightSpec, elements: int) -> int:
 
 def index_bytes_of(kept: int, elements: int) -> int:
     """Return the most bytes of such a mask on the wire."""
-    from penstock.sparsity import max_compact_bytes
-
     return max_compact_bytes(kept, elements)
 
 
@@ -69,8 +67,6 @@ def length_of(index: PackedIndex, group: int = 1) -> int:
 
 def index_memory(kept: int, elements: int) -> int:
     """Return the most bytes of a mask in memory, with the offsets of its granules."""
-    from penstock.sparsity import max_bytes
-
     return max_bytes(kept, elements) + 2 * 8 * (-(-elements // GRANULE) + 1)
 
 
@@ -100,7 +96,4 @@ def require_dense(holding: Holding, got: str) -> None:
         ConfigError: a weight is sparse; `got` says what the run has instead of a store that can.
     """
     if any(weight.is_sparse for weight in holding.weights.values()):
-        raise ConfigError(
-            f"sparsity: expected store.tier dram, got {got}; other runs cannot have sparse weights "
-            "yet"
-        )
+        raise sparse_refused(got)

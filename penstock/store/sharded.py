@@ -140,7 +140,8 @@ class ShardedStore:
         found = []
         for shard in self.shards:
             wanted = [name for name in names if name in shard.program.weights]
-            found.append(dict(zip(wanted, shard.stream(wanted), strict=True)))
+            views = shard.stream(wanted)
+            found.append(dict(zip(wanted, views, strict=True)))
         return self._put_together(names, found)
 
     def _put_together(

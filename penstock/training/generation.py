@@ -24,7 +24,7 @@ from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 from penstock.training.data_loading import sequence_length
 
-FetchWeights = Callable[[Sequence[str]], list[StreamedWeight]]
+FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
 
 
 def make_writer(

@@ -80,7 +80,7 @@ def test_what_streams_is_what_torch_says_it_is():
         parts = parts_of(form, values.numel())
         encode(form, "w", values.numpy(), parts)
         assert torch.equal(torch.from_numpy(parts[0]).view(form.stream_dtype), values.bfloat16())
-    assert [one.width for one in FORMATS.values()] == [4, 4, 2]
+    assert [one.width for one in FORMATS.values()] == [4, 4, 2, 4, 4]
     assert [format_of(t) for t in DTYPES.values()] == [DENSE, SPLIT]
 
 

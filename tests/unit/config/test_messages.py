@@ -8,8 +8,8 @@ from penstock.config.problems import NAMES_ELSEWHERE
 from penstock.errors import ConfigError
 
 _KEYS = (
-    "model, data, batch, precision, optimizer, freeze, train, lora, memory, store, engine, "
-    "engines, cluster, run, evaluation, checkpoint, logging"
+    "model, data, batch, precision, optimizer, freeze, train, lora, sparsity, memory, store, "
+    "engine, engines, cluster, run, evaluation, checkpoint, logging"
 )
 
 

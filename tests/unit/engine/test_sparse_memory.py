@@ -12,7 +12,16 @@ from sparse_steps import KERNELS, TILES, capacities, micro_batches_of, pruned_ca
 from sweeps import sweep, sweep_and_let_go
 from tiny_models import language_model
 
-from penstock.engine import EnginePlan, NullEngine, TorchEngine, plan_engine, predict_bytes
+from penstock.engine import (
+    TARGETS,
+    EnginePlan,
+    NullEngine,
+    TorchEngine,
+    plan_engine,
+    predict_bytes,
+)
+from penstock.engine.lanes import HostLanes
+from penstock.engine.slots import DeviceSlots
 from penstock.errors import BudgetError, ConfigError
 from penstock.sparsity import SparseWeight
 
@@ -156,14 +165,10 @@ def test_steps_with_dense_gradients_need_more_and_the_plan_says_so():
 
 
 def test_devices_with_their_own_memory_refuse_sparse_weights():
-    from penstock.engine import TARGETS
-    from penstock.engine.lanes import HostLanes
-    from penstock.engine.slots import DeviceSlots
-
     model, _ = setting()
     with pytest.raises(
         ConfigError,
-        match=r"^engine\.device: expected cpu for a model with sparse weights \('transformer\.h"
+        match=r"^engine\.device: expected cpu for a model with sparse weights \(transformer\.h"
         r".*\), got cuda, which has no sparse products yet; set engine\.device: cpu, or remove",
     ):
         TARGETS["cuda"].make_engine(model.program, EnginePlan(), sparse=model.products())

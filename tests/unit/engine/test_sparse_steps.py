@@ -26,6 +26,7 @@ from tiny_models import language_model
 from torch import nn
 from torch.nn import functional as F
 
+from penstock.compiler import fused_head
 from penstock.engine import (
     Batch,
     EnginePlan,
@@ -80,6 +81,18 @@ def test_a_sparse_tied_head_is_a_product_and_its_embedding_masked_dense():
     assert set(ways.values()) == {"sparse product"}
     for choice in CHOICES.values():
         assert_is_reference(model, model.step(batches, choice=choice), batches)
+
+
+def test_chunks_of_a_sparse_head_are_computed_alike_also_a_short_last_one(monkeypatch):
+    """32 tokens in chunks of 7: the only choice is that of 7 tokens, and the last chunk has 4."""
+    monkeypatch.setattr(fused_head, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(fused_head, "_MIN_ROWS", 7)
+    case = language_model("llama")
+    model = pruned_case(case, lambda name, _: name == "lm_head.weight")
+    assert model.program.sparse_weights["lm_head.weight"].product_tokens == (7,)
+    batches = micro_batches_of(case)
+    assert_is_reference(model, model.step(batches), batches)
+    assert_is_reference(model, model.step(batches, dense_gradient=True), batches)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -251,16 +251,15 @@ def test_a_weight_is_expanded_and_its_entries_are_taken_back(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layout_keeps_at_most_the_bytes_that_are_foreseen(kind):
+    orders = Choice(32, SparseKernel(16, 16), SparseKernel(16), SparseKernel(32))
+    mixed = Choice(32, DenseTiles(16), DenseTiles(16), SparseKernel(16))
     for shape in ((37, 83), (300, 16), (16, 300), (1, 1), (128, 512)):
-        case = Case(kind, shape, 40, torch.float32)
-        case.products(sparse(16, 16))
-        forward(case.layout, case.values, case.x, choice=sparse(32))
-        rows = case.layout.rows.nbytes
-        assert rows < case.layout.nbytes <= max_layout_bytes(shape, case.layout.entries)
-        case.products(expanded(16))
-        multiply_token(case.layout, case.values, case.dy[:1], transposed=True)
-        assert case.layout.nbytes <= max_layout_bytes(shape, case.layout.entries)
-        assert max_building_bytes(shape, case.layout.entries) > 0
+        for choice in (orders, mixed, expanded(16), expanded(4096)):
+            case = Case(kind, shape, 40, torch.float32)
+            case.products(choice)
+            entries, rows = case.layout.entries, case.layout.rows.nbytes
+            assert rows < case.layout.nbytes <= max_layout_bytes(shape, entries), (shape, choice)
+            assert max_building_bytes(shape, entries) > 0
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

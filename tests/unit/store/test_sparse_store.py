@@ -2,6 +2,7 @@
 
 import math
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -66,16 +67,23 @@ def test_twenty_steps_agree_with_a_masked_dense_loop(method, optimizer, precisio
                 store.mask(name).mask(), reference.masks[name], err_msg=f"{where}: {name}"
             )
         for name in reference.trained:
-            compare(store, reference, name, where)
+            changes = any(change.weight == name for change in commit.decision.masks)
+            compare(store, reference, name, changes, where)
     assert torch.equal(store.master("position"), random_weights(store.program, 5)["position"])
 
 
-def compare(store, reference, name, where):
-    """Compare a weight and its moments; a rounded moment is then taken from the store."""
+def compare(store, reference, name, changes, where):
+    """Compare a weight and its moments; a rounded moment is then taken from the store.
+
+    A moment of 8 bits is rounded at the update, and again where the mask changes: its group is
+    another then.
+    """
     weight = store.master(name).numpy().reshape(-1)
     np.testing.assert_allclose(weight, reference.weights[name], **EXACT, err_msg=f"{where}: {name}")
     for role, exact in reference.moments[name].items():
         moment, step = dense_moment(store, name, role)
+        if changes:  # the first rounding is by the scale of a group before, and of its value
+            step = 2.2 * step + step.any() * np.abs(exact).max() * 2.0**-15
         error = np.abs(moment - exact) - (step + EXACT["atol"] + EXACT["rtol"] * np.abs(exact))
         assert (error <= 0).all(), f"{where}: {role} of {name}, by {error.max()}"
         if step.any():
@@ -85,11 +93,12 @@ def compare(store, reference, name, where):
 @pytest.mark.parametrize("method", ["gmp", "set", "rigl"])
 def test_masks_change_at_the_steps_of_the_policy_and_by_its_numbers(method):
     store = sparse_store(method)
-    versions, kept = [], []
+    versions, kept, counted = [], [], Counter()
     for commit in train_sparse(store, ALL_STEPS):
         changed = {change.weight: change for change in commit.decision.masks}
         assert commit.decision.replaces_update == (method == "rigl" and bool(changed))
         versions.append(bool(changed))
+        counted.update(changed.keys())
         if method != "gmp":
             assert all(change.drop.count == change.grow.count for change in changed.values())
     changes = [7, 10, 13, 14] if method == "gmp" else [3, 7, 11, 15]
@@ -97,8 +106,9 @@ def test_masks_change_at_the_steps_of_the_policy_and_by_its_numbers(method):
     for name, weight in streamed(store).items():
         if name in SPARSE:
             kept.append(weight.values.numel())
-            assert weight.version == len(changes)
+            assert weight.version == counted[name]
             assert store.mask_sizes[name].kept == weight.index.kept
+    assert counted["block.0.weight"] == len(changes)
     assert kept[:2] == [math.floor(elements_of(n) * DENSITY[n] + 0.5) for n in SPARSE[:2]]
 
 
@@ -370,7 +380,8 @@ def test_change_of_masks_stays_within_its_account(method):
         _, peak = tracemalloc.get_traced_memory()
         account = store.memory_bytes
         beyond = account["mask change"] + account["grown entries"] + account["index"]
-        assert peak - held < beyond + 2_000_000, (method, store.step)
+        print(f"step {store.step}: {peak - held:,} bytes of {beyond:,}")
+        assert peak - held < beyond + 2_000_000
         del sent
     tracemalloc.stop()
 
