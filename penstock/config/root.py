@@ -179,7 +179,6 @@ class Config(Section):
                     f"store.flash.path with cluster.start {self.cluster.start}",
                     self.store.flash.path is not None and self.cluster.start != "none",
                 ),
-                (f"store.replicas {self.store.replicas}", self.store.replicas > 1),
                 ("engine.device cuda", self.engine.device == "cuda"),
                 ("engine.devices", self.engine.devices is not None),
             )

@@ -29,9 +29,8 @@ from penstock.store.mask_rule import MaskRule
 from penstock.store.masters import check_precision
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
-from penstock.store.packed import require_dense
 from penstock.store.part_masks import PartMasks
-from penstock.store.portions import SlabPortions
+from penstock.store.portions import Portions
 from penstock.store.roles import AGE, MASTER, Stored
 from penstock.store.snapshot import Snapshot
 from penstock.store.unchanged import UnchangedWeights
@@ -447,20 +446,17 @@ class DramStore:
             raise RuntimeError("state is written only between begin_restore and finish_restore")
         self._memory.write(name, role, begin, values)
 
-    def portions(self, portion_bytes: int) -> SlabPortions:
+    def portions(self, portion_bytes: int) -> Portions:
         """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
-        require_dense(self.program, "a store that is copied to another process")
         self.flush()
         if not self._memory.is_loaded:
             self._memory.state_is_zero = False  # the caller is about to write it
-        return SlabPortions((slab for _, slab in self._memory.slabs()), portion_bytes)
+        return self._memory.portions(portion_bytes)
 
     def compared(self) -> Compared:
         """Return checksums of a part of the content, chosen by the step (`comparing.py`)."""
-        require_dense(self.program, "a store with replicas")
         self.flush()
-        if self._rotation is None:
-            self._rotation = Rotation(self._memory.slabs())
+        self._rotation = self._memory.rotation(self._rotation)
         return self._rotation.part(self.step)
 
     def clear_state(self, name: str) -> None:

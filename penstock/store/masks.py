@@ -300,6 +300,11 @@ class Masks:
         data, first = self._restored.setdefault((name, role), bytearray()), begin * values.itemsize
         data[first : first + values.nbytes] = values.tobytes()
 
+    def restored(self, name: str, role: str) -> np.ndarray:
+        """Return what was written of a mask, during a restore."""
+        kind = np.uint8 if role == INDEX else np.int64
+        return np.frombuffer(bytes(self._restored.get((name, role), b"")), kind)
+
     def restore(
         self, kept: Mapping[str, int], step: int, updates: int | None = None
     ) -> dict[str, PackedIndex]:

@@ -93,6 +93,10 @@ class Masters:
         """Return elements `begin` to `end` of a flattened weight, float32; maybe a view."""
         return decode(self._specs[name].format, self._weights[name], begin, end)
 
+    def read_room(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Like `read`, of values that were written and do not have their mask yet."""
+        return decode(self._specs[name].format, self._room[name], begin, end)
+
     def write(self, name: str, begin: int, values: np.ndarray) -> None:
         """Overwrite the elements of a flattened weight from `begin` on with float32 `values`.
 

@@ -59,6 +59,10 @@ class OptimizerState:
         """Return the state of a weight; none if it is not trained."""
         return self._arrays.get(name, {})
 
+    def room(self, name: str, role: str) -> np.ndarray:
+        """Return an array with all its room, during a restore."""
+        return self._room[name][role]
+
     def stored(self, name: str) -> dict[str, Stored]:
         """Return the types and shapes of these arrays in a checkpoint."""
         spec = self._specs[name]

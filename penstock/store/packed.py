@@ -17,7 +17,7 @@ from penstock.kernels.blocks import GRANULE
 from penstock.kernels.memory import allocate
 from penstock.kernels.packed_entries import group_offsets, max_groups
 from penstock.program import WeightSpec
-from penstock.sparsity import max_bytes, sparse_refused
+from penstock.sparsity import max_bytes, max_compact_bytes, sparse_refused
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
@@ -47,8 +47,6 @@ def capacity_of_part(weight: WeightSpec, elements: int) -> int:
 
 def index_bytes_of(kept: int, elements: int) -> int:
     """Return the most bytes of such a mask on the wire."""
-    from penstock.sparsity import max_compact_bytes
-
     return max_compact_bytes(kept, elements)
 
 

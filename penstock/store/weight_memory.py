@@ -6,6 +6,7 @@ its capacity, of which the entries that its mask keeps are in use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 
 from penstock.kernels.split_master import Weight
 from penstock.sparsity import PackedIndex, Remap, StreamedWeight
+from penstock.store.comparing import Rotation
 from penstock.store.content_hash import hash_read
+from penstock.store.content_portions import ContentPortions
 from penstock.store.holding import HeldPart, Holding, home_stages
 from penstock.store.incoming import checked_weights
 from penstock.store.layout import slabs_of
@@ -23,6 +26,7 @@ from penstock.store.masters import Masters
 from penstock.store.optimizer_state import OptimizerState
 from penstock.store.optimizers import Optimizer
 from penstock.store.part_masks import PartMasks
+from penstock.store.portions import Portions, SlabPortions
 from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored, holds_weight, stored_of
 
 
@@ -55,6 +59,8 @@ class WeightMemory:
         self.state_is_zero = True
         self._written: dict[str, dict[str, int]] = {}
         self._has_first_state: set[str] = set()
+        self._updates: int | None = None  # those of the content that is restored, if it says so
+        self._has_rule = rule is not None
 
     @property
     def state_bytes(self) -> dict[str, int]:
@@ -124,6 +130,65 @@ class WeightMemory:
             for slab in slabs_of(array for state in states for array in state.values()):
                 yield f"the optimizer's state of stage {stage}", slab
 
+    def portions(self, portion_bytes: int) -> Portions:
+        """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
+        if self._has_rule:
+            return ContentPortions(self, portion_bytes)
+        return SlabPortions((slab for _, slab in self.slabs()), portion_bytes)
+
+    def rotation(self, before: Rotation | None) -> Rotation:
+        """Return the parts that replicas compare (`comparing.py`); those of `before`, unless they
+        depend on masks."""
+        if before is None or self._has_rule:
+            return Rotation(self._contents() if self._has_rule else self.slabs())
+        return before
+
+    def _contents(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield everything that depends on masks, and the rest, with descriptions."""
+        for name in self._program.weights:
+            for part in self.masters.weight(name):
+                yield f"the weight {name}", part.view(np.uint8)
+            for array in self.state.arrays(name).values():
+                yield f"the optimizer's state of {name}", array.view(np.uint8)
+            index = self.masks.index(name)
+            if index is not None:
+                yield f"the mask of {name}", index.codes
+                yield f"the mask of {name}", index.code_sizes.view(np.uint8)
+
+    # --- being copied -----------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Collection[str]:
+        """Names of the weights."""
+        return self._program.weights
+
+    @property
+    def updates(self) -> int:
+        """The number of steps that updated weights, of the present or of the restored content."""
+        if self.is_loaded:
+            return self.masks.updates
+        return self._updates or 0
+
+    def role_names(self, name: str) -> list[str]:
+        """Return the names of a weight's arrays; none for another name."""
+        return list(self.roles(name)) if name in self._program.weights else []
+
+    def restored_size(self, name: str, role: str) -> int:
+        """Return the number of values of an array; during a restore, of those that were written."""
+        if not self.is_loaded:
+            return self._written.get(name, {}).get(role, 0)
+        return math.prod(self.roles(name)[role].shape)
+
+    def read_restored(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
+        """Return values of an array; during a restore, of those that were written."""
+        if self.is_loaded:
+            return self.read(name, role, begin, end)
+        if role in (INDEX, CHANGES):
+            return self.masks.restored(name, role)[begin:end]
+        if holds_weight(role):
+            return self.masters.read_room(name, begin, end)
+        return self.state.room(name, role)[begin:end]
+
     # --- loading and restoring --------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -145,11 +210,15 @@ class WeightMemory:
         self.masks.begin_restore()
         self._written.clear()
         self._has_first_state.clear()
+        self._updates = None
+
+    def expect_updates(self, updates: int) -> None:
+        """Set the number of steps that updated weights, during a restore."""
+        self._updates = updates
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state from `begin` on, during a restore."""
-        if name in self.masks:
-            self._written.setdefault(name, {})[role] = begin + values.size
+        self._written.setdefault(name, {})[role] = begin + values.size
         if role in (INDEX, CHANGES):
             self.masks.write(name, role, begin, values)
         elif holds_weight(role):
@@ -170,7 +239,8 @@ class WeightMemory:
         """Make the content usable: the state after `step` commits. Arguments and errors are those
         of `DramStore.finish_restore`."""
         kept = {name: written.get(VALUES, 0) for name, written in self._written.items()}
-        for name, index in self.masks.restore(kept, step, updates).items():
+        said = self._updates if updates is None else updates
+        for name, index in self.masks.restore(kept, step, said).items():
             self._keep(name, index)
             if name not in self._has_first_state:
                 self.state.require_written(name, self._written[name])

@@ -221,6 +221,7 @@ class SnapshotReceiver:
         def written(_: object) -> None:
             if copy is self._copy:
                 copy.written += 1
+                copy.count = len(portions.sizes)  # the first portion may announce the others
                 self._request_more(copy)
 
         self._context.work(write, written, lambda error: self._fail(copy, "target", error))

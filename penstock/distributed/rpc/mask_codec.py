@@ -29,7 +29,10 @@ def ballots_of(payload: np.ndarray | None) -> list[Ballot]:
     **Raises:** `ProtocolError` if it has no valid ones.
     """
     try:
-        return [_ballot(*entry) for entry in _load(payload)]
+        entries = _load(payload)
+        if not isinstance(entries, list):
+            raise TypeError(f"expected a list, got {str(entries)[:40]!r}")
+        return [_ballot(*entry) for entry in entries]
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise _invalid("ballots", error) from None
 

@@ -184,18 +184,14 @@ def test_a_section_within_the_run_passes(keys, steps):
             {"store": {"flash": {"path": "flash"}}, "cluster": {"start": "local"}},
             "store.flash.path with cluster.start local",
         ),
-        (
-            {"store": {"replicas": 2}, "cluster": {"start": "local", "shards": "apart"}},
-            "store.replicas 2",
-        ),
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
             {
-                "store": {"replicas": 2, "flash": {"path": "flash"}},
-                "cluster": {"start": "local", "shards": "apart"},
+                "store": {"flash": {"path": "flash"}, "shards": 2},
+                "engine": {"device": "cuda"},
             },
-            "store.flash.path flash, store.replicas 2",
+            "store.flash.path with store.shards 2, engine.device cuda",
         ),
     ],
 )
@@ -204,8 +200,8 @@ def test_runs_that_cannot_be_sparse_yet(sections, got):
     with pytest.raises(ConfigError) as raised:
         configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
     assert str(raised.value) == (
-        "sparsity: expected engines on the CPU, store.replicas 1, and on flash one shard with "
-        f"engines in this process, got {got}; other runs cannot have sparse weights yet"
+        "sparsity: expected engines on the CPU, and on flash one shard with engines in this "
+        f"process, got {got}; other runs cannot have sparse weights yet"
     )
 
 

@@ -16,7 +16,7 @@ from sparse_stores import (
 )
 from store_programs import random_weights
 
-from penstock.errors import ConfigError, NonFiniteError
+from penstock.errors import ConfigError, CorruptionError, NonFiniteError
 from penstock.store import AdamW, load_checkpoint, save_checkpoint
 
 
@@ -150,3 +150,62 @@ def test_mask_with_more_entries_than_the_weight_has_room_for_is_refused():
     parts = sharded_sparse(program, 2, mask_rule("gmp"))
     with pytest.raises(ConfigError, match=r"the mask of 0.weight has 27300 entries, its capacity"):
         parts.load(random_weights(program, 1).items())
+
+
+def copied(source, target, portion_bytes):
+    """Copy a shard as a learner does, which knows the portions once it has the first."""
+    target.begin_restore()
+    portions, there = source.portions(portion_bytes), target.portions(portion_bytes)
+    number = 0
+    while number < len(there.sizes):
+        there.write(number, np.array(portions.read(number)))
+        number += 1
+    assert number == len(portions.sizes)
+    assert max(portions.sizes[1:]) <= portion_bytes
+    assert target.portions(portion_bytes).checksum() == source.portions(portion_bytes).checksum()
+    target.finish_restore(source.step)
+    return target
+
+
+@pytest.mark.parametrize("stream_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("initial", ["random", "magnitude"])
+def test_copied_shards_continue_with_the_same_bits(stream_dtype, initial):
+    settings = {"optimizer": AdamW(0.9, 0.95, 1e-8, moments="8bit"), "clip_norm": 1.0}
+    whole, parts = both("rigl", 4, stream_dtype, initial, **settings)
+    for store in (whole, parts):
+        for _ in range(4):
+            step(store, 5)
+    precision = "bf16" if stream_dtype == torch.bfloat16 else "fp32"
+    before = list(parts.shards)
+    for number, shard in enumerate(before):
+        empty = sparse_store(shard.program, mask_rule("rigl"), precision, **settings)
+        parts.shards[number] = copied(shard, empty, 5_000)
+        assert empty.compared() == shard.compared()
+    assert_same_steps(whole, parts)
+
+
+def test_a_changed_bit_of_a_mask_or_an_entry_is_seen_in_a_comparison():
+    _, parts = both("set", 2)
+    step(parts, 5)
+    shard = parts.shards[0]
+    shard.flush()
+    (entries,) = shard._memory.masters.weight("2.weight")
+    for array in (entries.view(np.uint8), shard.mask("2.weight").codes):
+        before = [shard._memory.rotation(None).part(n) for n in range(200)]
+        array[100] ^= 1
+        after = [shard._memory.rotation(None).part(n) for n in range(200)]
+        array[100] ^= 1
+        assert before != after
+
+
+def test_table_of_other_arrays_is_refused():
+    _, parts = both("set", 2)
+    target = sparse_store(parts.shards[0].program, mask_rule("set"))
+    target.begin_restore()
+    portions = target.portions(5_000)
+    for data in (b"", b"{}", b'{"updates": 0, "arrays": [["2.weight", "values", "float64", 3]]}'):
+        with pytest.raises(CorruptionError, match="expected a table of arrays"):
+            portions.write(0, np.frombuffer(data, np.uint8))
+    other = b'{"updates": 0, "arrays": [["other", "values", "float32", 3]]}'
+    with pytest.raises(CorruptionError, match="got 'values' of 'other'"):
+        portions.write(0, np.frombuffer(other, np.uint8))

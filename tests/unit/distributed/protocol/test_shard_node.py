@@ -31,7 +31,7 @@ def test_shard_streams_within_window():
     node, context, work = shard()
     node.handle(begin())
     context.do()
-    assert work.done == [("begin", 1), ("fetch", 0), ("fetch", 1)]
+    assert work.done == [("enter",), ("begin", 1), ("fetch", 0), ("fetch", 1)]
     node.handle(Message(MessageType.WEIGHT_CREDIT, 1, 100, 1, 1, 0))
     context.do()
     assert work.done[-1] == ("fetch", 2)
