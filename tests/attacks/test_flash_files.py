@@ -424,7 +424,7 @@ def test_sparse_file_of_a_trillion_blocks(folder):
         verified(folder)
 
 
-@pytest.mark.parametrize("version", [1, 4, 2**63, "2", None, 2.5])
+@pytest.mark.parametrize("version", [1, 5, 2**63, "2", None, 2.5])
 def test_unknown_format_version_is_refused(folder, version):
     rewritten(folder / "journal", lambda r: [with_content(r[0], version=version), *r[1:]])
     refuse_all(folder, ConfigError, "its format has version .*, this Penstock reads 2 to 4")
