@@ -102,7 +102,8 @@ def _plain(selection: Selection) -> list[Any]:
 
 def _selection(plain: Any) -> Selection:
     order, *numbers, is_decided = plain
-    return Selection(Order(order), *map(_whole, numbers), bool(is_decided))
+    key, count, remaining, digits, value, key_bits = map(_whole, numbers)
+    return Selection(Order(order), key, count, remaining, digits, value, key_bits, bool(is_decided))
 
 
 def _ballot(weight: Any, side: Any, selection: Any) -> Ballot:

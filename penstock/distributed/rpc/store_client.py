@@ -371,7 +371,7 @@ class StoreClient:
     def finish_restore(self, step: int, updates: int | None = None) -> None:
         """Make the store usable: all weights and state are as after `step` commits, of which
         `updates` have updated weights."""
-        more = {} if updates is None else {"updates": updates}
+        more: dict[str, Any] = {} if updates is None else {"updates": updates}
         self._ask_all(
             "finish_restore", lambda response: responses.at(response, step), step=step, **more
         )
