@@ -239,7 +239,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight", "StreamedWeight", "dense_tensors", "sparse_refused"),
+    "streamed": ("SparseWeight", "StreamedWeight", "sparse_refused"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",
