@@ -152,3 +152,25 @@ def test_engine_lost_around_a_mask_change_changes_no_bit(step, text, tmp_path, m
     *result, lost = result_of(config, 2)
     assert len(lost) == 1
     assert tuple(result) == alone[:3]
+
+
+@pytest.mark.parametrize(
+    ("method", "store"),
+    [("rigl", {"shards": 2}), ("gmp", {"shards": 1, "replicas": 2})],
+    ids=["two shards", "a replica"],
+)
+def test_shards_in_other_processes_have_the_bits_of_one_store(method, store, text, tmp_path):
+    alone = result_of(settings(text, tmp_path / "one", method))
+    cluster = {"start": "local", "spare": 0, "lease": 60.0, "shards": "apart"}
+    config = settings(text, tmp_path / "many", method, engines=2, cluster=cluster, store=store)
+    *result, lost = result_of(config)
+    assert not lost
+    assert tuple(result) == alone[:3]
+    # The checkpoint of such a run continues in one process, with every bit.
+    more = {"run": {"dir": str(tmp_path / "many"), "steps": 8}}
+    resumed = Trainer({**settings(text, tmp_path / "many", method), **more})
+    try:
+        assert resumed.resumed_from == 8
+        assert resumed.store.content_hash() == alone[1]
+    finally:
+        resumed.close()
