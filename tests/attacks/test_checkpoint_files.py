@@ -203,7 +203,7 @@ def test_invalid_step_is_refused(folder, step):
     refuse_all(folder, r"state\.json: it does not describe a checkpoint")
 
 
-@pytest.mark.parametrize("version", [3, 2**63, 10**4000])
+@pytest.mark.parametrize("version", [4, 2**63, 10**4000])
 def test_unknown_format_version_is_refused(folder, version):
     resealed(folder / "state.json", lambda c: c.update(version=version))
     refuse_all(folder, "by a newer penstock; .*update penstock", ConfigError)
