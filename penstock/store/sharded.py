@@ -297,7 +297,7 @@ class ShardedStore:
         parts = [self.shards[piece.shard].roles(name) for piece in self.shard_map.pieces[name]]
         found = {}
         for role, first in parts[0].items():
-            shape = (sum(part[role].shape[0] for part in parts),)
+            shape: tuple[int, ...] = (sum(part[role].shape[0] for part in parts),)
             if role == INDEX:
                 shape = self.masks.compact(name).shape
             elif role == CHANGES:

@@ -102,7 +102,9 @@ def _plain(selection: Selection) -> list[Any]:
 
 def _selection(plain: Any) -> Selection:
     order, *numbers, is_decided = plain
-    return Selection(Order(order), *map(_whole, numbers), bool(is_decided))
+    key, count, remaining, digits, value, key_bits = map(_whole, numbers)
+    decided = bool(is_decided)
+    return Selection(Order(order), key, count, remaining, digits, value, key_bits, decided)
 
 
 def _ballot(weight: Any, side: Any, selection: Any) -> Ballot:

@@ -73,7 +73,7 @@ class _Part:
     def read(cls, name: str, payload: np.ndarray, width: int) -> _Part:
         if payload.nbytes < _HEADER.size:
             raise ProtocolError(f"{name}: expected a header of {_HEADER.size} bytes in a chunk")
-        version, kept, size, asks = _HEADER.unpack_from(payload)
+        version, kept, size, asks = _HEADER.unpack_from(payload.data)
         values = payload[_HEADER.size + size :]
         if asks > 1 or size > payload.nbytes - _HEADER.size or values.nbytes != kept * width:
             raise ProtocolError(
