@@ -73,6 +73,9 @@ class Shard:
     def settle(self) -> None:
         """Nothing is awaited."""
 
+    def enter(self) -> None:
+        """No mask is sent."""
+
     def begin(self, step: int) -> None:
         self.seconds = 0.0
 

@@ -292,7 +292,7 @@ def test_ten_thousand_flipped_bits_are_detected_and_named(flash, checkpoint, kin
     assert found["nobody's"] > 0
 
 
-@pytest.mark.parametrize("moments", test_flash_crashes.OPTIMIZERS)
+@pytest.mark.parametrize("moments", test_flash_crashes.DENSE)
 @pytest.mark.parametrize("count", [60, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_flipped_bit_of_gradient_on_flash_is_detected_and_named(moments, count, tmp_path):
     """From when it leaves memory until its update: its file has no name, and is no other's."""

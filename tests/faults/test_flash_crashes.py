@@ -37,6 +37,7 @@ SEED = 7
 DRAM = 200_000
 ADAMW = AdamW(0.9, 0.95, 1e-8)
 ADAMW_8BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
+DENSE = ("fp32", "8bit")
 OPTIMIZERS = {"fp32": ADAMW, "8bit": ADAMW_8BIT, "sparse": ADAMW, "sparse-8bit": ADAMW_8BIT}
 POLICIES = {
     "sparse": SparseEvolutionaryTraining(ChangeTimes(1, 4, 1), DropFraction(0.3, 6)),

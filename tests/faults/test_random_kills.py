@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import warm_start
 from store_programs import random_weights, train
-from test_flash_crashes import OPTIMIZERS, PROGRAM, SEED, in_memory
+from test_flash_crashes import DENSE, PROGRAM, SEED, in_memory
 
 KILLER = Path(__file__).with_name("random_killer.py")
 STEPS = 40
@@ -17,7 +17,7 @@ STEPS = 40
 def references(tmp_path_factory):
     """By moments, the hashes of the weights after every step of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("reference")
-    for moments in OPTIMIZERS:
+    for moments in DENSE:
         store = in_memory(moments)
         store.load(random_weights(PROGRAM, SEED).items())
         hashes = [store.content_hash()]

@@ -103,7 +103,8 @@ def _plain(selection: Selection) -> list[Any]:
 def _selection(plain: Any) -> Selection:
     order, *numbers, is_decided = plain
     key, count, remaining, digits, value, key_bits = map(_whole, numbers)
-    return Selection(Order(order), key, count, remaining, digits, value, key_bits, bool(is_decided))
+    decided = bool(is_decided)
+    return Selection(Order(order), key, count, remaining, digits, value, key_bits, decided)
 
 
 def _ballot(weight: Any, side: Any, selection: Any) -> Ballot:

@@ -371,9 +371,9 @@ class StoreClient:
     def finish_restore(self, step: int, updates: int | None = None) -> None:
         """Make the store usable: all weights and state are as after `step` commits, of which
         `updates` have updated weights."""
-        more: dict[str, Any] = {} if updates is None else {"updates": updates}
+        arguments = {"step": step} if updates is None else {"step": step, "updates": updates}
         self._ask_all(
-            "finish_restore", lambda response: responses.at(response, step), step=step, **more
+            "finish_restore", lambda response: responses.at(response, step), {}, **arguments
         )
 
     def content_hash(self) -> str:
