@@ -22,6 +22,7 @@ from penstock.distributed.protocol import (
     Message,
     TransferOperation,
     TransferSchedule,
+    WithoutMasks,
 )
 from penstock.step_schedule import StepSchedule
 from simulated_cluster.machines import Machine
@@ -98,13 +99,15 @@ class Shard:
         self.seconds = 0.0
         return {}
 
-    def commit(self, step: int, decision: Mapping[str, object]) -> dict:
+    def commit(
+        self, step: int, decision: Mapping[str, object], masks: np.ndarray | None = None
+    ) -> dict:
         self._step, self.seconds = step, 0.0
         return {}
 
 
 @dataclass
-class Order:
+class Order(WithoutMasks):
     """A step in which every engine has one micro-batch: sums of more stay on the engine."""
 
     step: int

@@ -8,9 +8,9 @@ masks is no content.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -19,10 +19,27 @@ from penstock.errors import CorruptionError
 from penstock.store.portions import require_size
 from penstock.store.roles import CHANGES, INDEX
 
-if TYPE_CHECKING:
-    from penstock.store.weight_memory import WeightMemory
-
 _TYPES = ("float32", "uint8", "uint16", "uint32", "int64")
+
+
+class Content(Protocol):
+    """Weights, masks and state of a store that are read and restored by array."""
+
+    @property
+    def weights(self) -> Iterable[str]: ...
+
+    @property
+    def updates(self) -> int: ...
+
+    def role_names(self, name: str) -> list[str]: ...
+
+    def restored_size(self, name: str, role: str) -> int: ...
+
+    def read_restored(self, name: str, role: str, begin: int, end: int) -> np.ndarray: ...
+
+    def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None: ...
+
+    def expect_updates(self, updates: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ class ContentPortions:
         portion_bytes: most bytes of a portion, but for the table.
     """
 
-    def __init__(self, memory: WeightMemory, portion_bytes: int) -> None:
+    def __init__(self, memory: Content, portion_bytes: int) -> None:
         self._memory, self._portion_bytes = memory, portion_bytes
         self._table: list[_Array] = []
         self._pieces: list[tuple[_Array, int, int]] = []
@@ -123,7 +140,7 @@ class ContentPortions:
         return state.hexdigest()
 
 
-def _arrays_of(memory: WeightMemory) -> Iterator[_Array]:
+def _arrays_of(memory: Content) -> Iterator[_Array]:
     """Yield the arrays of a store: of a sparse weight the mask first, since entries follow it."""
     for name in memory.weights:
         roles = memory.role_names(name)

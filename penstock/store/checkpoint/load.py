@@ -8,16 +8,22 @@ import bisect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import xxhash
 
-from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.io import Extent, NotPlainError, header_length, open_plain, parse_header
+from penstock.errors import ConfigError, CorruptionError
+from penstock.io import Extent, open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.index import read_index
+from penstock.store.checkpoint.pieces import (
+    holds_header,
+    read_into,
+    require_checksum,
+    unreadable,
+)
+from penstock.store.checkpoint.reader import SavedWeights
 from penstock.store.checkpoint.state import (
     CheckpointState,
     read_state,
@@ -78,8 +84,6 @@ def load_checkpoint(
     frozen = state.base.read(state.base.reader(base)) if state.base is not None else ()
     store.begin_restore()
     if state.sparse and isinstance(store, _TakesMasks):
-        from penstock.store.checkpoint.reader import SavedWeights  # which reads by this module
-
         saved = SavedWeights(folder)
         for name in state.sparse:
             store.take_mask(name, saved.sparse_mask(name))
@@ -232,25 +236,6 @@ def _file_pieces(
             yield name, (first - extent.begin) // values.itemsize, values
 
 
-def holds_header(
-    path: Path, head: bytearray, record: FileRecord, extents: dict[str, Extent]
-) -> bool:
-    """Return whether `head`, the first bytes of a file, contains the whole header.
-
-    Raises:
-        CorruptionError: the header disagrees with `state.json` about the tensors' offsets.
-    """
-    length = header_length(path, head, record.bytes)
-    if len(head) < length:
-        return False
-    if parse_header(path, head[:length], record.bytes) != extents:
-        raise CorruptionError(
-            f"{path}: its header differs from the header that state.json describes; use another "
-            "checkpoint"
-        )
-    return True
-
-
 def _chunks(
     path: Path, record: FileRecord, ordered: list[tuple[str, Extent]], verify: bool
 ) -> Iterator[tuple[int, memoryview]]:
@@ -272,54 +257,3 @@ def _chunks(
                 yield offset, data
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> CorruptionError | StorageError:
-    """Return the error for a file of a checkpoint that cannot be read."""
-    if isinstance(error, FileNotFoundError):
-        return CorruptionError(f"{path}: this file is missing; use another checkpoint")
-    if isinstance(error, NotPlainError):
-        return CorruptionError(f"{path}: {error.strerror}, or use another checkpoint")
-    return StorageError(
-        f"{path}: cannot read it: {error.strerror}; check the disk, or use another checkpoint"
-    )
-
-
-def require_checksum(
-    path: Path,
-    record: FileRecord,
-    number: int,
-    data: memoryview,
-    ordered: list[tuple[str, Extent]],
-) -> None:
-    """Raise `CorruptionError` if a chunk's bytes have changed since they were written.
-
-    `ordered` are the file's tensors in file order; the message names those in the chunk.
-    """
-    found, expected = xxhash.xxh3_128_hexdigest(data), record.checksums[number]
-    begin = number * CHUNK_BYTES
-    if found != expected:
-        raise CorruptionError(
-            f"{path}: damaged in bytes {begin:,} to {begin + len(data):,}, which hold "
-            f"{_held(ordered, begin, begin + len(data))}: expected checksum {expected}, got "
-            f"{found}; use another checkpoint"
-        )
-
-
-def read_into(path: Path, file: BinaryIO, data: memoryview) -> None:
-    """Fill `data` from the current position of the file."""
-    filled = 0
-    while filled < len(data):
-        count = os.readv(file.fileno(), [data[filled:]])
-        if not count:
-            raise CorruptionError(f"{path}: the file was shortened while it was read")
-        filled += count
-
-
-def _held(ordered: list[tuple[str, Extent]], begin: int, end: int) -> str:
-    """Return the names of the tensors that overlap a range of bytes of a file, as text."""
-    names = [name for name, extent in ordered if extent.begin < end and extent.end > begin]
-    if begin == 0:
-        names.insert(0, "the header")
-    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{rest}"

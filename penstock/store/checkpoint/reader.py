@@ -12,7 +12,7 @@ from penstock.io import ITEM_BYTES, open_plain
 from penstock.sparsity import PackedIndex, index_from_compact
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
-from penstock.store.checkpoint.load import (
+from penstock.store.checkpoint.pieces import (
     holds_header,
     read_into,
     require_checksum,
