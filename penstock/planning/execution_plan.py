@@ -94,9 +94,7 @@ def plan_execution(
     **Raises:** `BudgetError` if the engines cannot execute a step; the errors of
     `refuse_implausible`.
     """
-
-    if bfloat16 is None:
-        bfloat16 = builders.kept_as_bfloat16(config, source)
+    frozen = builders.kept_as_bfloat16(config, source) if bfloat16 is None else bfloat16
     sparse = builders.sparse_weights_of(config, source, recorded_entries)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
@@ -109,7 +107,7 @@ def plan_execution(
             products=products,
             train=config.train,
             freeze=config.freeze,
-            bfloat16=bfloat16,
+            bfloat16=frozen,
             sparse=sparse.capacities if sparse is not None else None,
             slot_bytes=slot_bytes,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.sparsity.ages import Ages, age_type, correction_ends, updates_by_age
+    from penstock.sparsity.ages import age_type, correction_ends, updates_by_age
     from penstock.sparsity.choice import Choice, DenseTiles, SparseKernel
     from penstock.sparsity.compact_index import (
         compact_bytes,
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
     from penstock.sparsity.weight_patterns import sparse_weights
 
 __all__ = [
-    "Ages",
     "ChangeTimes",
     "Choice",
     "CountChange",
@@ -196,7 +195,6 @@ _MODULES = {
     ),
     "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
     "ages": (
-        "Ages",
         "age_type",
         "correction_ends",
         "updates_by_age",

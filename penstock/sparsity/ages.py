@@ -5,65 +5,23 @@ Method for Stochastic Optimization", 2015, section 3). With the correction of an
 (0.9, 0.999), its updates would be 3 times too large at first, and 6.5 times at the tenth.
 
 Entries are grown at changes of the mask only, so the age of an entry is the number of changes that
-it has survived; the steps of the changes are the same for all entries of a weight. That number
-stops at the greatest of its type, which also marks an entry that was never regrown. Nothing is lost
-where 1 - beta^n is 1 in float64 for both betas: the correction depends on the age no longer. With
-betas (0.9, 0.95) and a change every 100 steps, one byte per entry is exact; a step count per entry
-takes four. A list of the young entries alone (a gap and a step: 5 bytes each) takes more than one
-byte per entry once a fifth of them is young, and its size differs per shard.
+it has survived (`Remap.move_and_count`); the steps of the changes are the same for all entries of a
+weight. That number stops at the greatest of its type, which also marks an entry that was never
+regrown. Nothing is lost where 1 - beta^n is 1 in float64 for both betas: the correction depends on
+the age no longer. With betas (0.9, 0.95) and a change every 100 steps, one byte per entry is exact;
+a step count per entry takes four. A list of the young entries alone (a gap and a step: 5 bytes
+each) takes more than one byte per entry once a fifth of them is young, and its size differs per
+shard.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.sparsity.mask_change import Remap
-
 _TYPES = (np.uint8, np.uint16, np.uint32)
-
-
-@dataclass(frozen=True, eq=False)
-class Ages:
-    """The ages of the entries of a weight, or of a part of it.
-
-    Attributes:
-        survived: uint8, uint16 or uint32 `[kept]`, changes of the mask that an entry has survived
-            since it was grown; the greatest number of the type for one that was never regrown.
-    """
-
-    survived: np.ndarray
-
-    @classmethod
-    def at_start(cls, kept: int, dtype: type[np.unsignedinteger]) -> Ages:
-        """Return the ages of entries of which none was regrown."""
-        return cls(np.full(kept, np.iinfo(dtype).max, dtype))
-
-    def after(self, remap: Remap) -> Ages:
-        """Return the ages after a change of the mask: one more, and 0 for grown entries."""
-        return Ages(remap.move_and_count(self.survived, 1))
-
-    def updates(self, step: int, change_steps: Sequence[int]) -> np.ndarray:
-        """Return the number of updates that every entry has had after step `step`.
-
-        Args:
-            step: the step whose update is the last one, counted from 1.
-            change_steps: the steps of all changes of this mask up to now, rising. The first update
-                of an entry grown at step k is that of step k + 1.
-
-        Returns:
-            int64 `[kept]`.
-        """
-        by_age = updates_by_age(step, change_steps, self.survived.dtype.type)
-        return by_age[self.codes(change_steps)]
-
-    def codes(self, change_steps: Sequence[int]) -> np.ndarray:
-        """Return for every entry its place in `updates_by_age`."""
-        top = np.iinfo(self.survived.dtype).max
-        return np.minimum(self.survived, self.survived.dtype.type(min(top, len(change_steps))))
 
 
 def updates_by_age(

@@ -52,8 +52,8 @@ class _Array:
     size: int
 
     @property
-    def nbytes(self) -> int:
-        return np.dtype(self.dtype).itemsize * self.size
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
 
 
 class ContentPortions:
@@ -79,7 +79,7 @@ class ContentPortions:
         self._header, self._table = header, arrays
         self._pieces = []
         for array in arrays:
-            step = max(1, self._portion_bytes // np.dtype(array.dtype).itemsize)
+            step = max(1, self._portion_bytes // array.itemsize)
             self._pieces += [
                 (array, begin, min(begin + step, array.size))
                 for begin in range(0, array.size, step)
@@ -88,7 +88,7 @@ class ContentPortions:
     @property
     def sizes(self) -> Sequence[int]:
         """The number of bytes of each portion; before the table has arrived, of the table alone."""
-        pieces = (np.dtype(a.dtype).itemsize * (end - begin) for a, begin, end in self._pieces)
+        pieces = (array.itemsize * (end - begin) for array, begin, end in self._pieces)
         return [self._header.nbytes, *pieces]
 
     def read(self, number: int) -> np.ndarray:
@@ -109,8 +109,8 @@ class ContentPortions:
         if number == 0:
             self._write_table(data)
             return
-        array, begin, _ = self._pieces[number - 1]
-        require_size(number, data, self.sizes[number])
+        array, begin, end = self._pieces[number - 1]
+        require_size(number, data, array.itemsize * (end - begin))
         values = np.frombuffer(data.tobytes(), array.dtype)
         self._memory.write(array.name, array.role, begin, values)
 

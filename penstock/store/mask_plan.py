@@ -128,6 +128,12 @@ class MaskPlan:
         assert self._rule is not None
         return self._rule.seed
 
+    def needs_dense_gradient(self, name: str, step: int) -> bool:
+        """Return whether a step needs the gradients of a weight's absent entries too."""
+        if self._rule is None or name not in self._trained:
+            return False
+        return self._rule.policy.needs_dense_gradients(step)
+
     def update_at(self, step: int) -> MaskUpdate | None:
         """Return what the policy does at the commit of the next step, which depends on the sizes of
         masks alone."""

@@ -123,9 +123,7 @@ class Masks:
 
     def needs_dense_gradient(self, name: str) -> bool:
         """Return whether the next step needs the gradients of a weight's absent entries too."""
-        if self._rule is None or name not in self._specs or not self._specs[name].trainable:
-            return False
-        return self._rule.policy.needs_dense_gradients(self.step + 1)
+        return self._plan.needs_dense_gradient(name, self.step + 1)
 
     def streamed(self, name: str, values: torch.Tensor) -> SparseWeight:
         """Return a sparse weight as engines get it, with the values of its entries."""

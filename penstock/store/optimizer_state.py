@@ -10,7 +10,6 @@ import numpy as np
 from penstock.errors import CorruptionError
 from penstock.kernels.moments import rounding_keys
 from penstock.kernels.packed_moments import decode_packed, encode_moment_packed
-from penstock.sparsity import Ages
 from penstock.store.holding import Holding
 from penstock.store.layout import allocate_role
 from penstock.store.optimizers import is_signed, rounding_key, scale_of
@@ -150,7 +149,7 @@ def move_state(
     scales = {scale_of(role) for role in old}
     for role, array in new.items():
         if role == AGE:
-            array[:] = Ages(old[role]).after(remap).survived
+            array[:] = remap.move_and_count(old[role], 1)
         elif scale_of(role) in old:
             coded, signed = (old[role], old[scale_of(role)]), is_signed(role)
             values = remap.move(decode_packed(coded, signed, before.entry_offsets))

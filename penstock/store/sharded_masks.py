@@ -136,12 +136,6 @@ class ShardedMasks:
             )
         self._whole[name] = index
 
-    def needs_dense_gradient(self, name: str, step: int) -> bool:
-        """Return whether a step needs the gradients of a weight's absent entries too."""
-        if self.rule is None or name not in self._specs or not self._specs[name].trainable:
-            return False
-        return self.rule.policy.needs_dense_gradients(step)
-
     def entries_of(self, name: str, piece: Piece, group: int = 1) -> slice:
         """Return where a piece's values are among those of the whole weight; `group` entries of a
         granule share a value."""
@@ -155,7 +149,7 @@ class ShardedMasks:
         """Select the entries that a step grows in weights whose dense gradients have arrived in all
         shards."""
         for name in names:
-            if not self.needs_dense_gradient(name, step):
+            if not self.plan.needs_dense_gradient(name, step):
                 continue
             self._arrived[name] += 1
             if self._arrived[name] == self._uses[name]:
@@ -267,5 +261,5 @@ def masked_gradients(
     return {
         name: (masks.index(name).kept,)
         for name in names
-        if name in masks and not masks.needs_dense_gradient(name, step)
+        if name in masks and not masks.plan.needs_dense_gradient(name, step)
     }

@@ -30,6 +30,7 @@ from penstock.store import (
     checkpoint_hash,
     export_adapters,
     export_huggingface,
+    export_packed,
     find_checkpoint,
     save_checkpoint,
     verify_checkpoint,
@@ -306,6 +307,21 @@ class HuggingFaceFolder(Appearing):
         export_huggingface(small_store(), folder, config={"a": 1}, files=[other])
 
 
+class PackedFolder(Appearing):
+    """An export of a store one of whose weights is sparse."""
+
+    @functools.cached_property
+    def store(self):
+        store = training_store(SPARSE_PROGRAM, masks=MASKS)
+        store.load(random_weights(SPARSE_PROGRAM, 1).items())
+        return store
+
+    def make(self, folder):
+        other = self.folder / "tokenizer.json"
+        other.write_text("{}")
+        export_packed(self.store, folder, config={"a": 1}, files=[other])
+
+
 class AdapterFolder(Appearing):
     def make(self, folder):
         adapter = Adapter(down="b", up="a", rank=2, alpha=2.0, dropout=0.0, transposed=False)
@@ -403,6 +419,7 @@ SCENARIOS = {
         LeftCheckpoint,
         RefusedCheckpoint,
         HuggingFaceFolder,
+        PackedFolder,
         AdapterFolder,
         DataSet,
         DataSetOfOneDocument,

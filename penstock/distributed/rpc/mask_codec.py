@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from penstock.store import Ballot, Decision
 
 _COUNT = struct.Struct("<I")
 _MOST = 1 << 64
-_SELECTION = ("order", "key", "count", "remaining", "digits", "value", "key_bits", "is_decided")
 
 
 def bytes_of_ballots(ballots: Sequence[Ballot]) -> np.ndarray:
@@ -97,7 +97,7 @@ def masks_of_payload(payload: np.ndarray | None) -> tuple[tuple[MaskChange, ...]
 
 
 def _plain(selection: Selection) -> list[Any]:
-    return [selection.order.value, *(getattr(selection, key) for key in _SELECTION[1:])]
+    return [selection.order.value, *astuple(selection)[1:]]
 
 
 def _selection(plain: Any) -> Selection:

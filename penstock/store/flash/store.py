@@ -144,22 +144,7 @@ class FlashStore:
             self._spill = GradientSpill(folder, spilled, half, self._division.slab_bytes)
             opened.callback(self._spill.close)
             self._writes = ExtentWrites(self._file, self._version, self._journal, keep_steps)
-            self._pipeline = Pipeline(
-                self._layout,
-                self._version,
-                self._writes,
-                self._frames,
-                state=StateBlocks(
-                    self._layout,
-                    [self._version.blocks(unit) for unit in units],
-                    self._division.held_bytes,
-                    self._division.buffers,
-                    self._division.buffer_bytes,
-                ),
-                spill=self._spill,
-                update=self._updates.apply,
-                masks=self._masks,
-            )
+            self._pipeline = self._make_pipeline()
             opened.callback(self._pipeline.close)
             self._opened = opened.pop_all()
         # Threads that run until interpreter exit can deadlock in the OpenMP pools.
@@ -167,6 +152,21 @@ class FlashStore:
         atexit.register(self._at_exit)
 
     # Creating, opening and closing
+
+    def _make_pipeline(self) -> Pipeline:
+        layout, division = self._layout, self._division
+        blocks = [self._version.blocks(unit) for unit in layout.units]
+        memory = (division.held_bytes, division.buffers, division.buffer_bytes)
+        return Pipeline(
+            layout,
+            self._version,
+            self._writes,
+            self._frames,
+            state=StateBlocks(layout, blocks, *memory),
+            spill=self._spill,
+            update=self._updates.apply,
+            masks=self._masks,
+        )
 
     def _open(self, opened: ExitStack) -> None:
         store_id = store_id_of(self.folder)

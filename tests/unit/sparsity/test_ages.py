@@ -5,7 +5,6 @@ import pytest
 from random_masks import random_mask
 
 from penstock.sparsity import (
-    Ages,
     MaskChange,
     Order,
     age_type,
@@ -14,7 +13,19 @@ from penstock.sparsity import (
     index_of_mask,
     select,
     select_absent,
+    updates_by_age,
 )
+
+
+def at_start(kept, dtype):
+    """The ages of entries of which none was regrown."""
+    return np.full(kept, np.iinfo(dtype).max, dtype)
+
+
+def updates(ages, step, changes):
+    """The number of updates of every entry after a step, as an optimizer looks it up."""
+    by_age = updates_by_age(step, changes, ages.dtype.type)
+    return by_age[np.minimum(ages, min(np.iinfo(ages.dtype).max, len(changes)))]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
@@ -23,18 +34,18 @@ def test_ages_are_those_of_a_step_count_per_entry(dtype, seed):
     generator = np.random.default_rng(seed)
     index = index_of_mask(random_mask("half", 3000, generator))
     born = dict.fromkeys(index.positions().tolist(), 0)
-    ages = Ages.at_start(index.kept, dtype)
+    ages = at_start(index.kept, dtype)
     steps: list[int] = []
     for step in np.cumsum(generator.integers(1, 9, 20)).tolist():
         drop = select(Order.RANDOM, step, 300, index, None)
         grow = select_absent(Order.RANDOM, step + 1, 300, index)
         remap = apply_change(MaskChange("w", index.kept, drop, grow), index)
-        ages, index = ages.after(remap), remap.index
+        ages, index = remap.move_and_count(ages, 1), remap.index
         steps.append(step)
         born = {position: born.get(position, step) for position in index.positions().tolist()}
         for now in (step + 1, step + 7):
             expected = [now - born[position] for position in index.positions().tolist()]
-            assert ages.updates(now, steps).tolist() == expected, (seed, step)
+            assert updates(ages, now, steps).tolist() == expected, (seed, step)
 
 
 def test_an_age_stops_at_the_greatest_number_and_counts_from_the_start():
@@ -42,17 +53,17 @@ def test_an_age_stops_at_the_greatest_number_and_counts_from_the_start():
     drop = select(Order.RANDOM, 0, 1, index, None)
     grow = select_absent(Order.RANDOM, 0, 1, index)
     first = apply_change(MaskChange("w", 2, drop, grow), index)
-    ages = Ages.at_start(2, np.uint8).after(first)
+    ages = first.move_and_count(at_start(2, np.uint8), 1)
     is_grown = first.source < 0
     unchanged = MaskChange("w", 2, select(Order.RANDOM, 0, 0, index, None), drop_nothing())
     remap = apply_change(unchanged, first.index)
     steps = [10]
     for change in range(1, 300):
-        ages = ages.after(remap)
+        ages = remap.move_and_count(ages, 1)
         steps.append(10 + change)
         expected = 1000 if change >= 255 else 990
-        assert ages.updates(1000, steps)[is_grown].tolist() == [expected], change
-        assert ages.updates(1000, steps)[~is_grown].tolist() == [1000], change
+        assert updates(ages, 1000, steps)[is_grown].tolist() == [expected], change
+        assert updates(ages, 1000, steps)[~is_grown].tolist() == [1000], change
 
 
 def drop_nothing():
