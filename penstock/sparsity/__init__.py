@@ -65,9 +65,7 @@ if TYPE_CHECKING:
         entries_of,
         forward,
         input_gradient,
-        multiply_token,
         to_dense,
-        transposed_forward,
         weight_gradient,
     )
     from penstock.sparsity.radix_selection import (
@@ -157,7 +155,6 @@ __all__ = [
     "max_compact_bytes",
     "max_layout_bytes",
     "merged_histogram",
-    "multiply_token",
     "narrowed",
     "product_bytes",
     "random_index",
@@ -173,7 +170,6 @@ __all__ = [
     "steps_of",
     "to_dense",
     "to_panels",
-    "transposed_forward",
     "updates_by_age",
     "weight_gradient",
 ]
@@ -188,9 +184,7 @@ _MODULES = {
         "entries_of",
         "forward",
         "input_gradient",
-        "multiply_token",
         "to_dense",
-        "transposed_forward",
         "weight_gradient",
     ),
     "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
