@@ -1,4 +1,4 @@
-"""Masks that change under faults: votes go by message, and every run has the bits of one store."""
+"""Masks that change under faults: every run has the bits of one store."""
 
 import functools
 
@@ -25,8 +25,8 @@ def require_same(cluster, losses, policy, dtype=torch.float32):
 def test_number_of_engines_and_shards_does_not_change_bits(policy, engines, shards):
     cluster = SparseCluster(policy, engines, shards, clip_norm=1.0)
     require_same(cluster, cluster.train(), policy)
-    votes = [m for _, _, m in cluster.sent if m.kind is MessageType.VOTE]
-    assert bool(votes) == (policy != "static")
+    requests = [m for _, _, m in cluster.sent if m.kind is MessageType.HISTOGRAM_REQUEST]
+    assert bool(requests) == (policy != "static")
 
 
 def test_bfloat16_run_has_the_bits_of_one_store():
@@ -34,7 +34,9 @@ def test_bfloat16_run_has_the_bits_of_one_store():
     require_same(cluster, cluster.train(), "rigl", torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.GRADIENT, MessageType.COMMIT])
+@pytest.mark.parametrize(
+    "kind", [MessageType.HISTOGRAM_REQUEST, MessageType.GRADIENT, MessageType.COMMIT]
+)
 def test_engine_lost_in_a_step_that_changes_masks_changes_no_bit(kind):
     cluster, gone = SparseCluster("rigl", 2, 2, clip_norm=1.0), []
 
@@ -54,8 +56,8 @@ def test_engine_lost_in_a_step_that_changes_masks_changes_no_bit(kind):
 
 
 @pytest.mark.parametrize("policy", ["rigl", "set"])
-@pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.VOTES])
-def test_lost_vote_replays_the_step(kind, policy):
+@pytest.mark.parametrize("kind", [MessageType.HISTOGRAM_REQUEST, MessageType.HISTOGRAM_REPLY])
+def test_lost_histogram_message_replays_the_step(kind, policy):
     cluster, lost = SparseCluster(policy, 2, 3, clip_norm=1.0), []
 
     def loses(message):

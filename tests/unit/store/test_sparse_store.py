@@ -232,7 +232,7 @@ def test_mask_that_would_be_empty_commits_nothing():
     assert_same_contents(before, contents(store))
 
 
-def test_master_that_is_not_finite_is_named_at_the_vote():
+def test_master_that_is_not_finite_is_named_at_the_selection():
     store = sparse_store("set")
     train_sparse(store, 2)
     send_dense(store, dense_gradients(store.program, 2))
