@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from grids import thinned
 from sparse_cluster import SparseCluster, alone
 from sparse_stores import assert_same_sparse_state
 
@@ -20,9 +21,16 @@ def require_same(cluster, losses, policy, dtype=torch.float32):
     assert_same_sparse_state(cluster.store, store)
 
 
-@pytest.mark.parametrize("policy", ["static", "gmp", "set", "rigl", "densify"])
-@pytest.mark.parametrize(("engines", "shards"), [(1, 1), (2, 1), (4, 3)])
-def test_number_of_engines_and_shards_does_not_change_bits(policy, engines, shards):
+@pytest.mark.parametrize(
+    ("policy", "nodes"),
+    thinned(
+        ["static", "gmp", "set", "rigl", "densify"],
+        [(1, 1), (2, 1), (4, 3)],
+        others=pytest.mark.long,
+    ),
+)
+def test_number_of_engines_and_shards_does_not_change_bits(policy, nodes):
+    engines, shards = nodes
     cluster = SparseCluster(policy, engines, shards, clip_norm=1.0)
     require_same(cluster, cluster.train(), policy)
     requests = [m for _, _, m in cluster.sent if m.kind is MessageType.HISTOGRAM_REQUEST]
