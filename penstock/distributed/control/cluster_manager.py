@@ -200,7 +200,7 @@ class ClusterManager:
         def add() -> None:
             for shard, store in enumerate(stores):
                 number = self.spec.first_nodes[shard][0]
-                work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule)
+                work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule_of)
                 context = self._endpoint.context(number)
                 node = ShardNode(number, shard, context, self.spec.transfers, work)
                 self._endpoint.add(number, node)

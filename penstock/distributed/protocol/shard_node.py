@@ -29,6 +29,7 @@ from penstock.distributed.protocol.node_base import ProtocolNode
 from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
 from penstock.distributed.protocol.tree_topology import root
+from penstock.step_schedule import ByStep
 
 WINDOW = 2  # operations in flight; a store on flash keeps the memory of this many fetches valid
 GRADIENTS = 4  # operations with gradients in progress or in flight: two computing, two going up
@@ -90,11 +91,35 @@ class ShardExecutor(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _ShardTransfers:
+    """One shard's part of the transfers of a step.
+
+    `sends` are the numbers of the weight chunks that it sends, by operation. `receives` are the
+    operations of which it receives gradients, with the numbers of their gradient chunks.
+    """
+
+    schedule: TransferSchedule
+    sends: Sequence[Sequence[int]]
+    receives: Sequence[tuple[TransferOperation, Sequence[int]]]
+
+    @classmethod
+    def of(cls, schedule: TransferSchedule, shard: int) -> _ShardTransfers:
+        operations = schedule.operations
+        received = [(op, op.gradients_of(shard)) for op in operations]
+        return cls(
+            schedule,
+            [op.of_shard(shard) for op in operations],
+            [(op, numbers) for op, numbers in received if numbers],
+        )
+
+
 @dataclass
 class _ShardStep:
     """A shard's state of the step in flight; the number is 0 before the epoch's first step."""
 
     number: int
+    transfers: _ShardTransfers
     fetched: int = 0
     is_fetching: bool = False
     credit: int = 0
@@ -115,7 +140,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         number: its node number.
         shard: the shard that it holds.
         context: carries its messages.
-        transfers: the operations of a step.
+        transfers: the operations of each step.
         work: reads and writes the shard's store.
         window: how many operations' weights may be in flight; equal to the slots of an engine.
         gradients: how many operations may have gradients in progress or in flight.
@@ -126,18 +151,15 @@ class ShardNode(ProtocolNode[_ShardStep]):
         number: int,
         shard: int,
         context: NodeContext,
-        transfers: TransferSchedule,
+        transfers: ByStep[TransferSchedule],
         work: ShardExecutor,
         window: int = WINDOW,
         gradients: int = GRADIENTS,
     ) -> None:
-        super().__init__(number, context, _ShardStep)
-        self._shard, self._transfers, self._work = shard, transfers, work
+        own = transfers.map(lambda schedule: _ShardTransfers.of(schedule, shard))
+        super().__init__(number, context, lambda step: _ShardStep(step, own(step)))
+        self._shard, self._work = shard, work
         self._window, self._most_gradients = window, gradients
-        operations = transfers.operations
-        self._sends = [operation.of_shard(shard) for operation in operations]
-        wanted = [(op, op.gradients_of(shard)) for op in operations]
-        self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
         self._streams = False  # whether this replica streams the weights
         self._questions: set[MessageType] = set()  # the coordinator's questions in this epoch
         self.sent_bytes = 0  # weights sent since the node was created
@@ -188,7 +210,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         if message.step <= self._step.number:
             return
         is_first = not self._step.number
-        step = self._step = _ShardStep(message.step)
+        step = self._step = self._new_step(message.step)
 
         def ready(_: object) -> None:
             step.begun = True
@@ -209,12 +231,13 @@ class ShardNode(ProtocolNode[_ShardStep]):
         step = self._step
         if not self._streams or not step.begun or step.is_fetching:
             return
-        if step.fetched == len(self._transfers.operations):
+        operations = step.transfers.schedule.operations
+        if step.fetched == len(operations):
             return
         if step.fetched >= step.credit + self._window:
             return
-        operation = self._transfers.operations[step.fetched]
-        earlier = sum(op.number < operation.number for op, _ in self._wanted)
+        operation = operations[step.fetched]
+        earlier = sum(op.number < operation.number for op, _ in step.transfers.receives)
         if earlier - step.stored >= self._most_gradients:
             return
         step.is_fetching = True
@@ -230,10 +253,10 @@ class ShardNode(ProtocolNode[_ShardStep]):
     def _send_weights(
         self, operation: TransferOperation, parts: Sequence[np.ndarray | None]
     ) -> None:
-        view = self._view
+        view, sends = self._view, self._step.transfers.sends
         assert view is not None
         engines, shards = view.engines, len(view.shards)
-        for chunk, part in zip(self._sends[operation.number], parts, strict=True):
+        for chunk, part in zip(sends[operation.number], parts, strict=True):
             size = operation.weights[chunk].size if part is None else part.nbytes
             message = Message(
                 MessageType.WEIGHTS,
@@ -250,14 +273,14 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._context.send(engines[begin], message)
 
     def _take_credit(self, message: Message) -> None:
-        if message.op > len(self._transfers.operations):
+        if message.op > len(self._step.transfers.schedule.operations):
             raise message_validation.refuse(message, f"counts {message.op} operations")
         self._step.credit = max(self._step.credit, message.op)
         self._fetch_next()
 
     def _take_gradient(self, message: Message) -> None:
         step = self._step
-        _, piece = message_validation.gradient_of(self._transfers, message)
+        _, piece = message_validation.gradient_of(step.transfers.schedule, message)
         if piece.shard != self._shard:
             raise message_validation.refuse(
                 message, f"is for shard {piece.shard}, but was sent to shard {self._shard}"
@@ -281,8 +304,9 @@ class ShardNode(ProtocolNode[_ShardStep]):
             step.stored += 1
             self._fetch_next()
 
-        while step.received < len(self._wanted):
-            operation, numbers = self._wanted[step.received]
+        receives = step.transfers.receives
+        while step.received < len(receives):
+            operation, numbers = receives[step.received]
             arrived = step.gradients.get(operation.number, {})
             if len(arrived) < len(numbers):
                 return

@@ -13,6 +13,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     TransferOperation,
     TransferSchedule,
 )
+from penstock.step_schedule import ByStep
 
 # Two stages of six weights on two shards; operations: forward of 0, turn of 1, backward of 0.
 PIECES = (Chunk(0, 0, 0, 3, 4), Chunk(1, 0, 3, 6, 4))
@@ -153,13 +154,13 @@ def gradient(op: int, chunk: int, level: int = 0, index: int = 0, **changes) -> 
 
 def engine(number: int = 100, engines=ENGINES) -> tuple[EngineNode, Runtime, Engine]:
     context, work = Runtime(), Engine()
-    node = EngineNode(number, context, PLAN, work)
+    node = EngineNode(number, context, ByStep.always(PLAN), work)
     node.handle(view(engines=engines))
     return node, context, work
 
 
 def shard(place: int = 0) -> tuple[ShardNode, Runtime, Shard]:
     context, work = Runtime(), Shard()
-    node = ShardNode(1 + place, place, context, PLAN, work)
+    node = ShardNode(1 + place, place, context, ByStep.always(PLAN), work)
     node.handle(view())
     return node, context, work
