@@ -177,7 +177,8 @@ def test_a_value_of_each_step_is_mapped_once_per_schedule():
 
     values = ByStep(1, 5, lambda step: step == 2).map(double)
     assert [values(step) for step in (1, 2, 3)] == [2, 10, 2]
-    assert [ByStep.always(7).map(double)(step) for step in (1, 2)] == [14, 14]
+    always = ByStep.always(7).map(double)
+    assert [always(step) for step in (1, 2)] == [14, 14]
     assert made == [1, 5, 7]
 
 

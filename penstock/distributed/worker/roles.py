@@ -48,7 +48,11 @@ class ShardRole:
     """The role of a shard of the store: keeps weights and optimizer state."""
 
     def __init__(
-        self, shard: int, storage: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
+        self,
+        shard: int,
+        storage: OwnedShard,
+        work: LocalShardExecutor,
+        transfers: ByStep[TransferSchedule],
     ) -> None:
         self.storage, self.transfers = storage, transfers
         self._shard, self._work = shard, work
