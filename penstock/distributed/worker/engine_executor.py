@@ -14,9 +14,9 @@ from penstock.distributed.worker.sparse_transfer import ReceivedMasks, entries_i
 from penstock.engine import Batch, Engine, compute, micro_batches, target_of
 from penstock.kernels.memory import allocate
 from penstock.program import Program, WeightSpec, largest_stage
+from penstock.spans import Spans
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import ByStep, StepSchedule
-from penstock.telemetry import Spans
 
 _ALIGNMENT = 64
 
