@@ -37,6 +37,7 @@ from penstock.distributed.rpc import (
 from penstock.errors import ProtocolError
 from penstock.planning import ExecutionPlan, builders, store_factory
 from penstock.program import Program
+from penstock.spans import Measured, Spans
 from penstock.step.local import step_done
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
@@ -64,6 +65,8 @@ class DistributedStepRunner:
         store: the whole store, wherever its shards are.
         batches: returns the rows.
         tokens: the number of tokens that a step counts.
+        spans: measure the steps; if they keep spans, those of all nodes are collected after every
+            step.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class DistributedStepRunner:
         manager: ClusterManager,
         *,
         tokens: int,
+        spans: Spans | None = None,
     ) -> None:
         self._config, self._layout, self._store = config, layout, store
         self._batches, self._tokens = batches, tokens
@@ -86,6 +90,8 @@ class DistributedStepRunner:
         self._straggler_detector = StragglerDetector(config.cluster.slow)
         self._compute_timer = ComputeTimer()
         self._has_begun = False
+        self._spans = spans or Spans()
+        self.measured: Measured | None = None  # of the last step
         self.commit: Commit | None = None  # of the last step
 
     @property
@@ -106,11 +112,12 @@ class DistributedStepRunner:
             StorageError: a shard was lost, and no copy of its weights and state exists.
             InterruptedError: a stop was requested while nodes were missing.
         """
-        started = time.perf_counter()
+        started = self._spans.clock()
         self._store.take_traffic()
         if not self._has_begun:
             self.manager.await_engines()
             self._has_begun = True
+        self._collect_spans()  # discards those before the step
         while True:
             self.manager.copy_to_learners(self._store)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
@@ -123,7 +130,8 @@ class DistributedStepRunner:
                 self._config.run.seed,
                 self._masks,
             )
-            outcome = self._attempt(request)
+            with self._spans.span("trainer", "step", step=request.step):
+                outcome = self._attempt(request)
             if outcome.error is None:
                 break
             if not self._can_retry(outcome.error):
@@ -136,7 +144,18 @@ class DistributedStepRunner:
         assert request.commit is not None  # a result without an error has a decision
         if self._masks is not None:
             self._masks.follow(request.commit.decision)
-        return self._done(request, outcome, started, kept)
+        done = self._done(request, outcome, started, kept)
+        self.measured = self._collect_spans()
+        return done
+
+    def _collect_spans(self) -> Measured:
+        """Return what was measured since the last call, by the nodes too if spans are kept."""
+        own = self._spans.drain()
+        if not self._spans.keep:
+            return own
+        nodes = self.manager.coordinator.membership.participants
+        others = self.manager.span_collector.collect(nodes, self._spans)
+        return replace(own, spans=own.spans + others.spans, dropped=own.dropped + others.dropped)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
         """Request a step from the coordinator, and wait for its result."""
@@ -196,7 +215,7 @@ class DistributedStepRunner:
         commit = self.commit = request.commit
         assert commit is not None
         self.manager.event_queue.step = commit.decision.step
-        seconds = time.perf_counter() - started
+        seconds = self._spans.clock() - started
         return step_done(
             commit,
             self._store,

@@ -19,6 +19,7 @@ from penstock.config import Config
 from penstock.distributed import rendezvous_file
 from penstock.distributed.control.event_queue import EventQueue
 from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, WorkerRegistry
+from penstock.distributed.control.span_collector import SpanCollector
 from penstock.distributed.control.worker_stats import HeartbeatStats
 from penstock.distributed.control.worker_supervisor import WorkerSupervisor
 from penstock.distributed.control_messages import Role, WorkerMetrics
@@ -111,6 +112,7 @@ class ClusterManager:
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
         self._calls = RpcClient(self._send, self.event_queue.require_sound)
+        self.span_collector = SpanCollector(self._send)
         self._replicas = self._make_replica_manager()
         self._assignment = self._replicas.assignment
         self._rendezvous = Rendezvous(
@@ -375,6 +377,9 @@ class ClusterManager:
         """Dispatch a message of a node: to the coordinator, or as a reply to an RPC."""
         if message.kind is MessageType.RPC_REPLY:
             self._calls.take(message)
+            return
+        if message.kind is MessageType.SPANS:
+            self.span_collector.take(message)
             return
         if message.kind is MessageType.HEARTBEAT and self.registry.find(message.sender) is not None:
             self._calls.heard(message.sender)

@@ -19,6 +19,7 @@ from penstock.distributed.protocol.messages import (
 )
 from penstock.distributed.protocol.node_context import BoundContext, NodeContext
 from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardExecutor, ShardNode
+from penstock.distributed.protocol.span_messages import measured_of
 from penstock.distributed.protocol.step_request import (
     EngineInput,
     ProtocolEvent,
@@ -75,6 +76,7 @@ __all__ = [
     "WithoutMasks",
     "chunks",
     "lengths",
+    "measured_of",
     "message_validation",
     "message_with",
     "pack",

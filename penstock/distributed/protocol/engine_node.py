@@ -149,6 +149,8 @@ class EngineNode(ProtocolNode[_EngineStep]):
         work: computes the operations.
     """
 
+    lane = "compute"
+
     def __init__(
         self,
         number: int,
@@ -211,7 +213,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
                 self._work.place(operation, piece, payload)
             self._compute_next()
 
-        self._run(step, begin, ready)
+        self._run(step, "begin", begin, ready)
         early_gradients, step.early_gradients = step.early_gradients, []
         for gradient in early_gradients:
             self._take_gradient(gradient)
@@ -263,7 +265,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
                 self._send_own(operation, node)
             self._compute_next()
 
-        self._run(step, compute, done)
+        self._run(step, operation.sweep, compute, done, operation.number)
 
     def _take_credit(self, message: Message) -> None:
         shard, count = message.chunk, message.op

@@ -11,7 +11,8 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from penstock.distributed.protocol.node_base import ProtocolNode
 from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
 from penstock.distributed.protocol.tree_topology import root
+from penstock.spans import Spans
 from penstock.step_schedule import ByStep
 
 WINDOW = 2  # operations in flight; a store on flash keeps the memory of this many fetches valid
@@ -37,6 +39,11 @@ GRADIENTS = 4  # operations with gradients in progress or in flight: two computi
 
 class ShardExecutor(Protocol):
     """The store operations of a shard; the worker calls them one at a time."""
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of its store."""
+        ...
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps that this shard can roll back to, even after a crash.
@@ -146,6 +153,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
         gradients: how many operations may have gradients in progress or in flight.
     """
 
+    lane = "store"
+
     def __init__(
         self,
         number: int,
@@ -199,12 +208,18 @@ class ShardNode(ProtocolNode[_ShardStep]):
         if kind is MessageType.HELD_STEPS:
             self._run(
                 step,
+                "held steps",
                 self._work.held_steps,
                 lambda steps: self._notify(kind, {"steps": [int(held) for held in steps]}),
             )
             return
         to = message_validation.integer(message, "to", 0)
-        self._run(step, lambda: self._work.roll_back(to), lambda _: self._notify(kind, {"to": to}))
+        self._run(
+            step,
+            "rollback",
+            lambda: self._work.roll_back(to),
+            lambda _: self._notify(kind, {"to": to}),
+        )
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
@@ -224,7 +239,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             if not self._streams:
                 self._work.settle()
 
-        self._run(step, begin, ready)
+        self._run(step, "begin", begin, ready)
 
     def _fetch_next(self) -> None:
         """Fetch the next operation, if the two limits allow it."""
@@ -248,7 +263,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._send_weights(operation, parts)
             self._fetch_next()
 
-        self._run(step, lambda: self._work.fetch(operation), fetched)
+        job = functools.partial(self._work.fetch, operation)
+        self._run(step, "fetch", job, fetched, operation.number)
 
     def _send_weights(
         self, operation: TransferOperation, parts: Sequence[np.ndarray | None]
@@ -312,16 +328,17 @@ class ShardNode(ProtocolNode[_ShardStep]):
                 return
             step.gradients[operation.number] = dict.fromkeys(numbers)  # the job owns the memory
             step.received += 1
-            self._run(step, self._receiving(operation, arrived), stored)
+            job = functools.partial(self._work.receive, operation, arrived)
+            self._run(step, "receive", job, stored, operation.number)
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._notify(MessageType.PREPARED, body))
-
-    def _receiving(
-        self, operation: TransferOperation, arrived: Mapping[int, np.ndarray | None]
-    ) -> Callable[[], None]:
-        return lambda: self._work.receive(operation, arrived)
+        self._run(
+            step,
+            "prepare",
+            self._work.prepare,
+            lambda body: self._notify(MessageType.PREPARED, body),
+        )
 
     def _vote(self, message: Message) -> None:
         step = self._step
@@ -336,7 +353,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             sent = message_with(votes, kind=MessageType.VOTES, body={"round": number}, **fields)
             self._context.send(COORDINATOR, sent)
 
-        self._run(step, lambda: self._work.vote(message.payload), voted)
+        self._run(step, "vote", lambda: self._work.vote(message.payload), voted)
 
     def _require_prepared(self, message: Message) -> None:
         if not self._step.is_prepared:
@@ -359,4 +376,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             step.answer = answer
             self._notify(MessageType.COMMITTED, answer)
 
-        self._run(step, lambda: self._work.commit(step.number, decision, masks), committed)
+        job = functools.partial(self._work.commit, step.number, decision, masks)
+        self._run(step, "commit", job, committed)
+
+    def _work_spans(self) -> Sequence[Spans]:
+        return self._work.spans

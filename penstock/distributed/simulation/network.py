@@ -12,6 +12,7 @@ import heapq
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from penstock.distributed.protocol import (
 )
 from penstock.distributed.simulation.faults import Faults
 from penstock.errors import CorruptionError
+from penstock.spans import RunningSpan
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,12 @@ class Links:
         return (HEADER_BYTES + size) / self.bytes_per_second
 
 
-_Job = tuple[Callable[[], Any], Callable[[Any], None], Callable[[Exception], None]]
+_Job = tuple[
+    Callable[[], Any],
+    Callable[[Any], None],
+    Callable[[Exception], None],
+    AbstractContextManager[None],
+]
 
 
 class Node(Protocol):
@@ -154,6 +161,10 @@ class Network:
 
     # The node context
 
+    def clock(self) -> float:
+        """Return the simulated time."""
+        return self.now
+
     def send(self, sender: int, to: int, message: Message) -> None:
         """Send a message, subject to the faults."""
         if sender in self._dead:
@@ -176,13 +187,14 @@ class Network:
         job: Callable[[], Any],
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
+        span: RunningSpan | None = None,
     ) -> None:
         """Run a job when the node's worker is free; the job takes `cost` seconds.
 
         The effects of the job happen at its start. The node receives the result at its end, if the
         node is still alive.
         """
-        self._jobs[number].append((job, then, failed))
+        self._jobs[number].append((job, then, failed, span or nullcontext()))
         if number not in self._working:
             self._begin_job(number)
 
@@ -190,9 +202,10 @@ class Network:
         heapq.heappush(self._events, (when, next(self._order), action, arguments))
 
     def _begin_job(self, number: int) -> None:
-        job, then, failed = self._jobs[number].popleft()
+        job, then, failed, span = self._jobs[number].popleft()
         self._working.add(number)
         report: Callable[[], None]
+        span.__enter__()
         try:
             result = job()
         except Exception as error:  # the node reports the error, as with a real worker
@@ -200,12 +213,15 @@ class Network:
         else:
             report = functools.partial(then, result)
         end = self.now + self._cost(number)
-        self._at(end, self._unless_stopped, (number, self._end_job, (number, report)))
+        self._at(end, self._unless_stopped, (number, self._end_job, (number, report, span)))
 
-    def _end_job(self, number: int, report: Callable[[], None]) -> None:
+    def _end_job(
+        self, number: int, report: Callable[[], None], span: AbstractContextManager[None]
+    ) -> None:
         if number in self._dead:
             return
         self._working.discard(number)
+        span.__exit__(None, None, None)
         report()
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)

@@ -26,6 +26,7 @@ from penstock.distributed.transport.handshake import ConnectionRejectedError
 from penstock.distributed.transport.listener import ConnectionListener
 from penstock.distributed.transport.stream import Stream, is_loopback
 from penstock.errors import ClusterError, CorruptionError, ProtocolError
+from penstock.spans import RunningSpan
 
 log = logging.getLogger("penstock.distributed")
 Address = tuple[str, int]
@@ -48,7 +49,7 @@ class _LocalNode:
     """A node of this process, and the thread that runs its jobs."""
 
     node: EndpointNode
-    jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
+    jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any, Any] | None]
     is_removed: bool = False  # jobs that have not begun are dropped
     thread: threading.Thread | None = None
 
@@ -234,17 +235,22 @@ class Endpoint:
             arguments = (sender, to, self._addresses[to], message.epoch)
             threading.Thread(target=self._open, args=arguments, daemon=True).start()
 
+    def clock(self) -> float:
+        """Return the time by this host's clock."""
+        return time.perf_counter()
+
     def work(
         self,
         number: int,
         job: Callable[[], Any],
         then: Callable[[Any], None],
         failed: Callable[[Exception], None],
+        span: RunningSpan | None = None,
     ) -> None:
         """Run a job of a local node after its earlier jobs; then call `then` or `failed`."""
         local = self._local_nodes.get(number)
         if local is not None:
-            local.jobs.put((job, then, failed))
+            local.jobs.put((job, then, failed, span or contextlib.nullcontext()))
 
     def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
         """Open a connection to a node; messages to the node wait meanwhile."""
@@ -377,11 +383,12 @@ class Endpoint:
 
     def _do_jobs(self, local: _LocalNode) -> None:
         while (task := local.jobs.get()) is not None:
-            job, then, failed = task
+            job, then, failed, span = task
             if local.is_removed:
                 return
             try:
-                result = job()
+                with span:
+                    result = job()
             except Exception as error:  # the node reports the error
                 self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
             else:

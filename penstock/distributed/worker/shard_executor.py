@@ -25,6 +25,7 @@ from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.distributed.worker.sparse_transfer import entries_in, packed_chunk
 from penstock.errors import ClusterError, ProtocolError
 from penstock.program import WeightSpec
+from penstock.spans import Spans
 from penstock.sparsity import SparseWeight
 from penstock.step_schedule import ByStep, StepSchedule
 from penstock.store import (
@@ -56,6 +57,11 @@ class LocalShardExecutor:
     @property
     def _store(self) -> Store:
         return self._storage.store
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of the store."""
+        return self._storage.spans
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back."""

@@ -154,7 +154,7 @@ class _NetworkOf:
         assert (self._node, to) in self._nodes.reached
         self._nodes.todo.append(lambda: self._nodes.deliver(self._node, to, message))
 
-    def work(self, job, then, failed) -> None:
+    def work(self, job, then, failed, span=None) -> None:
         def do() -> None:
             if self._node in self._nodes.gone:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -145,7 +146,9 @@ class PretendEndpoint:
     def send(self, sender: int, to: int, message: Message) -> None:
         """Nobody is there."""
 
-    def work(self, number: int, job: Callable, then: Callable, failed: Callable) -> None:
+    clock = staticmethod(time.perf_counter)
+
+    def work(self, number: int, job: Callable, then: Callable, failed: Callable, span=None) -> None:
         try:
             result = job()
         except Exception as error:

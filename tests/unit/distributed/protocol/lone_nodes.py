@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import numpy as np
 import torch
 
@@ -42,8 +45,14 @@ class Runtime:
     def send(self, to: int, message: Message) -> None:
         self.sent.append((to, message))
 
-    def work(self, job, then, failed) -> None:
-        self.jobs.append((job, then, failed))
+    clock = staticmethod(time.perf_counter)
+
+    def work(self, job, then, failed, span=None) -> None:
+        def measured():
+            with span or contextlib.nullcontext():
+                return job()
+
+        self.jobs.append((measured, then, failed))
 
     def do(self, count: int = 1000) -> None:
         while self.jobs and count:
