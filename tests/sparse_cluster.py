@@ -28,10 +28,10 @@ from penstock.distributed.protocol import (
     chunks,
     sparse_chunks,
 )
+from penstock.distributed.rpc.shard_storage import InProcessShard
 from penstock.distributed.simulation import Faults, Links, Network
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import InProcessShard
 from penstock.engine import compute
 from penstock.sparsity import SparseWeight
 from penstock.step.distributed import _TrainingStepRequest

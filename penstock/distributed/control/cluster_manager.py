@@ -35,10 +35,10 @@ from penstock.distributed.protocol import (
 )
 from penstock.distributed.rendezvous_file import remove_record, write_record
 from penstock.distributed.replication import ManagerHooks, ReplicaManager
-from penstock.distributed.rpc import RpcClient, StoreClient
+from penstock.distributed.rpc import InProcessShard, RpcClient, StoreClient
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
-from penstock.distributed.worker import InProcessShard, LocalShardExecutor
+from penstock.distributed.worker import LocalShardExecutor
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.planning import ExecutionPlan
 from penstock.store import Store

@@ -23,20 +23,13 @@ from penstock.distributed.protocol import (
     message_validation,
     message_with,
 )
-from penstock.distributed.rpc import RpcMessage
+from penstock.distributed.rpc import OwnedShard, RpcMessage
 from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
-from penstock.store import Portions, Store, portions_of
+from penstock.store import Portions, portions_of
 
 WINDOW = 4  # portions that are requested and not written yet
 SILENCE = 60.0  # seconds in which a requested portion must arrive
-
-
-class HeldStore(Protocol):
-    """The store of a node."""
-
-    @property
-    def store(self) -> Store: ...
 
 
 class PeerDirectory(Protocol):
@@ -52,7 +45,7 @@ class SnapshotSender:
     """Sends this node's state to another node, portion by portion."""
 
     def __init__(
-        self, number: int, storage: HeldStore, context: NodeContext, network: PeerDirectory
+        self, number: int, storage: OwnedShard, context: NodeContext, network: PeerDirectory
     ) -> None:
         self._number, self._storage, self._context = number, storage, context
         self._network = network
@@ -118,7 +111,7 @@ class SnapshotReceiver:
     def __init__(
         self,
         number: int,
-        storage: HeldStore,
+        storage: OwnedShard,
         context: NodeContext,
         network: PeerDirectory,
         answer: Callable[[int, RpcMessage], None],

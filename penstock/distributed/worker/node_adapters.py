@@ -8,9 +8,8 @@ from __future__ import annotations
 from penstock.distributed.control_messages import addresses_of
 from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
 from penstock.distributed.replication import SnapshotReceiver, SnapshotSender
-from penstock.distributed.rpc import FrameAssembler, RpcMessage, frames, store_server
+from penstock.distributed.rpc import FrameAssembler, OwnedShard, RpcMessage, frames, store_server
 from penstock.distributed.transport import Endpoint
-from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import size_above
 from penstock.distributed.control_messages import Opens, ReplicaSlot
 from penstock.distributed.protocol import EngineNode, NodeContext, ShardNode, TransferSchedule
+from penstock.distributed.rpc import OwnedShard
 from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import UnfitHostError
 from penstock.program import Program
 from penstock.step_schedule import ByStep, StepSchedule

@@ -15,13 +15,13 @@ import torch
 
 from penstock.distributed.protocol import SparseChunk, TransferOperation
 from penstock.distributed.rpc import (
+    ShardStorage,
     ballots_of,
     body_of_report,
     bytes_of_votes,
     decision_of,
     masks_of_payload,
 )
-from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.distributed.worker.sparse_transfer import entries_in, packed_chunk
 from penstock.errors import ClusterError, ProtocolError
 from penstock.program import WeightSpec

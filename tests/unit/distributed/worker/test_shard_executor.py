@@ -8,9 +8,9 @@ from sparse_cluster import trained_program
 from sparse_stores import mask_rule, sharded_sparse
 from store_programs import random_weights
 
+from penstock.distributed.rpc.shard_storage import InProcessShard
 from penstock.distributed.run_spec import transfers_by_step
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import InProcessShard
 from penstock.errors import ProtocolError
 from penstock.step_schedule import StepSchedule
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.config import Config
 from penstock.distributed.protocol import GRADIENT_WIDTH
-from penstock.distributed.rpc import WRITE_BYTES
+from penstock.distributed.rpc.rpc import WRITE_BYTES
 from penstock.errors import ClusterError, StorageError
 from penstock.planning import mask_rule_of, store_factory
 from penstock.program import Program, largest_stage
@@ -116,7 +116,7 @@ class OwnedShard:
 
 
 class ShardStorage(Protocol):
-    """The location of a shard's store."""
+    """The store of a shard, wherever it is: what the step protocol needs of it."""
 
     @property
     def store(self) -> Store: ...
