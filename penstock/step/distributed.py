@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.config import Config
 from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
+from penstock.distributed.control_messages import WorkerMetrics
 from penstock.distributed.protocol import (
     EngineInput,
     Message,
@@ -52,6 +53,7 @@ from penstock.store import (
     kept_entries,
     merged,
 )
+from penstock.store.flash import ShardedFlashStore
 from penstock.telemetry import StepDone
 
 _CANCEL_SECONDS = 60.0  # seconds in which a decided step must end
@@ -119,7 +121,8 @@ class DistributedStepRunner:
             self._has_begun = True
         self._collect_spans()  # discards those before the step
         while True:
-            self.manager.copy_to_learners(self._store)
+            on_flash = self._store if isinstance(self._store, ShardedFlashStore) else None
+            self.manager.replicas.copy_to_learners(on_flash)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
             kept = kept_entries(self._store)
             request = _TrainingStepRequest(
@@ -171,7 +174,10 @@ class DistributedStepRunner:
         try:
             while not ended.wait(timeout=_POLL_SECONDS):
                 manager.event_queue.poll()
-                if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
+                if (
+                    manager.coordinator.phase is Phase.GATHERING
+                    and manager.event_queue.should_stop()
+                ):
                     raise InterruptedError("stopped while waiting for engines or shards")
         except BaseException:  # the next step needs a quiescent coordinator
             self._cancel_step(ended)
@@ -202,7 +208,7 @@ class DistributedStepRunner:
     def _can_retry(self, error: BaseException) -> bool:
         """Return whether the step can be retried from a step that all shards hold or will hold."""
         if isinstance(error, UnrecoverableError):
-            return self.manager.is_replaced(error.node)
+            return self.manager.replicas.assignment.is_replaced(error.node)
         return isinstance(error, RolledBackError)
 
     def _done(
@@ -221,11 +227,15 @@ class DistributedStepRunner:
             self._store,
             loss=math.fsum(outcome.losses) * request.scale,
             seconds=seconds,
-            store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
+            store_seconds=seconds - self._compute_timer.of_step(self._figures(), seconds),
             tokens=self._tokens,
             engine_bytes=self.manager.heartbeat_stats.peak_bytes,
             figures=MaskFigures.of(self._layout, kept, commit.decision),
         )
+
+    def _figures(self) -> Mapping[int, WorkerMetrics]:
+        """Return the latest metrics of the engines of the current view."""
+        return self.manager.heartbeat_stats.figures(self.manager.coordinator.engines)
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
         """Find, in this process, the stage where a loss became non-finite."""
@@ -238,7 +248,7 @@ class DistributedStepRunner:
     def _check_stragglers(self) -> None:
         """Report slow engines and replace persistently slow ones; runs in the endpoint's thread."""
         coordinator = self.manager.coordinator
-        metrics = self.manager.figures().items()
+        metrics = self._figures().items()
         computed = {engine: (each.computed, each.micro_batches) for engine, each in metrics}
         looks_to_evict = self._config.cluster.evict_slow
         for slow in self._straggler_detector.look(computed):

@@ -93,7 +93,7 @@ class Run:
     def pid_of_shard(self, shard: int, place: int = 0) -> int:
         """The process of a node that holds a shard: of the first, which streams, or another."""
         node = self.manager.coordinator.holders[shard][place]
-        return self.manager.launcher.pids[self.manager.worker_of(node)]
+        return self.manager.launcher.pids[self.manager.registry.find(node).worker]
 
     def kill(self, shard: int, place: int = 0) -> int:
         pid = self.pid_of_shard(shard, place)
@@ -261,7 +261,7 @@ def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -
 
 
 def signal_to(run: Run, node: int, what: signal.Signals) -> None:
-    os.kill(run.manager.launcher.pids[run.manager.worker_of(node)], what)
+    os.kill(run.manager.launcher.pids[run.manager.registry.find(node).worker], what)
 
 
 @pytest.mark.slow
