@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
-from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.node_context import Job, NodeContext
 from penstock.distributed.protocol.span_messages import spans_message
 from penstock.errors import ProtocolError
 from penstock.spans import Spans, gather
@@ -148,4 +148,4 @@ class ProtocolNode(ABC, Generic[Step]):
             if step is self._step:
                 self._report(self.epoch, step.number, error)
 
-        self._context.work(job, done, failed, span)
+        self._context.work(Job(job, done, failed, span))

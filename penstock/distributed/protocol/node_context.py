@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.distributed.protocol.messages import Message
-from penstock.spans import Clock, RunningSpan
+from penstock.spans import Clock
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work of a node in another thread.
+
+    After `run`, the node's own thread calls `then` with the result, or `failed` with the error.
+    `span` measures `run`.
+    """
+
+    run: Callable[[], Any]
+    then: Callable[[Any], None]
+    failed: Callable[[Exception], None]
+    span: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 class NodeContext(Protocol):
@@ -23,17 +38,8 @@ class NodeContext(Protocol):
         """Send to a node by its number; a lost node is no error."""
         ...
 
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-        span: RunningSpan | None = None,
-    ) -> None:
-        """Run a job in another thread, after all earlier jobs; then call `then` or `failed`.
-
-        **Arguments:** `span` measures the job.
-        """
+    def work(self, job: Job) -> None:
+        """Run a job after all earlier jobs."""
         ...
 
 
@@ -47,15 +53,8 @@ class NodeHost(Protocol):
         """Send from one node to another, each by its number."""
         ...
 
-    def work(
-        self,
-        number: int,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-        span: RunningSpan | None = None,
-    ) -> None:
-        """Run a job of a node after its earlier jobs; then call `then` or `failed`."""
+    def work(self, number: int, job: Job) -> None:
+        """Run a job of a node after its earlier jobs."""
         ...
 
 
@@ -75,12 +74,6 @@ class BoundContext:
         """Send to a node by its number."""
         self.host.send(self.number, to, message)
 
-    def work(
-        self,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-        span: RunningSpan | None = None,
-    ) -> None:
-        """Run a job, then call `then` or `failed`."""
-        self.host.work(self.number, job, then, failed, span)
+    def work(self, job: Job) -> None:
+        """Run a job."""
+        self.host.work(self.number, job)

@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.distributed.control_messages import address_of
 from penstock.distributed.protocol import (
+    Job,
     Message,
     MessageType,
     NodeContext,
@@ -73,7 +74,7 @@ class SnapshotSender:
         def failed(error: Exception) -> None:
             answer(None, body={"error": type(error).__name__, "text": str(error)})
 
-        self._context.work(read, lambda found: answer(*found), failed)
+        self._context.work(Job(read, lambda found: answer(*found), failed))
 
     def _read(self, number: int) -> np.ndarray:
         if self._portions is None or number == 0:
@@ -152,7 +153,7 @@ class SnapshotReceiver:
             copy.received_at = time.monotonic()
             self._request_more(copy)
 
-        self._context.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
+        self._work(copy, open_portions, opened)
 
     def cancel(self, why: str) -> None:
         """Cancel the running copy, if any."""
@@ -217,7 +218,11 @@ class SnapshotReceiver:
                 copy.count = len(portions.sizes)  # the first portion may announce the others
                 self._request_more(copy)
 
-        self._context.work(write, written, lambda error: self._fail(copy, "target", error))
+        self._work(copy, write, written)
+
+    def _work(self, copy: _Copy, run: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Run a job of a copy, which fails if the job fails."""
+        self._context.work(Job(run, then, lambda error: self._fail(copy, "target", error)))
 
     def tick(self, now: float) -> None:
         """Fail the copy if a requested portion is overdue."""

@@ -159,18 +159,18 @@ class _NetworkOf:
         assert (self._node, to) in self._nodes.reached
         self._nodes.todo.append(lambda: self._nodes.deliver(self._node, to, message))
 
-    def work(self, job, then, failed, span=None) -> None:
+    def work(self, job) -> None:
         def do() -> None:
             if self._node in self._nodes.gone:
                 return
             try:
-                found = job()
+                found = job.run()
             except Exception as error:
-                failed(error)
+                job.failed(error)
             else:
-                if "write" in getattr(job, "__qualname__", ""):
+                if "write" in getattr(job.run, "__qualname__", ""):
                     self._nodes.came[self._node, "written"] += 1
-                then(found)
+                job.then(found)
 
         self._nodes.todo.append(do)
 

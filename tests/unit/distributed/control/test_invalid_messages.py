@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager
 from penstock.distributed.control_messages import Assignment
-from penstock.distributed.protocol import EngineNode, ShardNode
+from penstock.distributed.protocol import EngineNode, Job, ShardNode
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.protocol.node_context import BoundContext
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
@@ -148,13 +148,13 @@ class PretendEndpoint:
 
     clock = staticmethod(time.perf_counter)
 
-    def work(self, number: int, job: Callable, then: Callable, failed: Callable, span=None) -> None:
+    def work(self, number: int, job: Job) -> None:
         try:
-            result = job()
+            result = job.run()
         except Exception as error:
-            failed(error)
+            job.failed(error)
         else:
-            then(result)
+            job.then(result)
 
     def context(self, number: int) -> BoundContext:
         return BoundContext(self, number)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import numpy as np
 import torch
 
 from penstock.collectives.tree_reduce import PartialSum
-from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Job, ShardNode
 from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack_arrays
 from penstock.distributed.protocol.transfer_schedule import (
     Chunk,
@@ -40,30 +39,27 @@ class Runtime:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Message]] = []
-        self.jobs: list[tuple] = []
+        self.jobs: list[Job] = []
 
     def send(self, to: int, message: Message) -> None:
         self.sent.append((to, message))
 
     clock = staticmethod(time.perf_counter)
 
-    def work(self, job, then, failed, span=None) -> None:
-        def measured():
-            with span or contextlib.nullcontext():
-                return job()
-
-        self.jobs.append((measured, then, failed))
+    def work(self, job) -> None:
+        self.jobs.append(job)
 
     def do(self, count: int = 1000) -> None:
         while self.jobs and count:
-            job, then, failed = self.jobs.pop(0)
+            job = self.jobs.pop(0)
             count -= 1
             try:
-                result = job()
+                with job.span:
+                    result = job.run()
             except Exception as error:
-                failed(error)
+                job.failed(error)
             else:
-                then(result)
+                job.then(result)
 
     def kinds(self) -> list[MessageType]:
         return [message.kind for _, message in self.sent]
