@@ -14,7 +14,11 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
-from penstock.distributed.rpc.mask_codec import ballots_of, bytes_of_votes, masks_of_payload
+from penstock.distributed.rpc.mask_codec import (
+    bytes_of_histograms,
+    masks_of_payload,
+    open_selections_of,
+)
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.distributed.rpc.shard_storage import OwnedShard
 from penstock.errors import ClusterError, PenstockError
@@ -110,9 +114,10 @@ def _mask(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> 
     return RpcMessage({"kept": index.kept}, {"mask": data})
 
 
-def _votes(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    ballots = ballots_of(arrays.get("ballots"))
-    return RpcMessage({}, {"votes": bytes_of_votes(_in_memory(storage).votes(ballots))})
+def _histograms(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    selections = open_selections_of(arrays.get("selections"))
+    histograms = _in_memory(storage).histograms(selections)
+    return RpcMessage({}, {"histograms": bytes_of_histograms(histograms)})
 
 
 def _in_memory(storage: OwnedShard) -> DramStore:
@@ -253,7 +258,7 @@ METHODS: Mapping[str, Callable[[OwnedShard, Mapping[str, Any], Arrays], RpcMessa
     "fetch": _fetch,
     "stream": _stream,
     "mask": _mask,
-    "votes": _votes,
+    "histograms": _histograms,
     "receive": _receive,
     "prepare": _prepare,
     "decide": _decide,

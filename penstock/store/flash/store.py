@@ -8,7 +8,7 @@ Per step, weights and state of a trainable weight are read once and written once
 weights are read once more for the backward sweep unless they are still in memory.
 
 The masks of sparse weights are in memory; on flash they are written when they change. A commit that
-drops entries reads the masters of the weights that change, for the votes.
+drops entries reads the masters of the weights that change, to select these entries.
 """
 
 from __future__ import annotations
