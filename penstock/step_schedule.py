@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from penstock.program import Program, Stage, extra_gradient_bytes
+
+if TYPE_CHECKING:
+    from penstock.sparsity import SparsityPolicy
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
@@ -115,19 +118,19 @@ class StepSchedule:
         cls,
         program: Program,
         recompute: Collection[int] = (),
-        needs_dense_gradients: Callable[[int], bool] | None = None,
+        policy: SparsityPolicy | None = None,
     ) -> ByStep[StepSchedule]:
         """Return the schedules of a run.
 
         Args:
             program: the program to train.
             recompute: as for `of`.
-            needs_dense_gradients: of the run's sparsity policy, if the run has sparse weights.
+            policy: says which steps compute dense gradients, if the run has sparse weights.
         """
         usual = cls.of(program, recompute)
-        if needs_dense_gradients is None:
+        if policy is None or not policy.grown_by_gradient:
             return ByStep.always(usual)
-        return ByStep(usual, cls.of(program, recompute, True), needs_dense_gradients)
+        return ByStep(usual, cls.of(program, recompute, True), policy.needs_dense_gradients)
 
     @classmethod
     def forward_only(cls, program: Program) -> StepSchedule:

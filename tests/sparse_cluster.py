@@ -131,7 +131,7 @@ class FormulaEngine:
 
 def schedules_of(program, policy):
     """Return the schedules of a run."""
-    return StepSchedule.by_step(program, (), policies()[policy].needs_dense_gradients)
+    return StepSchedule.by_step(program, (), policies()[policy])
 
 
 def alone(policy, steps=STEPS, stream_dtype=torch.float32, **settings):

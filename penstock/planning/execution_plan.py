@@ -51,8 +51,8 @@ class ExecutionPlan:
     @cached_property
     def schedule_of(self) -> ByStep[StepSchedule]:
         """The operations of each step, which counts from 1."""
-        dense = None if self.sparse is None else self.sparse.policy.needs_dense_gradients
-        return StepSchedule.by_step(self.program, self.plan.recompute, dense)
+        policy = None if self.sparse is None else self.sparse.policy
+        return StepSchedule.by_step(self.program, self.plan.recompute, policy)
 
     @cached_property
     def flops(self) -> StepFlops:

@@ -9,6 +9,7 @@ import torch
 from store_programs import make_program
 
 from penstock.program import Program, SparseUse, largest_stage
+from penstock.sparsity import RigL, SparseEvolutionaryTraining, StaticMasks, exchanging
 from penstock.step_schedule import ByStep, StepSchedule, sweep_order
 from penstock.weight_formats import format_of
 
@@ -138,7 +139,8 @@ def sparse(program: Program, dtype: torch.dtype) -> Program:
 @pytest.mark.parametrize(("dtype", "rounded"), [(torch.float32, 0), (torch.bfloat16, 2)])
 def test_dense_gradients_cost_more_where_gradients_return(dtype, rounded):
     program = sparse(program_of(), dtype)
-    schedules = StepSchedule.by_step(program, {1}, lambda step: step % 3 == 0)
+    policy = exchanging(RigL, 9, begin=3, end=9, every=3)
+    schedules = StepSchedule.by_step(program, {1}, policy)
     usual, dense = schedules(1).operations, schedules(3).operations
     assert usual == schedules(2).operations == StepSchedule.of(program, {1}).operations
     assert [each.dense_gradients for each in usual] == [()] * 7
@@ -160,6 +162,14 @@ def test_dense_gradients_cost_more_where_gradients_return(dtype, rounded):
         assert other.weights == one.weights
         assert other.gradients == one.gradients
     assert [each.gradient_bytes for each in usual] == [0, 0, 0, 40, 4 * (2 + 2), 4 * (3 + 2), 32]
+
+
+def test_only_a_policy_that_grows_by_gradients_has_a_second_schedule():
+    program = sparse(program_of(), torch.float32)
+    policy = exchanging(SparseEvolutionaryTraining, 9, begin=3, end=9, every=3)
+    for each in (None, StaticMasks(), policy):
+        schedules = StepSchedule.by_step(program, (), each)
+        assert schedules.dense is schedules.usual == StepSchedule.of(program)
 
 
 def test_frozen_sparse_weights_have_no_dense_gradients():

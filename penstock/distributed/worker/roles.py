@@ -111,8 +111,7 @@ def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compi
     recompute = frozenset(spec["recompute"])
     shards = int(spec["shards"])
     rule = mask_rule_of(config, program)
-    dense = None if rule is None else rule.policy.needs_dense_gradients
-    schedules = StepSchedule.by_step(program, recompute, dense)
+    schedules = StepSchedule.by_step(program, recompute, rule.policy if rule else None)
     transfers = transfers_by_step(program, schedules, shards)
     return _Compiled(config, program, recompute, schedules, transfers)
 

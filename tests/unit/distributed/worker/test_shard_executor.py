@@ -12,7 +12,7 @@ from penstock.distributed.rpc.shard_storage import InProcessShard
 from penstock.distributed.run_spec import transfers_by_step
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
 from penstock.errors import ProtocolError
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import ByStep, StepSchedule
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_gradients_of_another_schedule_are_refused(policy, is_dense, expected):
     program = trained_program(policy)
     store = sharded_sparse(program, 1, mask_rule(policy))
     store.load(random_weights(program, 1).items())
-    schedules = StepSchedule.by_step(program, (), lambda step: is_dense)
+    schedules = ByStep.always(StepSchedule.of(program, dense_gradients=is_dense))
     work = LocalShardExecutor(InProcessShard(store.shards[0]), 0, schedules)
     work.begin(1)
     operation = transfers_by_step(program, schedules, 1)(1).operations[-1]
