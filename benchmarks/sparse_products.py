@@ -2,7 +2,7 @@
 
 Forward, gradient of the inputs and gradient of the kept entries, all three together, packing of
 activations into panels included: against dense products of PyTorch of the same type, against
-`torch.sparse_csr` and, where it is installed, against SparseProp on the grid that its authors
+`torch.sparse_csr` and, where it is installed, against SparseProp, also on the grid that its authors
 published. The programs take turns within a repetition; a repetition in which our threads had to
 wait for a processor is thrown away (Linux tells; elsewhere all are kept).
 
@@ -263,7 +263,7 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         programs["packing"] = packing
     if cell.type_name == "fp32":
         programs["torch_sparse"] = cell.torch_sparse()
-    peer = sparseprop_products(cell) if published else None
+    peer = sparseprop_products(cell)
     if peer is not None:
         programs["sparseprop"] = peer
     programs["limit"] = limit.run
@@ -293,21 +293,21 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         "clean": clean,
         "repetitions": every,
         "choice": choice.as_record(),
+        "over_sparseprop": over("sparseprop"),
+        "published": published,
     }
-    if published:
-        row["over_sparseprop"] = over("sparseprop")
     return row
 
 
 def ratio_to_target(row: dict, has_matrix_unit: bool) -> float | None:
     """The least of a row's speed-ups over their targets; None where none applies."""
     target = TARGETS[row["type"], has_matrix_unit].get(row["sparsity"])
-    if target is None or "over_sparseprop" in row:
-        return None
-    ratios = [row["over_dense"] / target]
-    if row["over_torch_sparse"] is not None:
-        ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
-    return min(ratios)
+    ratios = [] if row["over_sparseprop"] is None else [row["over_sparseprop"]]
+    if target is not None and not row["published"]:
+        ratios.append(row["over_dense"] / target)
+        if row["over_torch_sparse"] is not None:
+            ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
+    return min(ratios, default=None)
 
 
 def describe(row: dict) -> str:
@@ -316,20 +316,23 @@ def describe(row: dict) -> str:
         str(p["block_columns"]) if p["way"] == "sparse" else f"dense {p['band_rows']}"
         for p in products
     )
-    library = row["over_torch_sparse"]
+    library, peer = (
+        "      -" if row[name] is None else f"{row[name]:7.2f}"
+        for name in ("over_torch_sparse", "over_sparseprop")
+    )
     return (
         f"{row['shape'][1]:5d} > {row['shape'][0]:5d} {row['tokens']:5d} {row['type']} "
         f"{row['sparsity']:4.0%} {row['dense_ms']:8.2f} {row['ours_ms']:8.2f} "
         f"{row['packing_ms']:7.2f} {row['over_dense']:7.2f} "
-        f"{'      -' if library is None else f'{library:7.2f}'} {row['gflop_per_second']:6.0f} "
+        f"{library} {peer} {row['gflop_per_second']:6.0f} "
         f"{row['share_of_limit']:6.0%}  {row['clean']:2d}/{row['repetitions']:<2d}  "
         f"{row['choice']['panel_tokens']} x {ways} {row['choice']['bfloat16']}"
     )
 
 
 HEADER = (
-    "   in >   out tokens type spars. dense ms  ours ms packing  /dense /sparse GF/s  limit  clean "
-    " panel x blocks (forward, dX, dW)"
+    "   in >   out tokens type spars. dense ms  ours ms packing  /dense /sparse   /peer   GF/s  limit"
+    "  clean  panel x blocks (forward, dX, dW)"
 )
 
 
@@ -363,11 +366,10 @@ def main() -> None:
     for sparsity in sparsities[1:2] if quick else sparsities:
         cell = Cell(shape, tokens, sparsity, "fp32")
         rows.append(measure(cell, limit, seconds, published=True))
-        peer = rows[-1]["over_sparseprop"]
-        comparison = "SparseProp is not installed" if peer is None else f"{peer:.2f} x SparseProp"
-        print(f"{describe(rows[-1])}  {comparison}", flush=True)
+        print(describe(rows[-1]), flush=True)
+    if rows[-1]["over_sparseprop"] is None:
+        print("SparseProp is not installed (pip install sparseprop): not compared")
     ratios = [ratio_to_target(row, has_matrix_unit) for row in rows]
-    ratios += [row["over_sparseprop"] for row in rows if row.get("over_sparseprop") is not None]
     enough = all(row["clean"] >= ENOUGH for row in rows)
     busy = "other work kept the processors busy: too few repetitions had them alone"
     print_result(
