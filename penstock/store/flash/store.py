@@ -145,6 +145,7 @@ class FlashStore:
             opened.callback(self._spill.close)
             self._writes = ExtentWrites(self._file, self._version, self._journal, keep_steps)
             self._pipeline = self._make_pipeline()
+            self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
             self._opened = opened.pop_all()
         # Threads that run until interpreter exit can deadlock in the OpenMP pools.
