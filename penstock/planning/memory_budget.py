@@ -299,7 +299,8 @@ class Budget:
             return peak
         if self._sharing is not None:
             return 0
-        return 2 * _largest_moved(self._program) + self._transfer_bytes
+        dense = computes_dense_gradients(self._config)
+        return 2 * _largest_moved(self._program, dense) + self._transfer_bytes
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return the host memory of all devices of a group together."""
@@ -416,15 +417,13 @@ def transfer_buffer_bytes(program: Program, device: str, dense_gradients: bool =
 
     **Arguments:** `dense_gradients` says that some steps compute the gradient of every element.
     """
-
-    def gradient_bytes(weight: WeightSpec) -> int:
-        elements = weight.elements if dense_gradients else weight.entries
-        return 4 * elements if weight.trainable else 0
-
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
     weights = program.weights
-    gradients = [sum(gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
+    gradients = [
+        sum(_gradient_bytes(weights[name], dense_gradients) for name in stage.weights)
+        for stage in program.stages
+    ]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
     sparse = [weight for weight in weights.values() if weight.is_sparse]
     if sparse:
@@ -443,15 +442,17 @@ def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
 
-def _largest_moved(program: Program) -> int:
-    """Return the largest transfer of a stage one way: streamed weights, or gradients in float32."""
+def _largest_moved(program: Program, dense_gradients: bool = False) -> int:
+    """Return the largest transfer of a stage one way: streamed weights, or gradients in float32;
+    those of every element of sparse weights, if some steps compute `dense_gradients`."""
     _, streamed = largest_stage(program, lambda weight: weight.stream_bytes)
-    _, returned = largest_stage(program, _gradient_bytes)
+    _, returned = largest_stage(program, lambda weight: _gradient_bytes(weight, dense_gradients))
     return max(streamed, returned)
 
 
-def _gradient_bytes(weight: WeightSpec) -> int:
-    return 4 * weight.entries if weight.trainable else 0
+def _gradient_bytes(weight: WeightSpec, dense_gradients: bool) -> int:
+    elements = weight.elements if dense_gradients else weight.entries
+    return 4 * elements if weight.trainable else 0
 
 
 def _shared_bytes(config: Config, program: Program) -> int:
