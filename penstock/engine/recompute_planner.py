@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.config import size_above
 from penstock.engine.interface import EnginePlan
 from penstock.engine.null_engine import dry_run
-from penstock.engine.sharing import Sharing
+from penstock.engine.sharing import Sharing, largest_slot
 from penstock.engine.targets import target_of
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage, largest_stage
@@ -47,7 +47,7 @@ def predict_bytes(
         return Prediction(memory.peak_bytes + held, memory.peak_at)
     # Slots on a device are allocated permanently, including the slot of the computing stage.
     if target.has_own_memory:
-        slots, size = plan.slots, largest_stage(program, lambda weight: weight.value_bytes)[1]
+        slots, size = plan.slots, largest_slot(program)
     else:
         slots, size = plan.slots - 1, largest_stage(program, lambda weight: weight.stream_bytes)[1]
     waiting = size * slots

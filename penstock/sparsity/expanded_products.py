@@ -30,7 +30,7 @@ _WORD = 32  # elements of a word of the bitmap; a row begins with a word
 # Per element of a band: flags (1), their complement (1), their sums and a copy for these (8).
 _EXPANDING_BYTES = 10
 _FLAG_BYTES = 2  # per element of a band: flags, and a copy without the padding of rows
-_POSITION_BYTES = 8
+_POSITION_BYTES = 16  # a position, and the copy that PyTorch makes of it on the CPU
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,6 @@ Every test runs on the CPU, and on a GPU where there is one.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,15 +42,10 @@ TYPES = [torch.float32, torch.bfloat16]
 def device(request):
     """Return a device, in PyTorch's deterministic mode: an operator without a fixed order is an
     error."""
-    was, filled = torch.are_deterministic_algorithms_enabled(), deterministic().fill
+    was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield request.param
     torch.use_deterministic_algorithms(was)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
-def deterministic():
-    return SimpleNamespace(fill=torch.utils.deterministic.fill_uninitialized_memory)
 
 
 def narrow_bands(monkeypatch, elements, rows=1):
@@ -173,28 +166,23 @@ def test_allocations_stay_below_what_is_counted(kind, dtype, monkeypatch):
     narrow_bands(monkeypatch, 20_000)
     shape = (512, 257)
     case = Case(kind, shape, dtype, "cpu", tokens=40)
-    elements, capacity = 512 * 257, case.mask.entries
+    mask, capacity, itemsize = case.mask, case.mask.entries, dtype.itemsize
     product = expanded_product_bytes(shape, capacity, dtype)
-    least = elements * dtype.itemsize
-    counted = {
-        product + 40 * 512 * dtype.itemsize: lambda: multiply_expanded(
-            case.mask, case.values, case.x
-        ),
-        product + 4 * capacity: lambda: entry_gradient(case.mask, case.dy, case.x),
-        expansion_bytes(shape) + least: lambda: expand(case.mask, case.values),
-        selection_bytes(shape, capacity, dtype) + 4 * capacity: lambda: select_entries(
-            case.mask, case.dense
-        ),
-    }
-    for size, act in counted.items():
+    selection = selection_bytes(shape, capacity, dtype)
+    counted = [
+        (lambda: expand(mask, case.values), expansion_bytes(shape) + itemsize * 512 * 257),
+        (lambda: multiply_expanded(mask, case.values, case.x), product + itemsize * 40 * 512),
+        (lambda: select_entries(mask, case.dense), selection + 4 * capacity),
+        (lambda: entry_gradient(mask, case.dy, case.x), product + 4 * capacity),
+    ]
+    for act, size in counted:
         act()
         found = peak_allocated_bytes(act)
-        assert found <= size + 4096  # and a few numbers
-        assert found >= 0.5 * size or act is not None
+        assert 0.3 * size <= found <= size + 32_000  # tables of an operator on the CPU
 
 
 def test_gradient_of_a_weight_is_never_whole(monkeypatch):
-    """Its dense gradient is 40 times as large as what is allocated."""
+    """Its dense gradient is more than ten times as large as all that is allocated."""
     narrow_bands(monkeypatch, 16 * 256)
     case = Case("power law", (2048, 256), torch.float32, "cpu", tokens=8)
     dense = 4 * 2048 * 256
