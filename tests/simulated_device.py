@@ -8,7 +8,14 @@ from __future__ import annotations
 import pytest
 
 from penstock.compiler import build, sparse_lowering
-from penstock.engine import TARGETS, SharedSlots, Target, TorchEngine, target_of
+from penstock.engine import (
+    TARGETS,
+    SharedSlots,
+    Target,
+    TorchEngine,
+    choose_target,
+    target_of,
+)
 from penstock.engine.sharing import largest_slot
 from penstock.engine.slots import DeviceSlots
 from penstock.planning import builders
@@ -47,7 +54,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Target:
     target = SimulatedDevice()
     monkeypatch.setitem(TARGETS, target.name, target)
     monkeypatch.setattr(
-        "penstock.training.run_assembly.choose_target", lambda wanted: TARGETS[target.name]
+        "penstock.training.run_assembly.choose_target",
+        lambda wanted: target if wanted == "auto" else choose_target(wanted),
     )
     # What other tests have compiled, for the CPU, counts the memory of its own products.
     monkeypatch.setattr(sparse_lowering, "is_expanded", lambda weight: True)

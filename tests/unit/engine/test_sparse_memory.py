@@ -13,16 +13,13 @@ from sweeps import sweep, sweep_and_let_go
 from tiny_models import language_model
 
 from penstock.engine import (
-    TARGETS,
     EnginePlan,
     NullEngine,
     TorchEngine,
     plan_engine,
     predict_bytes,
 )
-from penstock.engine.lanes import HostLanes
-from penstock.engine.slots import DeviceSlots
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import BudgetError
 from penstock.sparsity import SparseWeight
 
 CHOICES = {"kernels": KERNELS, "tiles": TILES}
@@ -163,16 +160,3 @@ def test_steps_with_dense_gradients_need_more_and_the_plan_says_so():
         plan_engine(model.program, len(batches), dense - 1, "never", dense_gradients=True)
     plan_engine(model.program, len(batches), dense - 1, "never")
 
-
-def test_devices_with_their_own_memory_refuse_sparse_weights():
-    model, _ = setting()
-    with pytest.raises(
-        ConfigError,
-        match=r"^engine\.device: expected cpu for a model with sparse weights \(transformer\.h"
-        r".*\), got cuda, which has no sparse products yet; set engine\.device: cpu, or remove",
-    ):
-        TARGETS["cuda"].make_engine(model.program, EnginePlan(), sparse=model.products())
-    weight = model.weights()["transformer.h.0.mlp.c_fc.weight"]
-    slots = DeviceSlots(1 << 20, 2, HostLanes())
-    with pytest.raises(ConfigError, match=r"expected engines that read weights in host memory"):
-        slots.load(0, [weight])
