@@ -6,6 +6,7 @@ Weights are copied into slots and sparse weights are expanded, by the same funct
 from __future__ import annotations
 
 import pytest
+from compiled_programs import sharing_kinds, sharing_programs
 
 from penstock.compiler import build, sparse_lowering
 from penstock.engine import (
@@ -59,6 +60,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Target:
     )
     # What other tests have compiled, for the CPU, counts the memory of its own products.
     monkeypatch.setattr(sparse_lowering, "is_expanded", lambda weight: True)
-    monkeypatch.setattr(build, "make_kind", build.make_kind.__wrapped__)
-    monkeypatch.setattr(builders, "compile_source", builders.compile_source.__wrapped__)
+    make_kind, compile_source = build.make_kind.__wrapped__, builders.compile_source.__wrapped__
+    monkeypatch.setattr(build, "make_kind", sharing_kinds(make_kind))
+    monkeypatch.setattr(builders, "compile_source", sharing_programs(compile_source))
     return target

@@ -159,4 +159,3 @@ def test_steps_with_dense_gradients_need_more_and_the_plan_says_so():
     with pytest.raises(BudgetError, match=r"Raise engine\.memory to at least"):
         plan_engine(model.program, len(batches), dense - 1, "never", dense_gradients=True)
     plan_engine(model.program, len(batches), dense - 1, "never")
-
