@@ -164,7 +164,7 @@ def select_entries(mask: MaskBitmap, dense: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 `[entries]`, in the order of the store.
     """
-    if dense.shape != mask.shape:
+    if tuple(dense.shape) != mask.shape:
         raise ValueError(
             f"dense tensor: expected {list(mask.shape)}, got {list(dense.shape)}, which the mask "
             "does not fit"
