@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.lanes import Lanes
 from penstock.engine.sparse_weights import gradient_shape
-from penstock.program import Program
+from penstock.program import Program, WeightSpec, largest_stage
 from penstock.sparsity import (
     MaskBitmap,
     SparseWeight,
@@ -22,6 +22,8 @@ from penstock.sparsity import (
     multiply_expanded,
     select_entries,
 )
+
+_COLUMN_BYTES, _ROW_START_BYTES = 4, 8
 
 
 class ExpandedWeight:
@@ -128,8 +130,18 @@ class DeviceMasks:
 
 def most_bitmap_bytes(program: Program) -> int:
     """Return the bytes of the masks of a program's sparse weights on a device."""
-    return sum(
-        bitmap_bytes(matrix_shape(spec.shape))
-        for spec in program.weights.values()
-        if spec.is_sparse
-    )
+    return sum(map(_bitmap_bytes, program.weights.values()))
+
+
+def mask_staging_bytes(program: Program) -> int:
+    """Return the most bytes of host memory that an engine needs for masks on their way to its
+    device: bitmaps of two stages, the columns of one mask, and the row starts of all."""
+    sparse = [spec for spec in program.weights.values() if spec.is_sparse]
+    _, stage = largest_stage(program, _bitmap_bytes)
+    columns = max((_COLUMN_BYTES * spec.capacity for spec in sparse), default=0)
+    rows = sum(1 + matrix_shape(spec.shape)[0] for spec in sparse)
+    return 2 * stage + columns + _ROW_START_BYTES * rows
+
+
+def _bitmap_bytes(spec: WeightSpec) -> int:
+    return bitmap_bytes(matrix_shape(spec.shape)) if spec.is_sparse else 0

@@ -22,6 +22,7 @@ from penstock.engine import (
     EnginePlan,
     Sharing,
     bytes_of_choice,
+    mask_staging_bytes,
     plan_engine,
     predict_bytes,
     target_of,
@@ -294,13 +295,15 @@ class Budget:
         return predict_bytes(program, micro_batches, plan, self._device, self._sharing).peak_bytes
 
     def _host_bytes(self, peak: int) -> int:
-        """Return one engine's host memory: all of its memory, or its copy buffers."""
+        """Return one engine's host memory: all of its memory, or its copy buffers and masks that
+        are on their way to the device."""
         if not self._target.has_own_memory:
             return peak
+        masks = mask_staging_bytes(self._program)
         if self._sharing is not None:
-            return 0
-        dense = computes_dense_gradients(self._config)
-        return 2 * _largest_moved(self._program, dense) + self._transfer_bytes
+            return masks
+        moved = _largest_moved(self._program, computes_dense_gradients(self._config))
+        return 2 * moved + self._transfer_bytes + masks
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return the host memory of all devices of a group together."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,10 +29,13 @@ from sparse_steps import (
 from sweeps import gradients_by_weight, sweep, sweep_and_let_go
 from tiny_models import language_model
 
-from penstock.engine import Batch, EnginePlan, NullEngine, predict_bytes
+from penstock.engine import Batch, EnginePlan, NullEngine, mask_staging_bytes, predict_bytes
 from penstock.engine.expanded_weights import DeviceMasks, ExpandedWeight, most_bitmap_bytes
+from penstock.engine.lanes import HostLanes
 from penstock.engine.slots import Arrived, DeviceSlots
+from penstock.program import WeightSpec
 from penstock.sparsity import SparseWeight, expand, expanded_products, index_of_mask
+from penstock.weight_formats import PACKED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -256,6 +261,24 @@ def test_mask_memory_on_the_host_stays_until_it_is_copied():
         assert torch.equal(placed._mask.bits, expected)
     lanes.mark("copy").synchronize()
     assert slots._copied_masks == []
+
+
+def test_masks_are_made_in_the_host_memory_that_is_counted():
+    class OtherMemory(HostLanes):
+        def device_memory(self, size_bytes):
+            return torch.empty(size_bytes, dtype=torch.uint8)  # not traced
+
+    weight, _ = sparse_weight(0, 0, shape=(600, 700))
+    spec = WeightSpec("w", weight.shape, PACKED, True, capacity=weight.index.kept)
+    stage = SimpleNamespace(name="0", weights=("w",))
+    counted = mask_staging_bytes(SimpleNamespace(stages=[stage], weights={"w": spec}))
+    DeviceMasks(OtherMemory()).load(weight)  # compiles
+    tracemalloc.start()
+    _, copied = DeviceMasks(OtherMemory()).load(weight)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert copied.nbytes == 600 * 88
+    assert 0.8 * counted <= peak <= counted + 4000
 
 
 def test_slots_without_masks_hand_on_those_of_the_store():
