@@ -105,12 +105,13 @@ def dry_run(
     ]
     engine.begin(Batch(batch, 0, micro_batches, 0, 0))
     if any(program.stages[-1].kind.outputs_grad):
-        schedule = StepSchedule.of(program, plan.recompute)
+        schedule = StepSchedule.of(program, plan.recompute, plan.dense_gradients)
     else:
         schedule = StepSchedule.forward_only(program)
     for operation in schedule.operations:
+        dense = operation.dense_gradients
         weights: list[Any] = [
-            _empty_weight(program.weights[name], plan.dense_gradients, expands_sparse)
+            _empty_weight(program.weights[name], name in dense, expands_sparse)
             for name in operation.weights
         ]
         engine.load(operation.stage, weights)
@@ -119,10 +120,10 @@ def dry_run(
 
 
 def _empty_weight(
-    spec: WeightSpec, dense_gradients: bool, is_expanded: bool
+    spec: WeightSpec, dense_gradient: bool, is_expanded: bool
 ) -> torch.Tensor | EmptySparse:
     if spec.is_sparse:
-        return EmptySparse.of(spec, dense_gradients and spec.trainable, is_expanded)
+        return EmptySparse.of(spec, dense_gradient, is_expanded)
     return _empty(TensorSpec(spec.shape, spec.stream_dtype))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from penstock.engine.sparse_products import SparseProducts
 from penstock.errors import ConfigError, few
-from penstock.program import Program, WeightSpec
+from penstock.program import Program, WeightSpec, extra_gradient_bytes
 from penstock.sparsity import (
     Choice,
     SparseLayout,
@@ -26,9 +26,7 @@ from penstock.sparsity import (
     max_building_bytes,
     max_bytes,
     max_layout_bytes,
-    multiply_token,
     to_dense,
-    transposed_forward,
     weight_gradient,
 )
 
@@ -74,12 +72,8 @@ class PreparedSparse:
     ) -> torch.Tensor:
         """Return `x W^T + bias`, or `x W + bias` if `transposed`; `x` is [..., features]."""
         rows, values = x.reshape(-1, x.shape[-1]), self._weight.values
-        if rows.shape[0] == 1:
-            y = multiply_token(self.layout, values, rows, bias, transposed=transposed)
-        else:
-            product = transposed_forward if transposed else forward
-            choice = self._choice(tokens or rows.shape[0])
-            y = product(self.layout, values, rows, bias, choice=choice)
+        choice = None if rows.shape[0] == 1 else self._choice(tokens or rows.shape[0])
+        y = forward(self.layout, values, rows, bias, choice=choice, transposed=transposed)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def gradient(
@@ -208,9 +202,8 @@ def dense_gradient_bytes(weight: SparseSizes) -> int:
     computed."""
     if not weight.dense_gradient:
         return 0
-    elements, itemsize = math.prod(weight.shape), weight.values.itemsize
-    rounded = elements * itemsize if itemsize < 4 else 0  # the product, before it is widened
-    return 4 * (elements - weight.values.numel()) + rounded
+    elements, values = math.prod(weight.shape), weight.values
+    return extra_gradient_bytes(elements, values.numel(), values.itemsize)
 
 
 class _WithIndex(Protocol):

@@ -99,9 +99,9 @@ def make_store(
 
 def is_in_parts(config: Config, program: Program) -> bool:
     """Return whether a store in memory is made of shards: a single one, too, if other processes
-    vote on its masks."""
-    is_voting = bool(program.capacities) and config.cluster.start != "none"
-    return config.store.shards > 1 or is_voting
+    make the histograms of its masks."""
+    is_distributed = bool(program.capacities) and config.cluster.start != "none"
+    return config.store.shards > 1 or is_distributed
 
 
 def make_dram_shard(

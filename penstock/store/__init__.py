@@ -37,7 +37,7 @@ from penstock.store.interface import (
 )
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
-from penstock.store.mask_plan import Ballot, Election, MaskPlan
+from penstock.store.mask_plan import MaskPlan, OpenSelection, SelectionRounds
 from penstock.store.mask_rule import InitialMask, MaskRule
 from penstock.store.memory_account import dram_store_memory
 from penstock.store.norm import GradientReport, merged
@@ -72,7 +72,6 @@ __all__ = [
     "AdamW",
     "Assembly",
     "BackgroundSave",
-    "Ballot",
     "Base",
     "BaseNotes",
     "CheckpointState",
@@ -81,7 +80,6 @@ __all__ = [
     "Compared",
     "Decision",
     "DramStore",
-    "Election",
     "FlashTraffic",
     "FolderLock",
     "GradientReport",
@@ -95,6 +93,7 @@ __all__ = [
     "MaskRule",
     "MemoryStore",
     "MergedWeights",
+    "OpenSelection",
     "Optimizer",
     "PartStage",
     "Portions",
@@ -104,6 +103,7 @@ __all__ = [
     "SavedCheckpoint",
     "SavedWeights",
     "Schedule",
+    "SelectionRounds",
     "ShardMap",
     "ShardedDramStore",
     "ShardedMasks",

@@ -1,9 +1,10 @@
-"""Masks that change under faults: votes go by message, and every run has the bits of one store."""
+"""Masks that change under faults: every run has the bits of one store."""
 
 import functools
 
 import pytest
 import torch
+from grids import thinned
 from sparse_cluster import SparseCluster, alone
 from sparse_stores import assert_same_sparse_state
 
@@ -20,13 +21,20 @@ def require_same(cluster, losses, policy, dtype=torch.float32):
     assert_same_sparse_state(cluster.store, store)
 
 
-@pytest.mark.parametrize("policy", ["static", "gmp", "set", "rigl", "densify"])
-@pytest.mark.parametrize(("engines", "shards"), [(1, 1), (2, 1), (4, 3)])
-def test_number_of_engines_and_shards_does_not_change_bits(policy, engines, shards):
+@pytest.mark.parametrize(
+    ("policy", "nodes"),
+    thinned(
+        ["static", "gmp", "set", "rigl", "densify"],
+        [(1, 1), (2, 1), (4, 3)],
+        others=pytest.mark.long,
+    ),
+)
+def test_number_of_engines_and_shards_does_not_change_bits(policy, nodes):
+    engines, shards = nodes
     cluster = SparseCluster(policy, engines, shards, clip_norm=1.0)
     require_same(cluster, cluster.train(), policy)
-    votes = [m for _, _, m in cluster.sent if m.kind is MessageType.VOTE]
-    assert bool(votes) == (policy != "static")
+    requests = [m for _, _, m in cluster.sent if m.kind is MessageType.HISTOGRAM_REQUEST]
+    assert bool(requests) == (policy != "static")
 
 
 def test_bfloat16_run_has_the_bits_of_one_store():
@@ -34,7 +42,9 @@ def test_bfloat16_run_has_the_bits_of_one_store():
     require_same(cluster, cluster.train(), "rigl", torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.GRADIENT, MessageType.COMMIT])
+@pytest.mark.parametrize(
+    "kind", [MessageType.HISTOGRAM_REQUEST, MessageType.GRADIENT, MessageType.COMMIT]
+)
 def test_engine_lost_in_a_step_that_changes_masks_changes_no_bit(kind):
     cluster, gone = SparseCluster("rigl", 2, 2, clip_norm=1.0), []
 
@@ -54,8 +64,8 @@ def test_engine_lost_in_a_step_that_changes_masks_changes_no_bit(kind):
 
 
 @pytest.mark.parametrize("policy", ["rigl", "set"])
-@pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.VOTES])
-def test_lost_vote_replays_the_step(kind, policy):
+@pytest.mark.parametrize("kind", [MessageType.HISTOGRAM_REQUEST, MessageType.HISTOGRAM_REPLY])
+def test_lost_histogram_message_replays_the_step(kind, policy):
     cluster, lost = SparseCluster(policy, 2, 3, clip_norm=1.0), []
 
     def loses(message):
@@ -87,3 +97,22 @@ def test_masks_travel_only_when_they_have_changed():
     assert first - still > masks / 3
     assert changed - still > masks / 3
     assert cluster.bytes_of_weights(4) == still
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_gradients_are_those_of_the_schedule_of_the_step(dtype):
+    """Masks grow by dense gradients at the commits of steps 1, 3 and 5."""
+    cluster = SparseCluster("rigl", 1, 2, dtype, clip_norm=1.0)
+    cluster.train()
+    kept = sum(cluster.program.capacities.values())
+    absent = sum(w.elements for w in cluster.program.weights.values() if w.is_sparse) - kept
+    for step in range(1, 7):
+        planned = sum(each.gradient_bytes for each in cluster.schedules(step).operations)
+        sent = cluster.bytes_of_gradients(step - 1)
+        if step in (1, 3, 5):
+            assert sent == planned == cluster.plan(step).gradient_bytes
+            assert planned > 4 * absent
+        else:
+            # A chunk without an entry has one number.
+            chunks = sum(len(each.gradients) for each in cluster.plan(step).operations)
+            assert planned <= sent <= planned + 4 * chunks

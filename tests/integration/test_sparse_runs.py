@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -17,6 +18,12 @@ STEPS = 20
 EVERY = 4
 END = 16
 SPARSITY = 0.8
+LONG = pytest.mark.long
+CHANGES = {
+    "two engines": {"engines": 2},
+    "four engines": {"engines": 4},
+    "recompute": {"engine": {"recompute": "always"}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +109,23 @@ def run(case, recipe, folder, **changes):
     return trainer, events, masks
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, tmp_path):
+@pytest.fixture(scope="module")
+def twenty_steps(tmp_path_factory):
+    """Return twenty steps of a family by a policy, as `run` does."""
+
+    @functools.cache
+    def twenty_steps_of(family, policy):
+        case, recipe = language_model(family), Recipe(steps=STEPS)
+        folder = tmp_path_factory.mktemp("twenty")
+        return run(case, recipe, folder, sparsity=sparsity_of(policy))
+
+    return twenty_steps_of
+
+
+@pytest.mark.parametrize(("policy", "family"), thinned(POLICIES, ["gpt2", "llama"], others=LONG))
+def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, twenty_steps):
     case, recipe = language_model(family), Recipe(steps=STEPS)
-    trainer, events, masks = run(case, recipe, tmp_path, sparsity=sparsity_of(policy))
+    trainer, events, masks = twenty_steps(family, policy)
     _, reference_policy = POLICIES[policy]
     reference = masked_training(case, recipe, masks, reference_policy)
     others = [masked_training(case, recipe, masks, reference_policy, order) for order in ORDERS]
@@ -123,9 +142,9 @@ def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, tmp_path):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_report_sparsity_changes_and_arithmetic(policy, tmp_path):
+def test_steps_report_sparsity_changes_and_arithmetic(policy, twenty_steps, tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=STEPS)
-    _, events, masks = run(case, recipe, tmp_path, sparsity=sparsity_of(policy))
+    _, events, masks = twenty_steps("gpt2", policy)
     dense, _ = trainer_of(case, recipe, tmp_path / "dense")
     dense_flops = dense.run_step().flops
     elements = sum(mask.numel() for mask in masks[0].values())
@@ -156,21 +175,31 @@ def bits(folder, policy="rigl", precision="fp32", until=None, seed=0, **changes)
     return losses, weights
 
 
-@pytest.mark.parametrize(("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"]))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the bits of a run in memory, on one engine, without a stop."""
+
+    @functools.cache
+    def undisturbed_bits(policy, precision):
+        return bits(tmp_path_factory.mktemp("undisturbed"), policy, precision)
+
+    return undisturbed_bits
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"engines": 2}, {"engines": 4}, {"engine": {"recompute": "always"}}],
-    ids=["two engines", "four engines", "recompute"],
+    ("policy", "precision", "changes"),
+    thinned(["rigl", "set", "gmp"], ["fp32", "bf16"], list(CHANGES), others=LONG),
 )
-def test_engines_and_recomputation_change_no_bit(policy, precision, changes, tmp_path):
-    alone = bits(tmp_path / "alone", policy, precision)
-    assert bits(tmp_path / "other", policy, precision, **changes) == alone
+def test_engines_and_recomputation_change_no_bit(policy, precision, changes, undisturbed, tmp_path):
+    found = bits(tmp_path / "run", policy, precision, **CHANGES[changes])
+    assert found == undisturbed(policy, precision)
 
 
-@pytest.mark.parametrize("policy", ["rigl", "set", "gmp"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_stopped_run_continues_with_the_same_bits(policy, precision, tmp_path):
-    losses, weights = bits(tmp_path / "whole", policy, precision)
+@pytest.mark.parametrize(
+    ("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"], others=LONG)
+)
+def test_a_stopped_run_continues_with_the_same_bits(policy, precision, undisturbed, tmp_path):
+    losses, weights = undisturbed(policy, precision)
     went_on = []
     for until in (2, 3, 4, 6, None):  # before, at and after the change of step 3, and at another
         part, last = bits(tmp_path / "parts", policy, precision, until)
@@ -179,11 +208,13 @@ def test_a_stopped_run_continues_with_the_same_bits(policy, precision, tmp_path)
     assert last == weights
 
 
-@pytest.mark.parametrize(("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"]))
+@pytest.mark.parametrize(
+    ("policy", "precision"), thinned(["gmp", "rigl", "set"], ["fp32", "bf16"], others=LONG)
+)
 def test_a_store_on_flash_has_the_bits_of_one_in_memory_wherever_it_stops(
-    policy, precision, tmp_path
+    policy, precision, undisturbed, tmp_path
 ):
-    losses, weights = bits(tmp_path / "memory", policy, precision)
+    losses, weights = undisturbed(policy, precision)
     on_flash = {"store": {"flash": {"path": str(tmp_path / "flash")}}}
     went_on = []
     for until in (2, 3, 4, 6, None):  # before, at and after the change of step 3, and at another
@@ -193,16 +224,16 @@ def test_a_store_on_flash_has_the_bits_of_one_in_memory_wherever_it_stops(
     assert last == weights
 
 
-def test_expanded_tiles_agree_with_kernels(tmp_path):
-    losses, _ = bits(tmp_path / "kernels")
+def test_expanded_tiles_agree_with_kernels(undisturbed, tmp_path):
+    losses, _ = undisturbed("rigl", "fp32")
     with chosen(tiles):
         expanded, _ = bits(tmp_path / "tiles")
     assert expanded == pytest.approx(losses, rel=1e-4)
     assert expanded != losses  # or the choice had no effect
 
 
-def test_a_resumed_run_takes_the_recorded_choice(tmp_path):
-    losses, weights = bits(tmp_path / "whole")
+def test_a_resumed_run_takes_the_recorded_choice(undisturbed, tmp_path):
+    losses, weights = undisturbed("rigl", "fp32")
     begun, _ = bits(tmp_path / "parts", until=4)
     with chosen(tiles):  # as a measurement on a busy machine might have chosen
         rest, last = bits(tmp_path / "parts")

@@ -7,12 +7,12 @@ from penstock.distributed.rpc.commit_codec import (
     decision_of,
 )
 from penstock.distributed.rpc.mask_codec import (
-    ballots_of,
-    bytes_of_ballots,
+    bytes_of_histograms,
     bytes_of_masks,
-    bytes_of_votes,
+    bytes_of_open_selections,
+    histograms_of,
     masks_of_payload,
-    votes_of,
+    open_selections_of,
 )
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -25,28 +25,32 @@ from penstock.distributed.rpc.rpc import (
     error_class,
     frames,
 )
+from penstock.distributed.rpc.shard_storage import InProcessShard, OwnedShard, ShardStorage
 from penstock.distributed.rpc.store_client import StoreClient
 
 __all__ = [
     "WRITE_BYTES",
     "FrameAssembler",
+    "InProcessShard",
     "InvalidResponseError",
+    "OwnedShard",
     "PendingCall",
     "RpcClient",
     "RpcMessage",
     "ShardLostError",
     "ShardReport",
+    "ShardStorage",
     "StoreClient",
-    "ballots_of",
     "body_of_decision",
     "body_of_report",
-    "bytes_of_ballots",
+    "bytes_of_histograms",
     "bytes_of_masks",
-    "bytes_of_votes",
+    "bytes_of_open_selections",
     "decision_of",
     "error_class",
     "frames",
+    "histograms_of",
     "masks_of_payload",
+    "open_selections_of",
     "store_server",
-    "votes_of",
 ]

@@ -8,7 +8,7 @@ Per step, weights and state of a trainable weight are read once and written once
 weights are read once more for the backward sweep unless they are still in memory.
 
 The masks of sparse weights are in memory; on flash they are written when they change. A commit that
-drops entries reads the masters of the weights that change, for the votes.
+drops entries reads the masters of the weights that change, to select these entries.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class FlashStore:
             opened.callback(self._spill.close)
             self._writes = ExtentWrites(self._file, self._version, self._journal, keep_steps)
             self._pipeline = self._make_pipeline()
+            self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
             self._opened = opened.pop_all()
         # Threads that run until interpreter exit can deadlock in the OpenMP pools.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tracemalloc
 
 import pytest
 import torch
+from grids import thinned
 from real_allocations import peak_allocated_bytes
 from sparse_steps import KERNELS, TILES, capacities, micro_batches_of, pruned_case
 from sweeps import sweep, sweep_and_let_go
@@ -19,8 +21,11 @@ from penstock.engine import (
     plan_engine,
     predict_bytes,
 )
+from penstock.engine.sparse_weights import EmptySparse, dense_gradient_bytes
 from penstock.errors import BudgetError
+from penstock.planning.step_flops import StepFlops
 from penstock.sparsity import SparseWeight
+from penstock.step_schedule import StepSchedule
 
 CHOICES = {"kernels": KERNELS, "tiles": TILES}
 
@@ -29,6 +34,7 @@ def in_blocks(name, parameter):
     return parameter.dim() == 2 and any(part.isdigit() for part in name.split("."))
 
 
+@functools.cache
 def setting(family="gpt2", precision="fp32", **changes):
     case = language_model(family, **changes)
     return pruned_case(case, in_blocks, precision=precision), micro_batches_of(case)
@@ -50,13 +56,17 @@ def arrays_allocated(body) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("dense_gradient", [False, True])
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("llama", "bf16")])
-def test_account_and_allocations_stay_below_the_prediction(
-    family, precision, choice, dense_gradient
-):
-    model, batches = setting(family, precision)
+@pytest.mark.parametrize(
+    ("products", "kind"),
+    thinned(
+        [("kernels", False), ("kernels", True), ("tiles", True), ("tiles", False)],
+        [("gpt2", "fp32"), ("llama", "bf16")],
+        others=pytest.mark.long,
+    ),
+)
+def test_account_and_allocations_stay_below_the_prediction(products, kind):
+    choice, dense_gradient = products
+    model, batches = setting(*kind)
     weights = model.weights(dense_gradient=dense_gradient)
     for plan in plans_of(model, dense_gradients=dense_gradient):
         predicted = predict_bytes(model.program, len(batches), plan).peak_bytes
@@ -159,3 +169,23 @@ def test_steps_with_dense_gradients_need_more_and_the_plan_says_so():
     with pytest.raises(BudgetError, match=r"Raise engine\.memory to at least"):
         plan_engine(model.program, len(batches), dense - 1, "never", dense_gradients=True)
     plan_engine(model.program, len(batches), dense - 1, "never")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_schedule_with_dense_gradients_has_the_bytes_of_the_engine_and_the_operations_of_a_step(
+    precision,
+):
+    model, batches = setting("gpt2", precision, n_embd=64)
+    program, kept = model.program, model.program.capacities
+    for is_dense in (False, True):
+        schedule = StepSchedule.of(program, dense_gradients=is_dense)
+        flops = len(batches) * sum(each.flops for each in schedule.operations)
+        assert flops == StepFlops(program, len(batches)).of(kept, is_dense)
+    usual = StepSchedule.of(program).operations
+    for before, after in zip(usual, schedule.operations, strict=True):
+        streamed = [
+            EmptySparse.of(program.weights[name], True) for name in before.gradients if name in kept
+        ]
+        more = sum(map(dense_gradient_bytes, streamed))
+        assert after.transient_bytes - before.transient_bytes == more
+    assert any(each.dense_gradients for each in schedule.operations)
