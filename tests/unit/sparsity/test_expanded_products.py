@@ -111,7 +111,7 @@ def test_products_have_the_bits_of_the_tiles_of_a_processor(dtype):
     """In one band, and in bands of equal rows for the gradient of the entries."""
     case = Case("random", (40, 64), dtype, "cpu")
     case.host_values[0] = case.dense[case.kept][1]
-    one = Choice(32, *3 * [DenseTiles(40)])
+    one = Choice(*3 * [DenseTiles(40)])
     layout, values = case.layout, case.host_values
     expected = forward(layout, values, case.x, case.bias, choice=one)
     assert torch.equal(multiply_expanded(case.mask, values, case.x, case.bias), expected)
@@ -127,7 +127,7 @@ def test_products_have_the_bits_of_the_tiles_of_a_processor(dtype):
 def test_gradient_in_bands_has_the_bits_of_tiles_of_as_many_rows(dtype, band, monkeypatch):
     narrow_bands(monkeypatch, band)
     case = Case("power law", (40, 64), dtype, "cpu")
-    bands = Choice(32, *3 * [DenseTiles(max(1, band // 64))])
+    bands = Choice(*3 * [DenseTiles(max(1, band // 64))])
     expected = weight_gradient(case.layout, case.x, case.dy, choice=bands)
     assert torch.equal(entry_gradient(case.mask, case.dy, case.x), expected)
 
