@@ -179,8 +179,6 @@ class Config(Section):
                     f"store.flash.path with cluster.start {self.cluster.start}",
                     self.store.flash.path is not None and self.cluster.start != "none",
                 ),
-                ("engine.device cuda", self.engine.device == "cuda"),
-                ("engine.devices", self.engine.devices is not None),
             )
             if is_unlike
         ]

@@ -253,9 +253,8 @@ def test_a_method_that_changes_no_mask_is_named(tmp_path):
         ),
         (
             ["store.shards=2", "store.flash.path=flash"],
-            "sparsity: expected engines on the CPU, and on flash one shard with engines in this "
-            "process, got store.flash.path with store.shards 2; other runs cannot have sparse "
-            "weights yet",
+            "sparsity: expected one shard on flash, with engines in this process, got "
+            "store.flash.path with store.shards 2; other runs cannot have sparse weights yet",
         ),
         (
             ["sparsity.sparsity=0.9999"],

@@ -331,8 +331,8 @@ def test_shards_on_flash_refuse_sparse_weights(tmp_path):
     with pytest.raises(ConfigError) as caught:
         ShardedFlashStore(program, tmp_path, shard_map, [None, None], (), None)
     assert str(caught.value) == (
-        "sparsity: expected engines on the CPU, and on flash one shard with engines in this "
-        "process, got store.shards 2 on flash; other runs cannot have sparse weights yet"
+        "sparsity: expected one shard on flash, with engines in this process, got store.shards 2 "
+        "on flash; other runs cannot have sparse weights yet"
     )
     part = HeldPart("shard 0", program.stages, program.weights)
     with pytest.raises(ConfigError, match="got a shard on flash; other runs cannot have sparse"):
