@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -48,7 +49,6 @@ from penstock.store import (
     ShardedMasks,
     ShardedStore,
     Store,
-    kept_entries,
     merged,
 )
 from penstock.telemetry import StepDone
@@ -114,7 +114,6 @@ class DistributedStepRunner:
         while True:
             self.manager.copy_to_learners(self._store)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
-            kept = kept_entries(self._store)
             request = _TrainingStepRequest(
                 self._layout.program,
                 self._rule,
@@ -132,11 +131,13 @@ class DistributedStepRunner:
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # the replies also update the shards' current step
+            if self._masks is not None:
+                self._masks.forget()
         self.manager.call(self._check_stragglers)
         assert request.commit is not None  # a result without an error has a decision
         if self._masks is not None:
             self._masks.follow(request.commit.decision)
-        return self._done(request, outcome, started, kept)
+        return self._done(request, outcome, started)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
         """Request a step from the coordinator, and wait for its result."""
@@ -191,7 +192,6 @@ class DistributedStepRunner:
         request: _TrainingStepRequest,
         outcome: StepResult,
         started: float,
-        kept: Mapping[str, int],
     ) -> StepDone:
         commit = self.commit = request.commit
         assert commit is not None
@@ -205,7 +205,7 @@ class DistributedStepRunner:
             store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
             tokens=self._tokens,
             engine_bytes=self.manager.heartbeat_stats.peak_bytes,
-            figures=MaskFigures.of(self._layout, kept, commit.decision),
+            figures=MaskFigures.of(self._layout, request.kept, commit.decision),
         )
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
@@ -248,6 +248,7 @@ class _TrainingStepRequest:
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
         self.commit: Commit | None = None  # set once the step is decided
+        self.kept: Mapping[str, int] = {}  # entries of sparse weights before the step
         self._batches, self._done, self._seed = batches, done, seed
 
     def parts(self, engines: int) -> Sequence[EngineInput]:
@@ -302,6 +303,10 @@ class _TrainingStepRequest:
         gradients = merged(self._program, [report.gradients for report in reports])
         self.commit = self._rule.decide(self._program, self.step, gradients)
         if self._masks is not None:
+            # The shards may have gone back since the last step.
+            found = sum((Counter(report.kept) for report in reports), Counter[str]())
+            self.kept = {name: found[name] for name in self._masks.plan.kept}
+            self._masks.plan.kept.update(self.kept)
             self._election = self._masks.plan.election(self.step, {})
         return body_of_decision(self.commit.decision)
 

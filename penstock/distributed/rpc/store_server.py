@@ -18,7 +18,7 @@ from penstock.distributed.rpc.mask_codec import ballots_of, bytes_of_votes, mask
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
 from penstock.sparsity import StreamedWeight, compact_bytes
-from penstock.store import DramStore, Store, portions_of
+from penstock.store import Store, portions_of, sparse_shard
 from penstock.store.flash import FlashStore
 
 
@@ -113,7 +113,7 @@ def _numbered(weights: Sequence[StreamedWeight]) -> RpcMessage:
 
 
 def _mask(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    index = _in_memory(storage).mask(str(arguments["name"]))
+    index = sparse_shard(storage.store).mask(str(arguments["name"]))
     if index is None:
         raise ClusterError(f"{arguments['name']} is dense and has no mask")
     data = np.frombuffer(compact_bytes(index), np.uint8)
@@ -122,17 +122,7 @@ def _mask(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) 
 
 def _votes(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     ballots = ballots_of(arrays.get("ballots"))
-    return RpcMessage({}, {"votes": bytes_of_votes(_in_memory(storage).votes(ballots))})
-
-
-def _in_memory(storage: OpenableShard) -> DramStore:
-    store = storage.store
-    if not isinstance(store, DramStore):
-        raise ClusterError(
-            f"{store.program.name}: expected a store in memory for sparse weights, got one on "
-            "flash; set store.flash.path to null"
-        )
-    return store
+    return RpcMessage({}, {"votes": bytes_of_votes(sparse_shard(storage.store).votes(ballots))})
 
 
 def _receive(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
@@ -237,7 +227,7 @@ def _finish_restore(
     if updates is None:
         storage.store.finish_restore(step)
     else:
-        _in_memory(storage).finish_restore(step, int(updates))
+        sparse_shard(storage.store).finish_restore(step, int(updates))
     return RpcMessage()
 
 

@@ -28,9 +28,11 @@ from penstock.program import WeightSpec
 from penstock.sparsity import SparseWeight
 from penstock.step_schedule import StepSchedule
 from penstock.store import (
-    DramStore,
+    HeldSparseShard,
     ReplicatedStore,
     Store,
+    kept_entries,
+    sparse_shard,
     trainable_weights,
 )
 
@@ -154,22 +156,17 @@ class LocalShardExecutor:
                 f"{chunk.end}, got {gradient.size}; do all nodes have the same masks?"
             )
         if spec.name not in tensors:
-            tensors[spec.name] = torch.empty(index.elements if is_dense else index.kept)
-        tensors[spec.name][place] = torch.from_numpy(gradient[:count])
+            tensors[spec.name] = torch.empty(spec.shape if is_dense else index.kept)
+        tensors[spec.name].view(-1)[place] = torch.from_numpy(gradient[:count])
 
     @property
-    def _sparse_store(self) -> DramStore:
-        store = self._store
-        if not isinstance(store, DramStore):
-            raise ClusterError(
-                f"shard {self._shard}: expected a store in memory for sparse weights, got "
-                f"{type(store).__name__}; set store.flash.path to null"
-            )
-        return store
+    def _sparse_store(self) -> HeldSparseShard:
+        return sparse_shard(self._store)
 
     def prepare(self) -> Mapping[str, Any]:
         """Report the shard's gradients and the state that the shard holds."""
         report = body_of_report(self._store.prepare())
+        report["kept"] = kept_entries(self._store)
         if isinstance(self._store, ReplicatedStore) and self._has_replica:
             report["held"] = [list(each) for each in self._store.compared()]
         return report

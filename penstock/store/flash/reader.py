@@ -17,9 +17,10 @@ from penstock.sparsity import PackedIndex
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, read_records, rewrite_journal, whole_records
-from penstock.store.flash.layout import FlashLayout, described_format
+from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.steps_reader import StepsReader
+from penstock.store.flash.unit_description import described_format
 from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
 from penstock.store.roles import Role
