@@ -3,8 +3,5 @@
 IGNORED_LABEL = -100
 """The label of a token that the loss ignores; the same number as in PyTorch."""
 
-SPARSE_RUNS = (
-    "expected engines on the CPU, and on flash one shard with engines in this process, got {got}; "
-    "other runs cannot have sparse weights yet"
-)
+SPARSE_RUNS = "expected engines on the CPU, got {got}; other runs cannot have sparse weights yet"
 """The runs that can have sparse weights; `got` names what another run has."""

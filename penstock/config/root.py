@@ -171,14 +171,6 @@ class Config(Section):
         unlike = [
             text
             for text, is_unlike in (
-                (
-                    f"store.flash.path with store.shards {self.store.shards}",
-                    self.store.flash.path is not None and self.store.shards > 1,
-                ),
-                (
-                    f"store.flash.path with cluster.start {self.cluster.start}",
-                    self.store.flash.path is not None and self.cluster.start != "none",
-                ),
                 ("engine.device cuda", self.engine.device == "cuda"),
                 ("engine.devices", self.engine.devices is not None),
             )

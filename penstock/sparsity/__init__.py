@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from penstock.sparsity.streamed import (
         SparseWeight,
         StreamedWeight,
-        sparse_refused,
     )
     from penstock.sparsity.votes import (
         Order,
@@ -167,7 +166,6 @@ __all__ = [
     "select_absent",
     "select_all",
     "selection_key",
-    "sparse_refused",
     "sparse_weights",
     "sparsity_at",
     "steps_of",
@@ -237,7 +235,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight", "StreamedWeight", "sparse_refused"),
+    "streamed": ("SparseWeight", "StreamedWeight"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.constants import SPARSE_RUNS
-from penstock.errors import ConfigError
 from penstock.sparsity.packed_index import PackedIndex
 
 
@@ -42,8 +40,3 @@ class SparseWeight:
 
 StreamedWeight = torch.Tensor | SparseWeight
 """What a fetch returns for one weight: a dense tensor, or the kept entries and their mask."""
-
-
-def sparse_refused(got: str) -> ConfigError:
-    """Return the error for sparse weights in a run that cannot have them."""
-    return ConfigError(f"sparsity: {SPARSE_RUNS.format(got=got)}")

@@ -252,10 +252,9 @@ def test_a_method_that_changes_no_mask_is_named(tmp_path):
             "raise run.steps",
         ),
         (
-            ["store.shards=2", "store.flash.path=flash"],
-            "sparsity: expected engines on the CPU, and on flash one shard with engines in this "
-            "process, got store.flash.path with store.shards 2; other runs cannot have sparse "
-            "weights yet",
+            ["engine.device=cuda"],
+            "sparsity: expected engines on the CPU, got engine.device cuda; other runs cannot have "
+            "sparse weights yet",
         ),
         (
             ["sparsity.sparsity=0.9999"],

@@ -176,22 +176,11 @@ def test_a_section_within_the_run_passes(keys, steps):
 @pytest.mark.parametrize(
     ("sections", "got"),
     [
-        (
-            {"store": {"shards": 2, "flash": {"path": "flash"}}},
-            "store.flash.path with store.shards 2",
-        ),
-        (
-            {"store": {"flash": {"path": "flash"}}, "cluster": {"start": "local"}},
-            "store.flash.path with cluster.start local",
-        ),
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
-            {
-                "store": {"flash": {"path": "flash"}, "shards": 2},
-                "engine": {"device": "cuda"},
-            },
-            "store.flash.path with store.shards 2, engine.device cuda",
+            {"engine": {"device": "cuda", "devices": ["cuda", "cuda"]}, "batch": {"size": 2}},
+            "engine.device cuda, engine.devices",
         ),
     ],
 )
@@ -200,8 +189,8 @@ def test_runs_that_cannot_be_sparse_yet(sections, got):
     with pytest.raises(ConfigError) as raised:
         configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
     assert str(raised.value) == (
-        "sparsity: expected engines on the CPU, and on flash one shard with engines in this "
-        f"process, got {got}; other runs cannot have sparse weights yet"
+        f"sparsity: expected engines on the CPU, got {got}; other runs cannot have sparse weights "
+        "yet"
     )
 
 
