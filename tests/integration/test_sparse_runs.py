@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -17,6 +18,12 @@ STEPS = 20
 EVERY = 4
 END = 16
 SPARSITY = 0.8
+LONG = pytest.mark.long
+CHANGES = {
+    "two engines": {"engines": 2},
+    "four engines": {"engines": 4},
+    "recompute": {"engine": {"recompute": "always"}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +109,7 @@ def run(case, recipe, folder, **changes):
     return trainer, events, masks
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "family"), thinned(POLICIES, ["gpt2", "llama"], others=LONG))
 def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, tmp_path):
     case, recipe = language_model(family), Recipe(steps=STEPS)
     trainer, events, masks = run(case, recipe, tmp_path, sparsity=sparsity_of(policy))
@@ -156,21 +162,31 @@ def bits(folder, policy="rigl", precision="fp32", until=None, seed=0, **changes)
     return losses, weights
 
 
-@pytest.mark.parametrize(("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"]))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the bits of a run in memory, on one engine, without a stop."""
+
+    @functools.cache
+    def undisturbed_bits(policy, precision):
+        return bits(tmp_path_factory.mktemp("undisturbed"), policy, precision)
+
+    return undisturbed_bits
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"engines": 2}, {"engines": 4}, {"engine": {"recompute": "always"}}],
-    ids=["two engines", "four engines", "recompute"],
+    ("policy", "precision", "changes"),
+    thinned(["rigl", "set", "gmp"], ["fp32", "bf16"], list(CHANGES), others=LONG),
 )
-def test_engines_and_recomputation_change_no_bit(policy, precision, changes, tmp_path):
-    alone = bits(tmp_path / "alone", policy, precision)
-    assert bits(tmp_path / "other", policy, precision, **changes) == alone
+def test_engines_and_recomputation_change_no_bit(policy, precision, changes, undisturbed, tmp_path):
+    found = bits(tmp_path / "run", policy, precision, **CHANGES[changes])
+    assert found == undisturbed(policy, precision)
 
 
-@pytest.mark.parametrize("policy", ["rigl", "set", "gmp"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_stopped_run_continues_with_the_same_bits(policy, precision, tmp_path):
-    losses, weights = bits(tmp_path / "whole", policy, precision)
+@pytest.mark.parametrize(
+    ("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"], others=LONG)
+)
+def test_a_stopped_run_continues_with_the_same_bits(policy, precision, undisturbed, tmp_path):
+    losses, weights = undisturbed(policy, precision)
     went_on = []
     for until in (2, 3, 4, 6, None):  # before, at and after the change of step 3, and at another
         part, last = bits(tmp_path / "parts", policy, precision, until)
@@ -179,11 +195,13 @@ def test_a_stopped_run_continues_with_the_same_bits(policy, precision, tmp_path)
     assert last == weights
 
 
-@pytest.mark.parametrize(("policy", "precision"), thinned(["rigl", "set", "gmp"], ["fp32", "bf16"]))
+@pytest.mark.parametrize(
+    ("policy", "precision"), thinned(["gmp", "rigl", "set"], ["fp32", "bf16"], others=LONG)
+)
 def test_a_store_on_flash_has_the_bits_of_one_in_memory_wherever_it_stops(
-    policy, precision, tmp_path
+    policy, precision, undisturbed, tmp_path
 ):
-    losses, weights = bits(tmp_path / "memory", policy, precision)
+    losses, weights = undisturbed(policy, precision)
     on_flash = {"store": {"flash": {"path": str(tmp_path / "flash")}}}
     went_on = []
     for until in (2, 3, 4, 6, None):  # before, at and after the change of step 3, and at another

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from grids import quick_first
 from sparse_choices import chosen, kernels
 from waiting import SECONDS, wait_until
 
@@ -105,7 +106,11 @@ CLUSTER = {"start": "listen", "spare": 0, "lease": 60.0}
 
 @pytest.mark.parametrize(
     ("method", "precision", "engines", "shards"),
-    [("rigl", "fp32", 2, 1), ("gmp", "bf16", 1, 2), ("set", "fp32", 3, 3)],
+    [
+        ("rigl", "fp32", 2, 1),
+        pytest.param("gmp", "bf16", 1, 2, marks=pytest.mark.long),
+        pytest.param("set", "fp32", 3, 3, marks=pytest.mark.long),
+    ],
 )
 def test_engines_elsewhere_have_the_bits_of_one_process(
     method, precision, engines, shards, text, tmp_path
@@ -130,7 +135,7 @@ def test_shards_in_this_process_have_the_bits_of_one_store(text, tmp_path):
     assert result_of(settings(text, tmp_path / "many", store={"shards": 3}, engines=2)) == alone
 
 
-@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize("step", quick_first([3, 4], [3]))
 def test_engine_lost_around_a_mask_change_changes_no_bit(step, text, tmp_path, monkeypatch):
     alone = result_of(settings(text, tmp_path / "one"))
     began, computed, failed = LocalEngineExecutor.begin, LocalEngineExecutor.compute, []
@@ -156,7 +161,10 @@ def test_engine_lost_around_a_mask_change_changes_no_bit(step, text, tmp_path, m
 
 @pytest.mark.parametrize(
     ("method", "store"),
-    [("rigl", {"shards": 2}), ("gmp", {"shards": 1, "replicas": 2})],
+    [
+        ("rigl", {"shards": 2}),
+        pytest.param("gmp", {"shards": 1, "replicas": 2}, marks=pytest.mark.long),
+    ],
     ids=["two shards", "a replica"],
 )
 def test_shards_in_other_processes_have_the_bits_of_one_store(method, store, text, tmp_path):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from grids import thinned
 from sparse_stores import (
     STEPS,
     assert_same_sparse_state,
@@ -45,8 +46,9 @@ def assert_same_steps(whole, parts, steps=STEPS):
     assert_same_sparse_state(parts, whole)
 
 
-@pytest.mark.parametrize("policy", list(policies()))
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    ("policy", "count"), thinned(list(policies()), [1, 2, 5, 8], others=pytest.mark.long)
+)
 def test_shards_have_the_bits_of_one_store(policy, count):
     whole, parts = both(policy, count, clip_norm=1.0)
     assert_same_sparse_state(parts, whole)
@@ -56,8 +58,10 @@ def test_shards_have_the_bits_of_one_store(policy, count):
     assert (changed > 0) == (policy != "static")
 
 
-@pytest.mark.parametrize("policy", ["gmp", "rigl", "densify"])
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize(
+    ("policy", "moments"),
+    thinned(["gmp", "rigl", "densify"], ["fp32", "8bit"], others=pytest.mark.long),
+)
 def test_shards_in_bfloat16_have_the_bits_of_one_store(policy, moments):
     optimizer = AdamW(0.9, 0.95, 1e-8, moments=moments)
     whole, parts = both(
