@@ -13,7 +13,7 @@ import zlib
 
 import numpy as np
 import torch
-from sharded_stores import rule_of
+from sharded_stores import rule_of, sharded_flash
 from sparse_stores import mask_rule, sharded_sparse, sparse_program, sparse_store
 from store_programs import random_weights
 
@@ -152,7 +152,7 @@ def alone(policy, steps=STEPS, stream_dtype=torch.float32, **settings):
 
 
 class SparseCluster:
-    """Shards in memory and engines in a simulated network."""
+    """Shards, in memory or in `folder` on flash, and engines in a simulated network."""
 
     def __init__(
         self,
@@ -161,13 +161,19 @@ class SparseCluster:
         shards,
         stream_dtype=torch.float32,
         faults: Faults | None = None,
+        folder=None,
         **settings,
     ) -> None:
         self.program = trained_program(policy, stream_dtype)
         precision = "bf16" if stream_dtype == torch.bfloat16 else "fp32"
         rule = mask_rule(policy)
-        self.store = sharded_sparse(self.program, shards, rule, precision, **settings)
-        self.store.load(random_weights(self.program, 1).items())
+        if folder is None:
+            self.store = sharded_sparse(self.program, shards, rule, precision, **settings)
+        else:
+            flash = {"masks": rule, "single": shards == 1, "dram_bytes": 2_000_000}
+            self.store = sharded_flash(self.program, folder, shards, **flash, **settings)
+        if folder is None or self.store.is_new:
+            self.store.load(random_weights(self.program, 1).items())
         self.rule = rule_of(settings)
         self.schedule = StepSchedule.of(self.program)
         placement = run_spec.placement_of(self.program, shards)

@@ -34,6 +34,19 @@ def test_bfloat16_run_has_the_bits_of_one_store():
     require_same(cluster, cluster.train(), "rigl", torch.bfloat16)
 
 
+@pytest.mark.parametrize(("policy", "engines", "shards"), [("rigl", 2, 1), ("set", 3, 3)])
+def test_shards_on_flash_have_the_bits_of_one_store(policy, engines, shards, tmp_path):
+    """A single shard has the files of a store without shards; it is opened as such in between."""
+    cluster = SparseCluster(policy, engines, shards, folder=tmp_path / "flash", clip_norm=1.0)
+    losses = cluster.train(3)
+    cluster.store.make_durable()
+    cluster.store.close()
+    cluster = SparseCluster(policy, engines, shards, folder=tmp_path / "flash", clip_norm=1.0)
+    assert cluster.store.step == 3
+    require_same(cluster, losses + cluster.train(), policy)
+    cluster.store.close()
+
+
 @pytest.mark.parametrize("kind", [MessageType.VOTE, MessageType.GRADIENT, MessageType.COMMIT])
 def test_engine_lost_in_a_step_that_changes_masks_changes_no_bit(kind):
     cluster, gone = SparseCluster("rigl", 2, 2, clip_norm=1.0), []

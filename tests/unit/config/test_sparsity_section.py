@@ -179,7 +179,7 @@ def test_a_section_within_the_run_passes(keys, steps):
         ({"engine": {"device": "cuda"}}, "engine.device cuda"),
         ({"engine": {"devices": ["cpu", "cpu"]}, "batch": {"size": 2}}, "engine.devices"),
         (
-            {"engine": {"device": "cuda", "devices": ["cuda", "cuda"]}, "batch": {"size": 2}},
+            {"engine": {"device": "cuda", "devices": ["cuda:0", "cuda:1"]}, "batch": {"size": 2}},
             "engine.device cuda, engine.devices",
         ),
     ],

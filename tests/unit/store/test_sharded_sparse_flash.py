@@ -7,6 +7,7 @@ from grids import quick_first
 from sharded_stores import sharded_flash
 from sparse_stores import (
     DENSITY,
+    LAYERS,
     SPARSE,
     STEPS,
     assert_same_sparse_state,
@@ -99,18 +100,23 @@ def test_shards_on_flash_have_the_bits_of_one_store_in_memory(case, make):
 
 
 def test_shards_that_are_reopened_at_every_step_have_the_same_bits(make):
+    """All gradients but those of tied weights are on flash from their arrival to their update."""
+    program = sparse_program(
+        "rigl", torch.bfloat16, [*({f"d{i}": (160, 128)} for i in range(6)), *LAYERS]
+    )
     more = {"optimizer": EIGHT_BIT, "gradient_dtype": torch.bfloat16}
-    theirs = in_memory("rigl", torch.bfloat16, **more)
+    theirs = in_memory("rigl", torch.bfloat16, program=program, **more)
     parts = ShardMap.of(theirs.program, 3).parts(theirs.program)
     least = max(least_flash_bytes(part, masks=mask_rule("rigl"), **more) for part in parts)
-    ours = make("rigl", 3, torch.bfloat16, dram_bytes=least, **more)
-    assert any(shard._spill.bytes for shard in ours.shards)
+    more |= {"program": program, "dram_bytes": least}
+    ours = make("rigl", 3, **more)
+    assert all(shard._layout.unit("1.weight") in shard._spill for shard in ours.shards)
     loaded(ours, theirs)
     for number in range(1, STEPS + 1):
         assert step(ours, 5)[0] == step(theirs, 5)[0]
         ours.make_durable()
         ours.close()
-        ours = make("rigl", 3, torch.bfloat16, dram_bytes=least, **more)
+        ours = make("rigl", 3, **more)
         assert ours.step == number
         assert ours.mask_sizes == theirs.mask_sizes
     assert_same_sparse_state(ours, theirs)
