@@ -109,6 +109,17 @@ def _token_loss(model: nn.Module, rows: Mapping[str, torch.Tensor]) -> torch.Ten
     )
 
 
+_SOURCES: dict[str, ModelSource] = {}
+
+
+def _source_of(config: dict[str, Any]) -> ModelSource:
+    """Return the source of a configuration; tests share it, since nothing changes a source."""
+    key = repr(sorted(config.items()))
+    if key not in _SOURCES:
+        _SOURCES[key] = ModelSource.from_hf_config(config)
+    return _SOURCES[key]
+
+
 def language_model(family: str, **changes: Any) -> Case:
     """Return a `transformers` model of a family, its configuration changed."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
@@ -118,7 +129,7 @@ def language_model(family: str, **changes: Any) -> Case:
     return Case(
         family,
         lambda: auto_class.from_config(AutoConfig.for_model(family, **fields), dtype=torch.float32),
-        lambda seed: ModelSource.from_hf_config({"model_type": family, **fields}),
+        lambda seed: _source_of({"model_type": family, **fields}),
         _token_loss,
         _masked_texts if family == "bert" else _texts,
     )

@@ -26,9 +26,7 @@ from penstock.sparsity import (
     max_building_bytes,
     max_bytes,
     max_layout_bytes,
-    multiply_token,
     to_dense,
-    transposed_forward,
     weight_gradient,
 )
 
@@ -69,12 +67,8 @@ class PreparedSparse:
     ) -> torch.Tensor:
         """Return `x W^T + bias`, or `x W + bias` if `transposed`; `x` is [..., features]."""
         rows, values = x.reshape(-1, x.shape[-1]), self._weight.values
-        if rows.shape[0] == 1:
-            y = multiply_token(self.layout, values, rows, bias, transposed=transposed)
-        else:
-            product = transposed_forward if transposed else forward
-            choice = self._choice(tokens or rows.shape[0])
-            y = product(self.layout, values, rows, bias, choice=choice)
+        choice = None if rows.shape[0] == 1 else self._choice(tokens or rows.shape[0])
+        y = forward(self.layout, values, rows, bias, choice=choice, transposed=transposed)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def gradient(

@@ -13,24 +13,25 @@ from numba import prange
 
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.compilation import inlined, kernel
-from penstock.kernels.sparse_shuffles import sum_each
+from penstock.kernels.sparse_dots import (
+    add_products_by_dots,
+    add_products_of_floats,
+    add_products_unpacked,
+)
 from penstock.kernels.sparse_vectors import (
     add_scaled_by_dots,
     add_scaled_floats,
     add_scaled_unpacked,
     float_of,
     has_bfloat16_dot,
-    multiply_by_dots,
-    multiply_floats,
-    multiply_unpacked,
 )
-from penstock.kernels.vectors import LANES, first_lanes, load, store
+from penstock.kernels.vectors import LANES
 
 Bfloat16 = Literal["dots", "unpacked"]
 """How bfloat16 is multiplied: by the processor's dot product of pairs, or as float32. These differ
 in the last bits."""
 
-_PENDING = 16  # products that are summed over their lanes together
+_LEAST_SHARE = 16  # entries of a thread, of a matrix with so few
 _BLOCK = 16384  # entries of a unit of work of a gather
 
 
@@ -137,18 +138,18 @@ def _multiply_by_dots(parts, x, out, sums, bias, matrix, values, sizes, width):
 
 
 @inlined
-def _products_of_floats(partials, p, gradients, g, x, xs, columns, begin, end, width):
-    multiply_floats(partials, p, gradients, g, x, xs, columns, begin, end, width)
+def _products_of_floats(totals, gradients, g, x, xs, columns, begin, end, width):
+    add_products_of_floats(totals, gradients, g, x, xs, columns, begin, end, width)
 
 
 @inlined
-def _products_unpacked(partials, p, gradients, g, x, xs, columns, begin, end, width):
-    multiply_unpacked(partials, p, gradients, g, x, xs, columns, begin, end, width)
+def _products_unpacked(totals, gradients, g, x, xs, columns, begin, end, width):
+    add_products_unpacked(totals, gradients, g, x, xs, columns, begin, end, width)
 
 
 @inlined
-def _products_by_dots(partials, p, gradients, g, x, xs, columns, begin, end, width):
-    multiply_by_dots(partials, p, gradients, g, x, xs, columns, begin, end, width)
+def _products_by_dots(totals, gradients, g, x, xs, columns, begin, end, width):
+    add_products_by_dots(totals, gradients, g, x, xs, columns, begin, end, width)
 
 
 @inlined
@@ -164,21 +165,11 @@ def _segment_from(starts, low, high, entry):
 
 
 @inlined
-def _add_totals(totals, entry, partials, first_slot, count):
-    """Add the sums over the lanes of `count` partial products to the totals from `entry` on."""
-    for slot in range(0, count, LANES):
-        lanes = first_lanes(min(count - slot, LANES))
-        added = sum_each(partials, (first_slot + slot) * LANES)
-        store(totals, entry + slot, load(totals, entry + slot, lanes) + added, lanes)
-
-
-@inlined
-def _gradient_part(products, part, parts, x, gradients, totals, partials, matrix, sizes, width):
+def _gradient_part(products, part, parts, x, gradients, totals, matrix, sizes, width):
     """One thread's entries: of every cell, as many segments as make up its share of entries."""
     inputs, outputs, block_columns, blocks, panels = sizes
     cells, rows, starts, columns = matrix
     tokens = LANES * len(width)
-    slots = part * _PENDING
     for panel in range(panels):
         for cell in range(cells.size - 1):
             low, high = cells[cell], cells[cell + 1]
@@ -186,46 +177,27 @@ def _gradient_part(products, part, parts, x, gradients, totals, partials, matrix
             first = _segment_from(starts, low, high, entry + count * part // parts)
             last = _segment_from(starts, low, high, entry + count * (part + 1) // parts)
             x_at = (panel * inputs + cell % blocks * block_columns) * tokens
-            done = starts[first]
-            pending = 0
             for s in range(first, last):
-                begin, end = starts[s], starts[s + 1]
                 g = (panel * outputs + rows[s]) * tokens
-                while begin < end:
-                    upto = min(end, begin + _PENDING - pending)
-                    p = (slots + pending) * LANES
-                    products(partials, p, gradients, g, x, x_at, columns, begin, upto, width)
-                    pending += upto - begin
-                    begin = upto
-                    if pending == _PENDING:
-                        _add_totals(totals, done, partials, slots, pending)
-                        done += pending
-                        pending = 0
-            _add_totals(totals, done, partials, slots, pending)
+                products(totals, gradients, g, x, x_at, columns, starts[s], starts[s + 1], width)
 
 
 @kernel
-def _gradient_of_floats(parts, x, gradients, totals, partials, matrix, sizes, width):
+def _gradient_of_floats(parts, x, gradients, totals, matrix, sizes, width):
     for part in prange(parts):
-        _gradient_part(
-            _products_of_floats, part, parts, x, gradients, totals, partials, matrix, sizes, width
-        )
+        _gradient_part(_products_of_floats, part, parts, x, gradients, totals, matrix, sizes, width)
 
 
 @kernel
-def _gradient_unpacked(parts, x, gradients, totals, partials, matrix, sizes, width):
+def _gradient_unpacked(parts, x, gradients, totals, matrix, sizes, width):
     for part in prange(parts):
-        _gradient_part(
-            _products_unpacked, part, parts, x, gradients, totals, partials, matrix, sizes, width
-        )
+        _gradient_part(_products_unpacked, part, parts, x, gradients, totals, matrix, sizes, width)
 
 
 @kernel
-def _gradient_by_dots(parts, x, gradients, totals, partials, matrix, sizes, width):
+def _gradient_by_dots(parts, x, gradients, totals, matrix, sizes, width):
     for part in prange(parts):
-        _gradient_part(
-            _products_by_dots, part, parts, x, gradients, totals, partials, matrix, sizes, width
-        )
+        _gradient_part(_products_by_dots, part, parts, x, gradients, totals, matrix, sizes, width)
 
 
 @kernel
@@ -323,13 +295,12 @@ def entry_gradient(
     rows, columns = matrix.shape
     width, panels = _check(matrix, x, panel_tokens, bfloat16)
     require_flat("gradients", gradients, panels * rows * panel_tokens, x.dtype.type)
-    parts = max(1, min(numba.get_num_threads(), matrix.columns.size // _PENDING))
+    parts = max(1, min(numba.get_num_threads(), matrix.columns.size // _LEAST_SHARE))
     totals = np.zeros(matrix.columns.size, np.float32)
-    partials = _cache_lines(parts * _PENDING * LANES)
     sizes = (columns, rows, matrix.block_columns, matrix.blocks, panels)
     run = _gradient_by_dots if bfloat16 == "dots" else _gradient_unpacked
     run = _gradient_of_floats if x.dtype == np.float32 else run
-    run(parts, x, gradients, totals, partials, matrix[3:7], sizes, width)
+    run(parts, x, gradients, totals, matrix[3:7], sizes, width)
     scattered = np.empty_like(totals)
     _scatter(totals, matrix.positions, scattered)
     return scattered

@@ -1,7 +1,7 @@
-"""Transposition and sums of 16 vectors by shuffles.
+"""Transposition of 16 vectors by shuffles.
 
-A transposed square of 16 x 16 elements takes 64 shuffles, the sums over the lanes of 16 vectors
-take 30. Elements of 16 bits are moved in pairs, which are words of 32 bits.
+A transposed square of 16 x 16 elements takes 64 shuffles. Elements of 16 bits are moved in pairs,
+which are words of 32 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,41 +57,9 @@ def _transposed(rows: Sequence[Any], shuffle: _Shuffle) -> list[Any]:
     return r
 
 
-def _lane_totals(vectors: Sequence[Any], fold: Callable[[Any, Any, Any, Any], Any]) -> Any:
-    """Return the vector whose lane k is the sum of the lanes of vector k, by 30 shuffles.
-
-    `fold(a, b, first, second)` adds two shuffles of `a` and `b`.
-    """
-    for lanes in (
-        (_LOW_LANES, _HIGH_LANES),
-        (_LOW_PAIRS, _HIGH_PAIRS),
-        (_EVEN_QUARTERS, _ODD_QUARTERS),
-        (_EVEN_QUARTERS, _ODD_QUARTERS),
-    ):
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [fold(a, b, *lanes) for a, b in pairs]
-    return vectors[0]
-
-
 def _shuffler(builder: Any) -> _Shuffle:
     kind = ir.VectorType(_I32, LANES)
     return lambda a, b, lanes: builder.shuffle_vector(a, b, ir.Constant(kind, list(lanes)))
-
-
-@intrinsic
-def sum_each(typing_context, partials, at):
-    """The sums over the lanes of 16 consecutive vectors of a float32 array, in one fixed order."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source = vectors_at(context, builder, _FLOATS, signature.args[0], *arguments)
-        shuffle = _shuffler(builder)
-
-        def fold(a: Any, b: Any, first: Sequence[int], second: Sequence[int]) -> Any:
-            return builder.fadd(shuffle(a, b, first), shuffle(a, b, second))
-
-        return _lane_totals([load_vector(builder, source, v, 4) for v in range(LANES)], fold)
-
-    return float32s(partials, types.intp), generate
 
 
 def _transposing(

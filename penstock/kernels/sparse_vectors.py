@@ -66,26 +66,28 @@ def store_vector(builder: Any, value: Any, vectors: Any, number: int, alignment:
     builder.store(value, builder.gep(vectors, [ir.Constant(_I64, number)]), align=alignment)
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Generate `a * b + c`, rounded once."""
     return call_llvm(builder, f"llvm.fma.v{LANES}f32", _FLOATS, [a, b, c])
 
 
-def _even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
-    """The float32 values of the even and of the odd ones of 32 bfloat16 patterns."""
+def even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Generate the float32 values of the even and of the odd ones of 32 bfloat16 patterns."""
     even = builder.bitcast(builder.shl(words, _SIXTEEN), _FLOATS)
     return even, builder.bitcast(builder.and_(words, _HIGH_HALF), _FLOATS)
 
 
-def _dot(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """`total` plus, lane by lane, the products of two pairs of bfloat16 patterns."""
+def dot_of_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    """Generate `total` plus, lane by lane, the products of two pairs of bfloat16 patterns."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     return call_llvm(builder, name, _FLOATS, [total, a, b])
 
 
-def _for_entries(
-    builder: Any, begin: Any, end: Any, sums: Sums, body: Callable[[Any, Sums], Sums]
+def for_entries(
+    builder: Any, begin: Any, end: Any, sums: Sums, body: Callable[[Any, Sums], Sums], step: int = 1
 ) -> Sums:
-    """Generate `for entry in range(begin, end): sums = body(entry, sums)`; return the sums."""
+    """Generate `for entry in range(begin, end, step): sums = body(entry, sums)`; return the
+    sums."""
     before = builder.block
     condition, inside, after = (builder.append_basic_block() for _ in range(3))
     builder.branch(condition)
@@ -95,7 +97,7 @@ def _for_entries(
     builder.cbranch(builder.icmp_signed("<", entry, end), inside, after)
     builder.position_at_end(inside)
     added = body(entry, carried)
-    following = builder.add(entry, ir.Constant(_I64, 1))
+    following = builder.add(entry, ir.Constant(_I64, step))
     last = builder.block
     builder.branch(condition)
     for phi, start, later in zip(
@@ -105,6 +107,25 @@ def _for_entries(
         phi.add_incoming(later, last)
     builder.position_at_end(after)
     return carried
+
+
+def column_offsets(builder: Any, columns: Any, count: int, vectors: int) -> list[Any]:
+    """Generate the vector offsets of the features of `count` (4 or 1) consecutive entries.
+
+    Args:
+        columns: the address of the first entry's column, uint16.
+        vectors: of a feature in a panel.
+    """
+    if count == 1:
+        numbers = [builder.zext(builder.load(columns, align=2), _I64)]
+    else:
+        words = builder.bitcast(columns, _I64.as_pointer())
+        four = builder.load(words, align=2)  # of little-endian memory: the first is the lowest
+        mask = ir.Constant(_I64, 0xFFFF)
+        numbers = [
+            builder.and_(builder.lshr(four, ir.Constant(_I64, 16 * n)), mask) for n in range(count)
+        ]
+    return [builder.mul(number, ir.Constant(_I64, vectors)) for number in numbers]
 
 
 def _rounded(builder: Any, values: Any) -> Any:
@@ -126,7 +147,7 @@ def _rounded(builder: Any, values: Any) -> Any:
 def _scale_floats(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
     factor = splat_scalar(builder, weight)
     return [
-        _fma(builder, factor, load_vector(builder, feature, v, 4), total)
+        multiply_add(builder, factor, load_vector(builder, feature, v, 4), total)
         for v, total in enumerate(sums)
     ]
 
@@ -135,9 +156,9 @@ def _scale_unpacked(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums
     factor = splat_scalar(builder, weight)
     added = []
     for v in range(len(sums) // 2):
-        halves = _even_and_odd(builder, load_vector(builder, feature, v))
+        halves = even_and_odd(builder, load_vector(builder, feature, v))
         added += [
-            _fma(builder, factor, half, total)
+            multiply_add(builder, factor, half, total)
             for half, total in zip(halves, sums[2 * v : 2 * v + 2], strict=True)
         ]
     return added
@@ -151,8 +172,8 @@ def _scale_by_dots(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
     added = []
     for v in range(len(sums) // 2):
         pairs = load_vector(builder, feature, v)
-        added.append(_dot(builder, sums[2 * v], pairs, even))
-        added.append(_dot(builder, sums[2 * v + 1], pairs, odd))
+        added.append(dot_of_pairs(builder, sums[2 * v], pairs, even))
+        added.append(dot_of_pairs(builder, sums[2 * v + 1], pairs, odd))
     return added
 
 
@@ -235,7 +256,7 @@ def _scaling(step: Step) -> Any:
 
             start, is_first, is_last = arguments[4:7]
             first = _start_sums(builder, is_first, start, at(2, _FLOATS), width.count)
-            totals = _for_entries(builder, arguments[11], arguments[12], first, body)
+            totals = for_entries(builder, arguments[11], arguments[12], first, body)
             _finish_sums(builder, is_last, totals, at(2, _FLOATS), at(0, kind), is_bfloat16)
             return context.get_dummy_value()
 
@@ -261,94 +282,6 @@ add_scaled_by_dots = _scaling(_scale_by_dots)
 
 It takes denormals for 0, and an infinite or undefined token makes its neighbour undefined too.
 """
-
-
-# --- products over tokens (dW at the mask's positions) -------------------------------------------
-
-
-def _multiply_floats(builder: Any, gradient: list[Any], feature: Any) -> Any:
-    total = ir.Constant(_FLOATS, [0.0] * LANES)
-    for v, tokens in enumerate(gradient):
-        total = _fma(builder, tokens, load_vector(builder, feature, v, 4), total)
-    return total
-
-
-def _multiply_unpacked(builder: Any, gradient: list[Any], feature: Any) -> Any:
-    # Two sums, since an addition waits for the previous one.
-    even, odd = (ir.Constant(_FLOATS, [0.0] * LANES) for _ in range(2))
-    for v, pairs in enumerate(gradient):
-        left = _even_and_odd(builder, pairs)
-        right = _even_and_odd(builder, load_vector(builder, feature, v))
-        even = _fma(builder, left[0], right[0], even)
-        odd = _fma(builder, left[1], right[1], odd)
-    return builder.fadd(even, odd)
-
-
-def _multiply_by_dots(builder: Any, gradient: list[Any], feature: Any) -> Any:
-    total = ir.Constant(_FLOATS, [0.0] * LANES)
-    for v, pairs in enumerate(gradient):
-        total = _dot(builder, total, pairs, load_vector(builder, feature, v))
-    return total
-
-
-def _multiplying(multiply: Callable[[Any, list[Any], Any], Any]) -> Any:
-    @intrinsic
-    def products(
-        typing_context,
-        partials,
-        partials_at,
-        gradients,
-        gradients_at,
-        inputs,
-        inputs_at,
-        columns,
-        begin,
-        end,
-        width,
-    ):
-        is_bfloat16 = inputs.dtype == types.uint16
-        if gradients.dtype != inputs.dtype or (is_bfloat16 and width.count % 2):
-            return None
-        kind = _WORDS if is_bfloat16 else _FLOATS
-        vectors = width.count // 2 if is_bfloat16 else width.count
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def at(number: int, of: Any) -> Any:
-                array, index = arguments[number : number + 2]
-                return vectors_at(context, builder, of, signature.args[number], array, index)
-
-            partials, row, panel = at(0, _FLOATS), at(2, kind), at(4, kind)
-            gradient = [load_vector(builder, row, v) for v in range(vectors)]
-            begin, end = arguments[7:9]
-
-            def body(entry: Any, _: Sums) -> Sums:
-                place = element_pointer(context, builder, signature.args[6], arguments[6], entry)
-                column = builder.zext(builder.load(place), _I64)
-                feature = builder.gep(panel, [builder.mul(column, ir.Constant(_I64, vectors))])
-                slot = builder.gep(partials, [builder.sub(entry, begin)])
-                builder.store(multiply(builder, gradient, feature), slot, align=4)
-                return []
-
-            _for_entries(builder, begin, end, [], body)
-            return context.get_dummy_value()
-
-        places = (partials, types.intp, gradients, types.intp, inputs, types.intp)
-        return types.void(*places, columns, types.intp, types.intp, width), generate
-
-    return products
-
-
-multiply_floats = _multiplying(_multiply_floats)
-"""In a kernel: for each entry of a row, 16 partial sums of gradient times input over the tokens.
-
-Arguments: float32 partial sums `[entry][16]` and where to write; gradients and where the row of
-outputs begins there; inputs and where the columns begin there; local columns, uint16; the first
-entry and the end; `width`.
-"""
-multiply_unpacked = _multiplying(_multiply_unpacked)
-"""The same for panels of bfloat16 patterns, on any processor."""
-multiply_by_dots = _multiplying(_multiply_by_dots)
-"""The same with the processor's dot product of bfloat16 pairs."""
 
 
 # --- single elements -----------------------------------------------------------------------------

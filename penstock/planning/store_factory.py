@@ -100,10 +100,10 @@ def make_store(
 
 
 def is_in_parts(config: Config, program: Program) -> bool:
-    """Return whether a store is made of shards: a single one, too, if other processes take part in
-    the selection of its masks."""
-    is_voting = bool(program.capacities) and config.cluster.start != "none"
-    return config.store.shards > 1 or is_voting
+    """Return whether a store is made of shards: a single one, too, if other processes make the
+    histograms of its masks."""
+    is_distributed = bool(program.capacities) and config.cluster.start != "none"
+    return config.store.shards > 1 or is_distributed
 
 
 def make_dram_shard(

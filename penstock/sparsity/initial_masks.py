@@ -23,8 +23,14 @@ from penstock.sparsity.packed_index import (
     granule_count,
     index_of_mask,
 )
+from penstock.sparsity.radix_selection import (
+    Order,
+    begin_selection,
+    select,
+    select_absent,
+    selection_key,
+)
 from penstock.sparsity.sparsity_schedules import require_sparsity
-from penstock.sparsity.votes import Order, begin_selection, select, select_absent, selection_key
 
 _PURPOSE = "initial mask"
 
@@ -115,8 +121,8 @@ def random_index(
 def magnitude_index(seed: int, weight: str, values: np.ndarray, kept: int) -> PackedIndex:
     """Return the mask of the `kept` entries of the greatest magnitude; equal ones at random.
 
-    For a weight whose parts lie in several shards, let these vote (`votes.py`) on which entries of
-    their `full_index` to drop; the mask is the same.
+    For a weight whose parts lie in several shards, select the entries of their `full_index` to drop
+    from merged histograms (`radix_selection.py`); the mask is the same.
 
     Args:
         seed: seed of the run.

@@ -1,9 +1,10 @@
 """A change of a mask, as the commit decides it, and what becomes of values, moments and ages.
 
-The decision names no entries: two selections (`votes.py`) say which kept entries are dropped and
-which absent ones are grown. Every shard applies them to its part of the mask in one pass, and gets
-the new mask and, for every entry of it, where the entry was before. Each array of the weight is
-then moved in one pass: dropped entries are gone, kept ones are moved, grown ones begin at 0.
+The decision names no entries: two selections (`radix_selection.py`) say which kept entries are
+dropped and which absent ones are grown. Every shard applies them to its part of the mask in one
+pass, and gets the new mask and, for every entry of it, where the entry was before. Each array of
+the weight is then moved in one pass: dropped entries are gone, kept ones are moved, grown ones
+begin at 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from penstock.sparsity.packed_index import (
     index_of_positions,
     max_code_bytes,
 )
-from penstock.sparsity.votes import Order, Selection, flip_of, patterns_of
+from penstock.sparsity.radix_selection import Order, Selection, flip_of, patterns_of
 
 _MAGNITUDE = np.uint64(0x7FFFFFFF)
 _ALL_KEYS = np.uint64(2**64 - 1)
@@ -146,15 +147,16 @@ def apply_change(
     Args:
         change: the decision on the whole weight.
         index: the mask of this part.
-        magnitudes: float32 `[kept]` or bfloat16 patterns: the values on which the votes on `drop`
-            were taken; None if these are dropped in a random order.
-        dense_gradient: float32 `[elements]` or bfloat16 patterns: those on which the votes on
-            `grow` were taken; None if these are grown in a random order, or `grown` is given.
+        magnitudes: float32 `[kept]` or bfloat16 patterns: the values by which `drop` was selected;
+            None if these are dropped in a random order.
+        dense_gradient: float32 `[elements]` or bfloat16 patterns: those by which `grow` was
+            selected; None if these are grown in a random order, or `grown` is given.
         grown: the entries of this part that `grow` selects, if they are known (`grown_entries`).
 
     Raises:
         NonFiniteError: a value is NaN or infinite.
-        ValueError: an array has another type or length, or these are not the values of the votes.
+        ValueError: an array has another type or length, or the values are not those of the
+            selections.
     """
     drop_patterns, grow_patterns = _NO_PATTERNS, _NO_PATTERNS
     if change.drop.count:
@@ -176,7 +178,7 @@ def apply_change(
     if kept < 0:
         raise ValueError(
             f"mask of {change.weight}: expected to grow at most {change.grow.count} entries, more "
-            "are selected; the values are not those of the votes"
+            "are selected; the values are not those of the selections"
         )
     new = index_of_codes(codes[:written].copy(), sizes, index.elements, index.begin)
     source = source[:kept].copy()
@@ -217,7 +219,7 @@ def require_exact(change: MaskChange, parts: Sequence[Remap]) -> None:
         raise ValueError(
             f"mask of {change.weight}: expected {change.drop.count} dropped and "
             f"{change.grow.count} grown entries, got {dropped} and {grown}; the values are not "
-            "those of the votes"
+            "those of the selections"
         )
 
 

@@ -38,7 +38,7 @@ from penstock.sparsity.products import forward, input_gradient, weight_gradient
 _MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays in a cache either way
 _MOST_TOKENS = 1024
 _REPETITIONS = 3
-_BLOCK_OF_FIRST_CACHE = (0.5, 1.25)  # inputs of a block, as a share of the cache
+_BLOCK_OF_FIRST_CACHE = (0.5, 0.8, 2.0)  # inputs of a block, as a share of the cache
 _BLOCK_OF_SECOND_CACHE = 0.125
 _BAND_OF_SECOND_CACHE = 1 / 16  # outputs of a band, likewise
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied

@@ -1,8 +1,9 @@
 """What happens with the masks at a commit: nothing, or per weight what to drop and what to grow.
 
 A policy is plain data. It is asked for a step's number and the sizes of the masks, and answers with
-numbers of entries and the orders by which they are selected; votes select them (`votes.py`), and a
-`MaskChange` carries the result to the shards. All policies keep the numbers exact.
+numbers of entries and the orders by which they are selected. A radix selection over all shards
+selects them (`radix_selection.py`), and a `MaskChange` carries the result to the shards. All
+policies keep the numbers exact.
 """
 
 from __future__ import annotations
@@ -12,6 +13,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.sparsity.initial_masks import kept_count
+from penstock.sparsity.radix_selection import (
+    Order,
+    Selection,
+    begin_selection,
+    select_all,
+    selection_key,
+)
 from penstock.sparsity.sparsity_schedules import (
     ChangeTimes,
     DropFraction,
@@ -20,7 +28,6 @@ from penstock.sparsity.sparsity_schedules import (
     sparsity_at,
     steps_of,
 )
-from penstock.sparsity.votes import Order, Selection, begin_selection, select_all, selection_key
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class MaskUpdate:
         changes: the weights whose masks change; no other weight does.
         grow_order: the order by magnitude of the dense gradient (`LARGEST`), or a random one.
             Entries to drop are always those of the smallest magnitude.
-        grows_all: whether all absent entries are grown, which needs no vote.
+        grows_all: whether all absent entries are grown, which needs no round of histograms.
         replaces_update: whether the step changes the masks instead of the weights. Otherwise the
             optimizer's update of the step is applied to the entries that stay.
     """
@@ -66,7 +73,7 @@ class MaskUpdate:
     replaces_update: bool = False
 
     def selections(self, seed: int, change: CountChange) -> tuple[Selection, Selection]:
-        """Return the selections of a weight's entries to drop and to grow, before the votes."""
+        """Return the selections of a weight's entries to drop and to grow, before any round."""
         drop_key = selection_key(seed, change.weight, self.step, "drop")
         drop = begin_selection(Order.SMALLEST, drop_key, change.drop)
         if self.grows_all:

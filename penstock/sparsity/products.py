@@ -17,7 +17,7 @@ from penstock.kernels import sparse_products
 from penstock.kernels.sparse_expansion import collect, expand, expand_marked, has_expansion
 from penstock.kernels.sparse_products import BlockedCsr, gather
 from penstock.kernels.sparse_vector_product import multiply_vector
-from penstock.sparsity.choice import Choice, DenseTiles, Product
+from penstock.sparsity.choice import Choice, DenseTiles
 from penstock.sparsity.layout import Rows, SparseLayout
 from penstock.sparsity.panels import (
     ACTIVATION_TYPES,
@@ -40,30 +40,40 @@ def forward(
     x: Activations,
     bias: torch.Tensor | None = None,
     *,
-    choice: Choice,
+    choice: Choice | None,
+    transposed: bool = False,
 ) -> Activations:
-    """Return `x W^T + bias`.
+    """Return `x W^T + bias`, or `x W + bias` if `transposed`.
 
-    One token, as in generation, is multiplied by a kernel of its own, whatever the choice.
+    A transposed weight is stored `[inputs, outputs]`; its product is that of `input_gradient`, with
+    a bias. One token, as in generation, is multiplied by a kernel of its own, whatever the choice.
 
     Args:
         layout: the mask.
         values: float32 or bfloat16 `[entries]`, in the order of the store.
         x: of the values' type, `[tokens, inputs]`, or panels of it.
         bias: `[outputs]`.
+        choice: how the product is computed; None only for a tensor of one token.
+        transposed: whether the weight has a row per input instead of a row per output.
 
     Returns:
         `[tokens, outputs]`, or panels.
 
     Raises:
-        ValueError: a tensor has another type or shape.
+        ValueError: a tensor has another type or shape, or several tokens have no choice.
     """
-    _check(layout, values, x, layout.shape[1], "x")
-    _check_bias(bias, layout.shape[0])
+    outputs, inputs = reversed(layout.shape) if transposed else layout.shape
+    _check(layout, values, x, inputs, "x")
+    _check_bias(bias, outputs)
     if isinstance(x, torch.Tensor) and x.shape[0] == 1:
-        y: Any = _of_one_token(layout, values, x, bias, transposed=False)
+        y: Any = _multiply_token(layout, values, x, bias, transposed=transposed)
         return y
-    return _multiply(layout, values, x, bias, choice, choice.forward, transposed=False)
+    if choice is None:
+        raise ValueError(
+            f"choice: expected one for {_tokens(x)} tokens, got None; give that of choose_product "
+            "(only a tensor of one token needs none)"
+        )
+    return _multiply(layout, values, x, bias, choice, transposed=transposed)
 
 
 def input_gradient(
@@ -81,63 +91,7 @@ def input_gradient(
         ValueError: a tensor has another type or shape.
     """
     _check(layout, values, dy, layout.shape[0], "dy")
-    return _multiply(layout, values, dy, None, choice, choice.input_gradient, transposed=True)
-
-
-def transposed_forward(
-    layout: SparseLayout,
-    values: torch.Tensor,
-    x: Activations,
-    bias: torch.Tensor | None = None,
-    *,
-    choice: Choice,
-) -> Activations:
-    """Return `x W + bias`, the forward product of a weight that is stored `[inputs, outputs]`.
-
-    It is the product of `input_gradient`, with a bias. One token is multiplied by a kernel of its
-    own, whatever the choice.
-
-    Args:
-        layout: the mask, by rows of inputs.
-        values: float32 or bfloat16 `[entries]`, in the order of the store.
-        x: of the values' type, `[tokens, inputs]`, or panels of it.
-        bias: `[outputs]`.
-
-    Returns:
-        `[tokens, outputs]`, or panels.
-
-    Raises:
-        ValueError: a tensor has another type or shape.
-    """
-    _check(layout, values, x, layout.shape[0], "x")
-    _check_bias(bias, layout.shape[1])
-    if isinstance(x, torch.Tensor) and x.shape[0] == 1:
-        y: Any = _of_one_token(layout, values, x, bias, transposed=True)
-        return y
-    return _multiply(layout, values, x, bias, choice, choice.input_gradient, transposed=True)
-
-
-def multiply_token(
-    layout: SparseLayout,
-    values: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> torch.Tensor:
-    """Return the product of one token, `[1, features]`, with `W` or, `transposed`, with `W^T`.
-
-    It has the bits of `forward` and `transposed_forward`, and needs no choice.
-
-    Raises:
-        ValueError: a tensor has another type or shape.
-    """
-    features, outputs = layout.shape if transposed else layout.shape[::-1]
-    _check(layout, values, x, features, "x")
-    _check_bias(bias, outputs)
-    if x.shape[0] != 1:
-        raise ValueError(f"x: expected one token, got {x.shape[0]}; use forward")
-    return _of_one_token(layout, values, x, bias, transposed=transposed)
+    return _multiply(layout, values, dy, None, choice, transposed=True)
 
 
 def to_dense(layout: SparseLayout, values: torch.Tensor) -> torch.Tensor:
@@ -223,11 +177,11 @@ def _multiply(
     x: torch.Tensor | Panels,
     bias: torch.Tensor | None,
     choice: Choice,
-    product: Product,
     *,
     transposed: bool,
 ) -> Any:
     """Return activations of the kind that `x` is."""
+    product = choice.input_gradient if transposed else choice.forward
     if isinstance(product, DenseTiles):
         y = _multiply_tiles(
             layout, values, _as_tokens(x), bias, product.band_rows, transposed=transposed
@@ -330,7 +284,7 @@ def _gradient_from_tiles(
     return kept
 
 
-def _of_one_token(
+def _multiply_token(
     layout: SparseLayout,
     values: torch.Tensor,
     x: torch.Tensor,

@@ -30,10 +30,10 @@ from penstock.distributed.protocol import (
 from penstock.distributed.rpc import (
     ShardReport,
     body_of_decision,
-    bytes_of_ballots,
     bytes_of_masks,
+    bytes_of_open_selections,
     error_class,
-    votes_of,
+    histograms_of,
 )
 from penstock.errors import ProtocolError
 from penstock.planning import ExecutionPlan, builders, store_factory
@@ -45,7 +45,7 @@ from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.store import (
     Commit,
     CommitRule,
-    Election,
+    SelectionRounds,
     ShardedMasks,
     ShardedStore,
     Store,
@@ -243,7 +243,7 @@ class _TrainingStepRequest:
         masks: ShardedMasks | None = None,
     ) -> None:
         self._program, self._rule, self._masks = program, rule, masks
-        self._election: Election | None = None
+        self._rounds: SelectionRounds | None = None
         self.step = done + 1
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
@@ -307,30 +307,30 @@ class _TrainingStepRequest:
             found = sum((Counter(report.kept) for report in reports), Counter[str]())
             self.kept = {name: found[name] for name in self._masks.plan.kept}
             self._masks.plan.kept.update(self.kept)
-            self._election = self._masks.plan.election(self.step, {})
+            self._rounds = self._masks.plan.selection_rounds(self.step, {})
         return body_of_decision(self.commit.decision)
 
-    def ballots(self) -> np.ndarray | None:
-        """Return the selections that the shards vote on next; None once all are decided."""
-        election, commit = self._election, self.commit
-        if election is None or commit is None:
+    def open_selections(self) -> np.ndarray | None:
+        """Return the selections that the next round narrows, bytes; None once all are decided."""
+        rounds, commit = self._rounds, self.commit
+        if rounds is None or commit is None:
             return None
-        if ballots := election.ballots:
-            return bytes_of_ballots(ballots)
-        self.commit = replace(commit, decision=election.decided(commit.decision))
+        if selections := rounds.open_selections:
+            return bytes_of_open_selections(selections)
+        self.commit = replace(commit, decision=rounds.decided(commit.decision))
         return None
 
-    def count(self, votes: Sequence[Message]) -> None:
-        """Count a round of votes."""
-        assert self._election is not None
-        ballots = len(self._election.ballots)
+    def narrow(self, histograms: Sequence[Message]) -> None:
+        """Finish a round by the histograms of every shard."""
+        assert self._rounds is not None
+        count = len(self._rounds.open_selections)
         try:
-            self._election.count([votes_of(each.payload, ballots) for each in votes])
+            self._rounds.narrow([histograms_of(each.payload, count) for each in histograms])
         except ValueError as error:
             raise ProtocolError(f"step {self.step}: masks cannot be decided: {error}") from None
 
     def masks(self) -> np.ndarray | None:
-        """Return the changes of masks that the votes have decided; None if there are none."""
+        """Return the changes of masks that the rounds have decided; None if there are none."""
         return None if self.commit is None else bytes_of_masks(self.commit.decision)
 
 

@@ -37,7 +37,7 @@ from penstock.store.interface import (
 )
 from penstock.store.learning_rate_schedules import Schedule, learning_rate
 from penstock.store.lock import FolderLock
-from penstock.store.mask_plan import Ballot, Election, MaskPlan
+from penstock.store.mask_plan import MaskPlan, OpenSelection, SelectionRounds
 from penstock.store.mask_rule import InitialMask, MaskRule
 from penstock.store.memory_account import dram_store_memory
 from penstock.store.norm import GradientReport, merged
@@ -77,7 +77,6 @@ __all__ = [
     "AdamW",
     "Assembly",
     "BackgroundSave",
-    "Ballot",
     "Base",
     "BaseNotes",
     "CheckpointState",
@@ -86,7 +85,6 @@ __all__ = [
     "Compared",
     "Decision",
     "DramStore",
-    "Election",
     "FlashTraffic",
     "FolderLock",
     "GradientReport",
@@ -101,6 +99,7 @@ __all__ = [
     "MaskRule",
     "MemoryStore",
     "MergedWeights",
+    "OpenSelection",
     "Optimizer",
     "PartStage",
     "Portions",
@@ -110,6 +109,7 @@ __all__ = [
     "SavedCheckpoint",
     "SavedWeights",
     "Schedule",
+    "SelectionRounds",
     "ShardMap",
     "ShardedDramStore",
     "ShardedMasks",

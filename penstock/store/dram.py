@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
-from penstock.sparsity import MaskSize, PackedIndex, Selection, StreamedWeight, Votes
+from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
-from penstock.store.mask_plan import NO_VOTES, Ballot
+from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
 from penstock.store.mask_rule import MaskRule
 from penstock.store.masters import check_precision
 from penstock.store.norm import GradientReport
@@ -243,18 +243,18 @@ class DramStore:
         self._require_loaded()
         return self._require_optimizer().report()
 
-    def votes(self, ballots: Sequence[Ballot]) -> list[Votes]:
-        """Return a shard's votes on the masks of the step, for each ballot.
+    def histograms(self, selections: Sequence[OpenSelection]) -> list[Histogram]:
+        """Return the histogram of a shard's entries for each undecided selection.
 
         **Raises:** `NonFiniteError` if the value of an entry is NaN or infinite.
         """
         masks = self._masks
         if not isinstance(masks, PartMasks):
-            return [NO_VOTES for _ in ballots]
-        return [masks.votes(ballot, self._memory.entries) for ballot in ballots]
+            return [EMPTY_HISTOGRAM for _ in selections]
+        return [masks.histogram(each, self._memory.entries) for each in selections]
 
     def settle(self, name: str, grow: Selection) -> None:
-        """Keep, of a weight's entries that may be grown, those that all votes have selected."""
+        """Keep, of the entries that may be grown, those that are selected over all shards."""
         if isinstance(self._masks, PartMasks):
             self._masks.settle(name, grow)
 
@@ -315,7 +315,7 @@ class DramStore:
         rate = decision.learning_rate * settings.learning_rate_scale
         memory = self._memory
         weight, state = memory.masters.weight(name), memory.state.arrays(name)
-        remap = self._masks.remap(name, memory.entries)  # by the values voted on: before the update
+        remap = self._masks.remap(name, memory.entries)  # by the values before the update
         if not decision.replaces_update:
             is_sparse = name in self._masks
             with self._unchanged.watching(name, weight, rate):

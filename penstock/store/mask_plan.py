@@ -1,7 +1,7 @@
-"""What a step does with the masks of whole weights, and the votes that select the entries.
+"""What a step does with the masks of whole weights, and the rounds that select the entries.
 
-A policy names numbers of entries. Which entries these are is decided by votes of all shards
-(`sparsity/votes.py`): a store without shards is its only voter.
+A policy names numbers of entries. A radix selection decides which entries these are
+(`sparsity/radix_selection.py`), in rounds over the histograms of all shards.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import numpy as np
 from penstock.errors import StorageError
 from penstock.program import WeightSpec
 from penstock.sparsity import (
+    Histogram,
     MaskChange,
     MaskSize,
     MaskUpdate,
     Selection,
-    Votes,
-    added,
+    merged_histogram,
     narrowed,
 )
 from penstock.store.interface import Decision
 from penstock.store.mask_rule import MaskRule
 
-BALLOTS = 16
-"""Selections that are voted on at once: a limit on the memory and the message of one round."""
+MOST_OPEN = 16
+"""Selections that one round narrows: a limit on the memory and the messages of a round."""
 
 Side = Literal["drop", "grow"]
 
 
 @dataclass(frozen=True)
-class Ballot:
-    """A selection that the votes have not decided: of a weight's entries to drop, or to grow."""
+class OpenSelection:
+    """A selection that is not decided yet: of a weight's entries to drop, or to grow."""
 
     weight: str
     side: Side
     selection: Selection
 
 
-class Election:
-    """The votes on the masks of one step, in rounds.
+class SelectionRounds:
+    """The rounds that select the entries to drop and to grow in one step.
 
     Args:
         update: what the policy does in the step.
@@ -66,21 +66,23 @@ class Election:
             self._selections[change.weight, "grow"] = settled.get(change.weight, grow)
 
     @property
-    def ballots(self) -> tuple[Ballot, ...]:
-        """The selections to vote on in the next round; none once all are decided."""
+    def open_selections(self) -> tuple[OpenSelection, ...]:
+        """The selections that the next round narrows; none once all are decided."""
         undecided = ((k, s) for k, s in self._selections.items() if not s.is_decided)
-        return tuple(Ballot(*key, one) for key, one in list(undecided)[:BALLOTS])
+        return tuple(OpenSelection(*key, one) for key, one in list(undecided)[:MOST_OPEN])
 
-    def count(self, votes: Sequence[Sequence[Votes]]) -> None:
-        """Count one round: the votes of every shard, each in the order of `ballots`.
+    def narrow(self, histograms: Sequence[Sequence[Histogram]]) -> None:
+        """Finish a round by the histograms of every shard, each in the order of `open_selections`.
 
         **Raises:** `ValueError` if the shards have fewer entries than a selection needs.
         """
-        for ballot, each in zip(self.ballots, zip(*votes, strict=True), strict=True):
-            self._selections[ballot.weight, ballot.side] = narrowed(ballot.selection, added(each))
+        of_shards = zip(*histograms, strict=True)
+        for one, each in zip(self.open_selections, of_shards, strict=True):
+            merged = merged_histogram(each)
+            self._selections[one.weight, one.side] = narrowed(one.selection, merged)
 
     def decided(self, decision: Decision) -> Decision:
-        """Return a decision with the changes of masks that the votes have decided.
+        """Return a decision with the changes of masks that the rounds have decided.
 
         **Raises:** `ConfigError` if a mask would keep no entry.
         """
@@ -145,10 +147,12 @@ class MaskPlan:
             self._update = step, self._rule.policy.at(step, trained)
         return self._update[1]
 
-    def election(self, step: int, settled: Mapping[str, Selection]) -> Election | None:
-        """Return the votes on the masks of a step; None if it changes no mask."""
+    def selection_rounds(
+        self, step: int, settled: Mapping[str, Selection]
+    ) -> SelectionRounds | None:
+        """Return the rounds that decide the masks of a step; None if it changes no mask."""
         update = self.update_at(step)
-        return None if update is None else Election(update, self.seed, self.kept, settled)
+        return None if update is None else SelectionRounds(update, self.seed, self.kept, settled)
 
     def require(self, decision: Decision) -> None:
         """Check that the changes of a decision are those that the policy makes of its step.
@@ -172,5 +176,5 @@ class MaskPlan:
             self.kept[change.weight] = change.kept_after
 
 
-NO_VOTES = Votes(np.empty(0, np.uint16), np.empty(0, np.int64))
-"""The votes of a shard without entries of the weight."""
+EMPTY_HISTOGRAM = Histogram(np.empty(0, np.uint16), np.empty(0, np.int64))
+"""The histogram of a shard without entries of the weight."""

@@ -1,8 +1,8 @@
 """The masks of a store's sparse weights: what a commit decides about them, and what is saved.
 
-Votes on entries to drop are taken on the masters of the last commit, before the update of the step
-is applied, so updates stay lazy: the pending update of a weight is the optimizer's update, unless
-the mask change replaces it, followed by the change of its mask. Entries that are grown by dense
+Entries to drop are selected by the masters of the last commit, before the update of the step is
+applied, so updates stay lazy: the pending update of a weight is the optimizer's update, unless the
+mask change replaces it, followed by the change of its mask. Entries that are grown by dense
 gradients are selected weight by weight as these gradients arrive, so that they are never held for
 the whole model.
 
@@ -217,7 +217,7 @@ class Masks:
     def remap(self, name: str, values: Values) -> Remap | None:
         """Return what the pending change of a mask does to its entries; None if there is none.
 
-        **Arguments:** `values` are the masters on which the votes were taken.
+        **Arguments:** `values` are the masters by which the entries to drop were selected.
         """
         change = self._pending.get(name)
         if change is None:

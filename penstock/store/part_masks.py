@@ -1,8 +1,9 @@
 """The masks of one shard: parts of masks, on which the shards of a store decide together.
 
-A shard votes, and applies what all votes have decided. Of a dense gradient it keeps the entries
-that may be grown: the largest absent ones of its part, as many as the whole weight grows. The
-others cannot be among the largest of the whole weight, so the dense gradient is not held.
+A shard counts its entries in histograms, and applies the selections that the merged histograms of
+all shards decide. Of a dense gradient it keeps the entries that may be grown: the largest absent
+ones of its part, as many as the whole weight grows. The others cannot be among the largest of the
+whole weight, so the dense gradient is not held.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import numpy as np
 
 from penstock.errors import NonFiniteError, StorageError
 from penstock.sparsity import (
+    Histogram,
     MaskChange,
     MaskSize,
     Order,
     PackedIndex,
     Remap,
     Selection,
-    Votes,
-    absent_votes,
+    absent_histogram,
     apply_change,
     grown_entries,
     index_of_positions,
-    kept_votes,
+    kept_histogram,
     select_absent,
     selection_key,
 )
 from penstock.store.holding import HeldPart, Holding
 from penstock.store.interface import Decision
-from penstock.store.mask_plan import NO_VOTES, Ballot
+from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
 from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.masks import Growth, Masks, Values
 
@@ -67,36 +68,36 @@ class PartMasks(Masks):
         assert self._rule is not None
         index = self._indices[name]
         most = int(self._rule.policy.grown_by_gradient * self._capacities[name])
-        key = selection_key(self._rule.seed, name, self.step + 1, "grow")  # that of the votes
+        key = selection_key(self._rule.seed, name, self.step + 1, "grow")  # that of the rounds
         first = select_absent(Order.LARGEST, key, min(most, index.absent), index, dense_gradient)
         entries = grown_entries(name, first, index, dense_gradient)
         self._candidates[name] = entries, dense_gradient[entries.positions() - index.begin]
 
-    def votes(self, ballot: Ballot, values: Values) -> Votes:
-        """Return this shard's votes; none if it holds no entry of the weight.
+    def histogram(self, opened: OpenSelection, values: Values) -> Histogram:
+        """Return the histogram of this shard's entries; empty if it holds none of the weight.
 
         **Arguments:** `values` are the masters of the last commit.
 
         Raises:
             NonFiniteError: the value of an entry is NaN or infinite.
         """
-        name, selection = ballot.weight, ballot.selection
+        name, selection = opened.weight, opened.selection
         if name not in self._specs:
-            return NO_VOTES
+            return EMPTY_HISTOGRAM
         index = self._indices[name]
         try:
-            if ballot.side == "drop":
-                return kept_votes(selection, index, values(name))
+            if opened.side == "drop":
+                return kept_histogram(selection, index, values(name))
             if selection.order is Order.RANDOM:
-                return absent_votes(selection, index, None)
+                return absent_histogram(selection, index, None)
             if name not in self._candidates:
-                return NO_VOTES
-            return kept_votes(selection, *self._candidates[name])
+                return EMPTY_HISTOGRAM
+            return kept_histogram(selection, *self._candidates[name])
         except NonFiniteError as error:
             raise NonFiniteError(f"mask of {name}: {error}") from error
 
     def settle(self, name: str, grow: Selection) -> None:
-        """Keep of the entries that may be grown those that the votes have selected."""
+        """Keep, of the entries that may be grown, those that are selected over all shards."""
         if name not in self._candidates:
             return
         candidates, magnitudes = self._candidates.pop(name)

@@ -1,4 +1,4 @@
-"""The masks of a store in shards: put together for engines, cut for shards, decided by votes.
+"""The masks of a store in shards: joined for engines, cut for shards, decided over all shards.
 
 Masks are cut where weights are, at whole granules, so a shard's part of a mask is a mask of its
 own. Whole masks are kept here until they change: engines need them, and they say where the entries
@@ -17,19 +17,19 @@ import torch
 from penstock.errors import ClusterError, StorageError
 from penstock.kernels.blocks import GRANULE
 from penstock.sparsity import (
+    Histogram,
     PackedIndex,
     Selection,
     SparseWeight,
-    Votes,
-    added,
     compact_bytes,
     empty_index,
     joined,
+    merged_histogram,
     narrowed,
 )
 from penstock.store.holding import Holding, home_stages
 from penstock.store.interface import Decision, Store
-from penstock.store.mask_plan import Ballot, MaskPlan
+from penstock.store.mask_plan import MaskPlan, OpenSelection
 from penstock.store.mask_rule import MaskRule
 from penstock.store.masks import require_room
 from penstock.store.packed import index_memory
@@ -42,7 +42,7 @@ class SparseShard(Store, Protocol):
 
     def mask(self, name: str) -> PackedIndex | None: ...
 
-    def votes(self, ballots: Sequence[Ballot]) -> Sequence[Votes]: ...
+    def histograms(self, selections: Sequence[OpenSelection]) -> Sequence[Histogram]: ...
 
     def settle(self, name: str, grow: Selection) -> None: ...
 
@@ -194,11 +194,11 @@ class ShardedMasks:
             _, grow = update.selections(self.plan.seed, change)
             shards = [self._shards[piece.shard] for piece in self._pieces[name]]
             while not grow.is_decided:
-                ballot = Ballot(name, "grow", grow)
-                votes = added([shard.votes([ballot])[0] for shard in shards])
-                if votes.counts.sum() < grow.remaining:
+                opened = OpenSelection(name, "grow", grow)
+                merged = merged_histogram([shard.histograms([opened])[0] for shard in shards])
+                if merged.counts.sum() < grow.remaining:
                     return  # a gradient is not finite, or missing: the step cannot be committed
-                grow = narrowed(grow, votes)
+                grow = narrowed(grow, merged)
             for shard in shards:
                 shard.settle(name, grow)
             self._settled[name] = grow
@@ -209,18 +209,18 @@ class ShardedMasks:
         self._arrived.clear()
 
     def decide(self, decision: Decision) -> Decision:
-        """Return a decision with the changes of masks that all shards have voted for.
+        """Return a decision with the changes of masks, selected over the entries of all shards.
 
         Raises:
             ConfigError: a mask would keep no entry.
             NonFiniteError: the value of an entry is NaN or infinite.
         """
-        election = self.plan.election(decision.step, self._settled)
-        if election is None:
+        rounds = self.plan.selection_rounds(decision.step, self._settled)
+        if rounds is None:
             return decision
-        while ballots := election.ballots:
-            election.count([shard.votes(ballots) for shard in self._shards])
-        return election.decided(decision)
+        while selections := rounds.open_selections:
+            rounds.narrow([shard.histograms(selections) for shard in self._shards])
+        return rounds.decided(decision)
 
     def follow(self, decision: Decision) -> None:
         """Record a decision that all shards have accepted."""

@@ -140,7 +140,7 @@ def test_early_reuse_of_store_memory_is_detected():
         require_same(cluster, cluster.train())
 
 
-@pytest.mark.parametrize("hundred", quick_first(range(5), range(2)))
+@pytest.mark.parametrize("hundred", quick_first(range(5), [0]))
 def test_faults_do_not_change_result(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         survive(seed)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grids import quick_first
 from plain_training import Recipe, assert_same_training, plain, streamed, trained_by, trainer_of
 from tiny_models import CONTRASTIVE, PERCEPTRON, Case, mean_squared_error
 from torch import nn
@@ -120,7 +121,7 @@ QUANTISED = replace(
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", quick_first([0, 1], [0]))
 def test_twenty_steps_agree_with_plain_pytorch_with_custom_gradients(seed, tmp_path):
     recipe = Recipe(seed=seed)
     assert_same_training(streamed(ADVERSARIAL, recipe, tmp_path), ADVERSARIAL, recipe)

@@ -17,7 +17,7 @@ def test_twenty_steps_agree_with_plain_pytorch(name, seed, tmp_path):
 
 
 def test_gpt2_with_untied_head_agrees_with_plain_pytorch(tmp_path):
-    case, recipe = language_model("gpt2", tie_word_embeddings=False), Recipe(seed=2)
+    case, recipe = language_model("gpt2", tie_word_embeddings=False), Recipe(seed=2, steps=10)
     ours = streamed(case, recipe, tmp_path)
     assert "lm_head.weight" in ours.weights
     assert_same_training(ours, case, recipe)
@@ -43,7 +43,7 @@ def test_families_that_write_in_place_agree_with_plain_pytorch(case, tmp_path):
     ],
 )
 def test_frozen_weights_stay_and_others_agree_with_plain_pytorch(family, frozen, tmp_path):
-    case, recipe = language_model(family), Recipe(seed=3, freeze=frozen)
+    case, recipe = language_model(family), Recipe(seed=3, steps=10, freeze=frozen)
     ours = streamed(case, recipe, tmp_path)
     assert_same_training(ours, case, recipe)
     start = dict(case.plain(recipe.seed).named_parameters())
@@ -60,7 +60,7 @@ def _some(names, pattern):
 def test_sgd_with_momentum_agrees_with_plain_pytorch(seed, nesterov, tmp_path):
     settings = {"name": "sgd", "momentum": 0.8, "nesterov": nesterov}
     case = language_model("gpt2")
-    recipe = Recipe(seed=seed, learning_rate=0.1, optimizer=settings)
+    recipe = Recipe(seed=seed, steps=10, learning_rate=0.1, optimizer=settings)
     assert_same_training(
         streamed(case, recipe, tmp_path),
         case,
@@ -88,7 +88,7 @@ class PlainLion(torch.optim.Optimizer):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_lion_agrees_with_the_reference(seed, tmp_path):
     case = language_model("llama")
-    recipe = Recipe(seed=seed, learning_rate=1e-3, optimizer={"name": "lion"})
+    recipe = Recipe(seed=seed, steps=10, learning_rate=1e-3, optimizer={"name": "lion"})
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe, PlainLion)
 
 

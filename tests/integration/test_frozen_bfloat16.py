@@ -129,10 +129,16 @@ def test_bfloat16_checkpoint_trains_to_the_bits_of_float32(family, precision, fo
         assert narrow[2] == wide[2]
 
 
+@pytest.fixture(scope="module")
+def unbroken(folders, tmp_path_factory):
+    """What four steps give in memory, without a stop."""
+    run = tmp_path_factory.mktemp("unbroken")
+    return trained(settings(folders["llama"][0], run, 4, precision="bf16"))
+
+
 @pytest.mark.parametrize("where", [{}, {"shards": 2}, "flash", "flash in shards"])
-def test_any_store_resumes_to_the_same_bits(where, folders, tmp_path):
-    model = folders["llama"][0]
-    expected = trained(settings(model, tmp_path / "unbroken", 4, precision="bf16"))
+def test_any_store_resumes_to_the_same_bits(where, folders, unbroken, tmp_path):
+    model, expected = folders["llama"][0], unbroken
     store = where if isinstance(where, dict) else {
         "dram": "16MiB", "flash": {"path": str(tmp_path / "flash")},
         "shards": 2 if "shards" in where else 1,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from grids import quick_first
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock import Trainer
@@ -72,7 +73,7 @@ def test_intact_run_lists_verified_parts(run, monkeypatch, capsys):
     assert f"model files  {run / 'model'}  all checksums match" in out.splitlines()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick_first(range(3), [0]))
 def test_a_flipped_bit_in_any_file_is_found_and_named(run, monkeypatch, capsys, seed):
     draw = random.Random(seed)
     names = set()

@@ -62,7 +62,7 @@ OPTIMIZERS = {
     [
         ("fp32", "adamw"),
         ("bf16", "adamw in 8 bits"),
-        ("bf16", "lion"),
+        pytest.param("bf16", "lion", marks=pytest.mark.long),
         # Of the stores alone: tests/unit/store/test_sharded.py
         pytest.param("bf16", "adamw", marks=pytest.mark.slow),
         pytest.param("bf16", "sgd", marks=pytest.mark.slow),

@@ -109,10 +109,23 @@ def run(case, recipe, folder, **changes):
     return trainer, events, masks
 
 
+@pytest.fixture(scope="module")
+def twenty_steps(tmp_path_factory):
+    """Return twenty steps of a family by a policy, as `run` does."""
+
+    @functools.cache
+    def twenty_steps_of(family, policy):
+        case, recipe = language_model(family), Recipe(steps=STEPS)
+        folder = tmp_path_factory.mktemp("twenty")
+        return run(case, recipe, folder, sparsity=sparsity_of(policy))
+
+    return twenty_steps_of
+
+
 @pytest.mark.parametrize(("policy", "family"), thinned(POLICIES, ["gpt2", "llama"], others=LONG))
-def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, tmp_path):
+def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, twenty_steps):
     case, recipe = language_model(family), Recipe(steps=STEPS)
-    trainer, events, masks = run(case, recipe, tmp_path, sparsity=sparsity_of(policy))
+    trainer, events, masks = twenty_steps(family, policy)
     _, reference_policy = POLICIES[policy]
     reference = masked_training(case, recipe, masks, reference_policy)
     others = [masked_training(case, recipe, masks, reference_policy, order) for order in ORDERS]
@@ -129,9 +142,9 @@ def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, tmp_path):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_report_sparsity_changes_and_arithmetic(policy, tmp_path):
+def test_steps_report_sparsity_changes_and_arithmetic(policy, twenty_steps, tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=STEPS)
-    _, events, masks = run(case, recipe, tmp_path, sparsity=sparsity_of(policy))
+    _, events, masks = twenty_steps("gpt2", policy)
     dense, _ = trainer_of(case, recipe, tmp_path / "dense")
     dense_flops = dense.run_step().flops
     elements = sum(mask.numel() for mask in masks[0].values())
@@ -211,16 +224,16 @@ def test_a_store_on_flash_has_the_bits_of_one_in_memory_wherever_it_stops(
     assert last == weights
 
 
-def test_expanded_tiles_agree_with_kernels(tmp_path):
-    losses, _ = bits(tmp_path / "kernels")
+def test_expanded_tiles_agree_with_kernels(undisturbed, tmp_path):
+    losses, _ = undisturbed("rigl", "fp32")
     with chosen(tiles):
         expanded, _ = bits(tmp_path / "tiles")
     assert expanded == pytest.approx(losses, rel=1e-4)
     assert expanded != losses  # or the choice had no effect
 
 
-def test_a_resumed_run_takes_the_recorded_choice(tmp_path):
-    losses, weights = bits(tmp_path / "whole")
+def test_a_resumed_run_takes_the_recorded_choice(undisturbed, tmp_path):
+    losses, weights = undisturbed("rigl", "fp32")
     begun, _ = bits(tmp_path / "parts", until=4)
     with chosen(tiles):  # as a measurement on a busy machine might have chosen
         rest, last = bits(tmp_path / "parts")

@@ -115,6 +115,18 @@ def result_of(
     return [event.loss for event in done], weights, figures, lost
 
 
+@pytest.fixture(scope="module")
+def alone_with(text, tmp_path_factory):
+    """Return what one engine in one process gives."""
+
+    @functools.cache
+    def alone(method="rigl", precision="fp32"):
+        folder = tmp_path_factory.mktemp("one")
+        return result_of(settings(text, folder, method, precision=precision))
+
+    return alone
+
+
 CLUSTER = {"start": "listen", "spare": 0, "lease": 60.0}
 
 
@@ -127,10 +139,9 @@ CLUSTER = {"start": "listen", "spare": 0, "lease": 60.0}
     ],
 )
 def test_engines_elsewhere_have_the_bits_of_one_process(
-    method, precision, engines, shards, text, tmp_path
+    method, precision, engines, shards, text, alone_with, tmp_path
 ):
-    config = settings(text, tmp_path / "one", method, precision=precision)
-    alone = result_of(config)
+    alone = alone_with(method, precision)
     assert any(changed for _, changed, _ in alone[2])
     config = settings(
         text,
@@ -144,14 +155,16 @@ def test_engines_elsewhere_have_the_bits_of_one_process(
     assert result_of(config, engines) == alone
 
 
-def test_shards_in_this_process_have_the_bits_of_one_store(text, tmp_path):
-    alone = result_of(settings(text, tmp_path / "one"))
-    assert result_of(settings(text, tmp_path / "many", store={"shards": 3}, engines=2)) == alone
+def test_shards_in_this_process_have_the_bits_of_one_store(text, alone_with, tmp_path):
+    found = result_of(settings(text, tmp_path, store={"shards": 3}, engines=2))
+    assert found == alone_with()
 
 
 @pytest.mark.parametrize("step", quick_first([3, 4], [3]))
-def test_engine_lost_around_a_mask_change_changes_no_bit(step, text, tmp_path, monkeypatch):
-    alone = result_of(settings(text, tmp_path / "one"))
+def test_engine_lost_around_a_mask_change_changes_no_bit(
+    step, text, alone_with, tmp_path, monkeypatch
+):
+    alone = alone_with()
     began, computed, failed = LocalEngineExecutor.begin, LocalEngineExecutor.compute, []
 
     def begin(self, number, part, rows):
@@ -181,8 +194,10 @@ def test_engine_lost_around_a_mask_change_changes_no_bit(step, text, tmp_path, m
     ],
     ids=["two shards", "a replica"],
 )
-def test_shards_in_other_processes_have_the_bits_of_one_store(method, store, text, tmp_path):
-    alone = result_of(settings(text, tmp_path / "one", method))
+def test_shards_in_other_processes_have_the_bits_of_one_store(
+    method, store, text, alone_with, tmp_path
+):
+    alone = alone_with(method)
     cluster = {"start": "local", "spare": 0, "lease": 60.0, "shards": "apart"}
     config = settings(text, tmp_path / "many", method, engines=2, cluster=cluster, store=store)
     *result, lost = result_of(config)

@@ -245,8 +245,8 @@ class Coordinator:
             self._take_losses(message)
         elif kind is MessageType.PREPARED and phase is Phase.RUNNING and is_shard:
             self._take_prepared(message)
-        elif kind is MessageType.VOTES and phase is Phase.RUNNING and is_shard:
-            self._take_votes(message)
+        elif kind is MessageType.HISTOGRAM_REPLY and phase is Phase.RUNNING and is_shard:
+            self._take_histograms(message)
         elif kind is MessageType.COMMITTED and phase is Phase.COMMITTING and is_shard:
             self._take_committed(message)
 
@@ -363,8 +363,8 @@ class Coordinator:
         self._present.record_report(message)
         self._decide_if_complete()
 
-    def _take_votes(self, message: Message) -> None:
-        self._present.record_votes(message)
+    def _take_histograms(self, message: Message) -> None:
+        self._present.record_histograms(message)
         self._decide_if_complete()
 
     def _decide_if_complete(self) -> None:

@@ -67,8 +67,8 @@ class MessageType(enum.IntEnum):
     SNAPSHOT_REQUEST = 24  # replica to replica: send this portion of the state
     SNAPSHOT_CHUNK = 25  # the portion
     # Of a step that changes the masks of sparse weights:
-    VOTE = 26  # coordinator to shards: a round of votes, with the selections to vote on
-    VOTES = 27  # shard to coordinator: its votes
+    HISTOGRAM_REQUEST = 26  # coordinator to shards: count the entries for these selections
+    HISTOGRAM_REPLY = 27  # shard to coordinator: the counts of its entries
     # Between the two ends of a connection:
     SHM_OFFER = 100  # an offer of shared memory
     BUFFER_CREDIT = 101  # slots for reuse; empty: the receiver cannot map the shared memory

@@ -78,8 +78,8 @@ class ShardExecutor(Protocol):
         """Return the shard's report on the gradients for the coordinator, as JSON."""
         ...
 
-    def vote(self, ballots: np.ndarray | None) -> np.ndarray:
-        """Return the shard's votes on the masks of the step, bytes."""
+    def histograms(self, selections: np.ndarray | None) -> np.ndarray:
+        """Return the histograms of the shard's entries for selections of the step, bytes."""
         ...
 
     def commit(
@@ -104,7 +104,7 @@ class _ShardStep:
     stored: int = 0  # how many of these the store has taken
     is_prepared: bool = False
     commit_began: bool = False
-    voting: int = 0  # the last round of votes
+    histogram_round: int = 0  # the last one requested
     answer: Mapping[str, Any] | None = None  # to the commit
 
 
@@ -158,8 +158,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self.refused += 1
         elif message.kind is MessageType.COMMIT:
             self._commit(message)
-        elif message.kind is MessageType.VOTE:
-            self._vote(message)
+        elif message.kind is MessageType.HISTOGRAM_REQUEST:
+            self._count_entries(message)
         elif message.kind is MessageType.WEIGHT_CREDIT:
             self._take_credit(message)
         elif message.kind is MessageType.GRADIENT:
@@ -299,20 +299,21 @@ class ShardNode(ProtocolNode[_ShardStep]):
     ) -> Callable[[], None]:
         return lambda: self._work.receive(operation, arrived)
 
-    def _vote(self, message: Message) -> None:
+    def _count_entries(self, message: Message) -> None:
         step = self._step
         self._require_prepared(message)
         number = message_validation.integer(message, "round", 1)
-        if number <= step.voting:
+        if number <= step.histogram_round:
             return  # a repetition
-        step.voting = number
+        step.histogram_round = number
 
-        def voted(votes: np.ndarray) -> None:
+        def counted(histograms: np.ndarray) -> None:
             fields = {"epoch": self.epoch, "sender": self.number, "step": step.number}
-            sent = message_with(votes, kind=MessageType.VOTES, body={"round": number}, **fields)
+            kind, body = MessageType.HISTOGRAM_REPLY, {"round": number}
+            sent = message_with(histograms, kind=kind, body=body, **fields)
             self._context.send(COORDINATOR, sent)
 
-        self._run(step, lambda: self._work.vote(message.payload), voted)
+        self._run(step, lambda: self._work.histograms(message.payload), counted)
 
     def _require_prepared(self, message: Message) -> None:
         if not self._step.is_prepared:

@@ -42,17 +42,18 @@ class StepRequest(Protocol):
         """Return the decision for the shards' commit, or raise the error that forbids it."""
         ...
 
-    def ballots(self) -> np.ndarray | None:
-        """Return what the shards vote on in the next round, bytes; None if nothing is left to vote
-        on. Called once the step is decided but for its masks."""
+    def open_selections(self) -> np.ndarray | None:
+        """Return the selections that the next round narrows, bytes; None once all are decided.
+        Called once the step is decided but for its masks."""
         ...
 
-    def count(self, votes: Sequence[Message]) -> None:
-        """Count a round: the votes of every shard, in shard order; or raise `ProtocolError`."""
+    def narrow(self, histograms: Sequence[Message]) -> None:
+        """Finish a round by the histograms of every shard, in shard order; or raise
+        `ProtocolError`."""
         ...
 
     def masks(self) -> np.ndarray | None:
-        """Return the changes of masks that the votes have decided, bytes; None without any."""
+        """Return the changes of masks that the rounds have decided, bytes; None without any."""
         ...
 
     def answer(self, message: Message) -> Any:
@@ -63,13 +64,13 @@ class StepRequest(Protocol):
 class WithoutMasks:
     """The part of a request for a step that changes no mask."""
 
-    def ballots(self) -> np.ndarray | None:
-        """Nothing is voted on."""
+    def open_selections(self) -> np.ndarray | None:
+        """Nothing is selected."""
         return None
 
-    def count(self, votes: Sequence[Message]) -> None:
-        """No vote was asked for."""
-        raise ProtocolError("votes on masks came for a step that changes no mask")
+    def narrow(self, histograms: Sequence[Message]) -> None:
+        """No histogram was requested."""
+        raise ProtocolError("histograms of mask entries came for a step that changes no mask")
 
     def masks(self) -> np.ndarray | None:
         """No mask changes."""

@@ -48,8 +48,8 @@ class StepTransaction:
         self._reports: dict[int, Any] = {}
         self._acknowledgements: dict[int, Any] = {}
         self._decision: Mapping[str, Any] | None = None
-        self._round = 0  # of votes on masks; 0 before the first
-        self._votes: dict[int, Message] = {}
+        self._round = 0  # of the selection of mask entries; 0 before the first
+        self._histograms: dict[int, Message] = {}
         self.commits = 0  # how often the decision was sent again
         self._nodes = list(view.shard_nodes)  # the replicas that have not left
 
@@ -69,44 +69,44 @@ class StepTransaction:
             self._send(engine, MessageType.BEGIN, {**body, "rows": described}, payload)
 
     def decide(self) -> bool:
-        """Make the decision from the losses, the reports, and the votes if masks change.
+        """Make the decision from the losses, the reports, and the histograms if masks change.
 
-        Returns whether it is made; otherwise the replicas are voting.
+        Returns whether it is made; otherwise the replicas make histograms for the next round.
 
         **Raises:** whatever forbids the commit; nothing is committed then.
         """
         if self._decision is None:
             self._decision = self.request.decide(self.losses, self.reports)
-        elif not self._votes.keys() >= {*self._nodes}:
+        elif not self._histograms.keys() >= {*self._nodes}:
             return False
         if self._round:
-            self.request.count(self._equal_votes())
-        ballots = self.request.ballots()
-        if ballots is None:
+            self.request.narrow(self._equal_histograms())
+        selections = self.request.open_selections()
+        if selections is None:
             return True
-        self._round, self._votes = self._round + 1, {}
+        self._round, self._histograms = self._round + 1, {}
         for node in self._nodes:
-            self._send(node, MessageType.VOTE, {"round": self._round}, ballots)
+            self._send(node, MessageType.HISTOGRAM_REQUEST, {"round": self._round}, selections)
         return False
 
-    def record_votes(self, message: Message) -> None:
-        """Record a replica's votes, if they are those of this round.
+    def record_histograms(self, message: Message) -> None:
+        """Record a replica's histograms, if they are those of this round.
 
         **Raises:** `ProtocolError` if the round is none.
         """
         if message_validation.integer(message, "round", 1) == self._round:
-            self._votes[message.sender] = message
+            self._histograms[message.sender] = message
 
-    def _equal_votes(self) -> list[Message]:
-        """Return the votes of all shards, in order.
+    def _equal_histograms(self) -> list[Message]:
+        """Return the histograms of all shards, in order.
 
-        **Raises:** `CorruptionError` if replicas of a shard have voted differently.
+        **Raises:** `CorruptionError` if replicas of a shard have sent different ones.
         """
         for shard, (first, *others) in enumerate(self._shards):
             for other in others:
-                if not _is_equal(self._votes[first], self._votes[other]):
-                    raise self._differ(shard, first, other, "their votes on masks")
-        return [self._votes[nodes[0]] for nodes in self._shards]
+                if not _is_equal(self._histograms[first], self._histograms[other]):
+                    raise self._differ(shard, first, other, "their histograms of mask entries")
+        return [self._histograms[nodes[0]] for nodes in self._shards]
 
     def commit(self) -> None:
         """Send the decision to all replicas that have not acknowledged it."""
@@ -215,9 +215,9 @@ class StepTransaction:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many losses, reports, votes and acknowledgements have arrived."""
-        voted = self._round, len(self._votes)
-        return len(self._losses), len(self._reports), *voted, len(self._acknowledgements)
+        """How many losses, reports, histograms and acknowledgements have arrived."""
+        counted = self._round, len(self._histograms)
+        return len(self._losses), len(self._reports), *counted, len(self._acknowledgements)
 
 
 def _is_equal(first: Message, other: Message) -> bool:
@@ -233,5 +233,5 @@ class Phase(enum.Enum):
     GATHERING = "waiting for engines or shards"
     FORMING = "waiting until all nodes acknowledge the view"
     AGREEING = "waiting until all shards are at the same step"
-    RUNNING = "waiting for losses, gradients and votes"
+    RUNNING = "waiting for losses, gradients and histograms"
     COMMITTING = "waiting until the shards have committed"

@@ -7,12 +7,12 @@ from penstock.distributed.rpc.commit_codec import (
     decision_of,
 )
 from penstock.distributed.rpc.mask_codec import (
-    ballots_of,
-    bytes_of_ballots,
+    bytes_of_histograms,
     bytes_of_masks,
-    bytes_of_votes,
+    bytes_of_open_selections,
+    histograms_of,
     masks_of_payload,
-    votes_of,
+    open_selections_of,
 )
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -37,16 +37,16 @@ __all__ = [
     "ShardLostError",
     "ShardReport",
     "StoreClient",
-    "ballots_of",
     "body_of_decision",
     "body_of_report",
-    "bytes_of_ballots",
+    "bytes_of_histograms",
     "bytes_of_masks",
-    "bytes_of_votes",
+    "bytes_of_open_selections",
     "decision_of",
     "error_class",
     "frames",
+    "histograms_of",
     "masks_of_payload",
+    "open_selections_of",
     "store_server",
-    "votes_of",
 ]

@@ -1,4 +1,4 @@
-"""Encodes ballots, votes and changes of masks as payloads of messages."""
+"""Encodes open selections, histograms and changes of masks as payloads of messages."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import PenstockError, ProtocolError
-from penstock.sparsity import MaskChange, Order, Selection, Votes
-from penstock.store import Ballot, Decision
+from penstock.sparsity import Histogram, MaskChange, Order, Selection
+from penstock.store import Decision, OpenSelection
 
 _COUNT = struct.Struct("<I")
 _MOST = 1 << 64
 
 
-def bytes_of_ballots(ballots: Sequence[Ballot]) -> np.ndarray:
-    """Return the payload of a round of votes."""
-    return _dump([[b.weight, b.side, _plain(b.selection)] for b in ballots])
+def bytes_of_open_selections(selections: Sequence[OpenSelection]) -> np.ndarray:
+    """Return the payload of a request for histograms."""
+    return _dump([[s.weight, s.side, _plain(s.selection)] for s in selections])
 
 
-def ballots_of(payload: np.ndarray | None) -> list[Ballot]:
-    """Return the ballots in a payload.
+def open_selections_of(payload: np.ndarray | None) -> list[OpenSelection]:
+    """Return the open selections in a payload.
 
     **Raises:** `ProtocolError` if it has no valid ones.
     """
@@ -32,41 +32,41 @@ def ballots_of(payload: np.ndarray | None) -> list[Ballot]:
         entries = _load(payload)
         if not isinstance(entries, list):
             raise TypeError(f"expected a list, got {str(entries)[:40]!r}")
-        return [_ballot(*entry) for entry in entries]
+        return [_open_selection(*entry) for entry in entries]
     except (TypeError, ValueError, KeyError, RecursionError) as error:
-        raise _invalid("ballots", error) from None
+        raise _invalid("open selections", error) from None
 
 
-def bytes_of_votes(votes: Sequence[Votes]) -> np.ndarray:
-    """Return the payload of a shard's votes: for each ballot their number, digits and counts."""
+def bytes_of_histograms(histograms: Sequence[Histogram]) -> np.ndarray:
+    """Return the payload of a shard's histograms: of each its number of bins, digits and counts."""
     parts = []
-    for each in votes:
+    for each in histograms:
         parts.append(_COUNT.pack(each.digits.size))
         parts.append(each.digits.astype("<u2").tobytes())
         parts.append(each.counts.astype("<i8").tobytes())
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def votes_of(payload: np.ndarray | None, ballots: int) -> list[Votes]:
-    """Return the votes in a payload, for so many ballots.
+def histograms_of(payload: np.ndarray | None, count: int) -> list[Histogram]:
+    """Return the histograms in a payload, of which there are `count`.
 
     **Raises:** `ProtocolError` if it has no valid ones.
     """
     data = b"" if payload is None else payload.tobytes()
     found, at = [], 0
     try:
-        for _ in range(ballots):
+        for _ in range(count):
             (size,) = _COUNT.unpack_from(data, at)
             digits = np.frombuffer(data, "<u2", size, at + _COUNT.size)
             counts = np.frombuffer(data, "<i8", size, at + _COUNT.size + digits.nbytes)
             at += _COUNT.size + digits.nbytes + counts.nbytes
             if (np.diff(digits.astype(np.int64)) <= 0).any() or (counts <= 0).any():
                 raise ValueError("digits do not rise, or a count is not above 0")
-            found.append(Votes(digits.astype(np.uint16), counts.astype(np.int64)))
+            found.append(Histogram(digits.astype(np.uint16), counts.astype(np.int64)))
         if at != len(data):
-            raise ValueError(f"{len(data) - at} bytes follow the last votes")
+            raise ValueError(f"{len(data) - at} bytes follow the last histogram")
     except (struct.error, ValueError) as error:
-        raise _invalid("votes", error) from None
+        raise _invalid("histograms", error) from None
     return found
 
 
@@ -107,13 +107,13 @@ def _selection(plain: Any) -> Selection:
     return Selection(Order(order), key, count, remaining, digits, value, key_bits, decided)
 
 
-def _ballot(weight: Any, side: Any, selection: Any) -> Ballot:
+def _open_selection(weight: Any, side: Any, selection: Any) -> OpenSelection:
     if side not in ("drop", "grow"):
         raise ValueError(f"{str(side)[:20]!r} is neither drop nor grow")
     found = _selection(selection)
     if found.is_decided:
         raise ValueError("the selection is decided")
-    return Ballot(_text(weight), side, found)
+    return OpenSelection(_text(weight), side, found)
 
 
 def _whole(value: Any) -> int:

@@ -15,11 +15,17 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import report_of
-from penstock.distributed.rpc.mask_codec import votes_of
+from penstock.distributed.rpc.mask_codec import histograms_of
 from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
 from penstock.errors import CorruptionError, ProtocolError
 from penstock.program import WeightSpec
-from penstock.sparsity import PackedIndex, SparseWeight, StreamedWeight, Votes, index_from_compact
+from penstock.sparsity import (
+    Histogram,
+    PackedIndex,
+    SparseWeight,
+    StreamedWeight,
+    index_from_compact,
+)
 from penstock.store import MASTER, VALUES, FlashTraffic, GradientReport, Holding, Stored, Traffic
 
 _TYPES = {
@@ -175,12 +181,12 @@ def report(answer: Response, holding: Holding) -> GradientReport:
     return content
 
 
-def votes(answer: Response, ballots: int) -> list[Votes]:
-    """Return the votes on so many ballots."""
+def histograms(answer: Response, count: int) -> list[Histogram]:
+    """Return the histograms, of which there are `count`."""
     try:
-        return votes_of(answer.content.arrays.get("votes"), ballots)
+        return histograms_of(answer.content.arrays.get("histograms"), count)
     except ProtocolError as error:
-        raise answer.refuse(f"has invalid votes: {error}") from None
+        raise answer.refuse(f"has invalid histograms: {error}") from None
 
 
 def unchanged(answer: Response, holding: Holding) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import torch
 
 from penstock.distributed.rpc import responses
 from penstock.distributed.rpc.commit_codec import body_of_decision
-from penstock.distributed.rpc.mask_codec import bytes_of_ballots, bytes_of_masks
+from penstock.distributed.rpc.mask_codec import bytes_of_masks, bytes_of_open_selections
 from penstock.distributed.rpc.responses import Opened, Response, Status
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -32,19 +32,19 @@ from penstock.distributed.rpc.rpc import (
 )
 from penstock.distributed.rpc.store_server import bytes_of
 from penstock.program import WeightSpec
-from penstock.sparsity import PackedIndex, Selection, StreamedWeight, Votes, max_compact_bytes
+from penstock.sparsity import Histogram, PackedIndex, Selection, StreamedWeight, max_compact_bytes
 from penstock.store import (
     CHANGES,
     INDEX,
     MASTER,
     VALUES,
-    Ballot,
     Commit,
     CommitRule,
     Decision,
     FlashTraffic,
     GradientReport,
     Holding,
+    OpenSelection,
     Stored,
     Traffic,
     commit_by,
@@ -278,12 +278,14 @@ class StoreClient:
 
         return self._ask("mask", read, _most_bytes(spec), name=name)
 
-    def votes(self, ballots: Sequence[Ballot]) -> list[Votes]:
-        """Return the shard's votes on the masks of the step, for each ballot."""
-        arrays = {"ballots": bytes_of_ballots(ballots)}
-        return _first(
-            self._ask_all("votes", lambda response: responses.votes(response, len(ballots)), arrays)
-        )
+    def histograms(self, selections: Sequence[OpenSelection]) -> list[Histogram]:
+        """Return the histogram of the shard's entries for each undecided selection."""
+        arrays = {"selections": bytes_of_open_selections(selections)}
+
+        def read(response: Response) -> list[Histogram]:
+            return responses.histograms(response, len(selections))
+
+        return _first(self._ask_all("histograms", read, arrays))
 
     def settle(self, name: str, grow: Selection) -> None:
         """Do nothing: the shard selects the entries that it grows when the step is decided."""

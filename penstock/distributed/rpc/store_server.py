@@ -14,7 +14,11 @@ import numpy as np
 import torch
 
 from penstock.distributed.rpc.commit_codec import body_of_report, decision_of
-from penstock.distributed.rpc.mask_codec import ballots_of, bytes_of_votes, masks_of_payload
+from penstock.distributed.rpc.mask_codec import (
+    bytes_of_histograms,
+    masks_of_payload,
+    open_selections_of,
+)
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.errors import ClusterError, PenstockError
 from penstock.sparsity import StreamedWeight, compact_bytes
@@ -120,9 +124,10 @@ def _mask(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) 
     return RpcMessage({"kept": index.kept}, {"mask": data})
 
 
-def _votes(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    ballots = ballots_of(arrays.get("ballots"))
-    return RpcMessage({}, {"votes": bytes_of_votes(sparse_shard(storage.store).votes(ballots))})
+def _histograms(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+    selections = open_selections_of(arrays.get("selections"))
+    histograms = sparse_shard(storage.store).histograms(selections)
+    return RpcMessage({}, {"histograms": bytes_of_histograms(histograms)})
 
 
 def _receive(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
@@ -263,7 +268,7 @@ METHODS: Mapping[str, Callable[[OpenableShard, Mapping[str, Any], Arrays], RpcMe
     "fetch": _fetch,
     "stream": _stream,
     "mask": _mask,
-    "votes": _votes,
+    "histograms": _histograms,
     "receive": _receive,
     "prepare": _prepare,
     "decide": _decide,

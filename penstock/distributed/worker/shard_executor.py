@@ -15,11 +15,11 @@ import torch
 
 from penstock.distributed.protocol import SparseChunk, TransferOperation
 from penstock.distributed.rpc import (
-    ballots_of,
     body_of_report,
-    bytes_of_votes,
+    bytes_of_histograms,
     decision_of,
     masks_of_payload,
+    open_selections_of,
 )
 from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.distributed.worker.sparse_transfer import entries_in, packed_chunk
@@ -171,9 +171,10 @@ class LocalShardExecutor:
             report["held"] = [list(each) for each in self._store.compared()]
         return report
 
-    def vote(self, ballots: np.ndarray | None) -> np.ndarray:
-        """Return the shard's votes on the masks of the step, bytes."""
-        return bytes_of_votes(self._sparse_store.votes(ballots_of(ballots)))
+    def histograms(self, selections: np.ndarray | None) -> np.ndarray:
+        """Return the histograms of the shard's entries for selections of the step, bytes."""
+        found = self._sparse_store.histograms(open_selections_of(selections))
+        return bytes_of_histograms(found)
 
     def commit(
         self, step: int, decision: Mapping[str, Any], masks: np.ndarray | None = None

@@ -55,7 +55,7 @@ class ChangingWeight:
         self._gathered = dict.fromkeys(self._old, 0)
 
     def note(self, block: Block, frame: np.ndarray, state: np.ndarray) -> None:
-        """Keep the values on which the votes were taken: those before the update."""
+        """Keep the values by which entries were selected: those before the update."""
         stream = _stream_of(self._unit, frame)[block.begin : block.end]
         weight = weight_parts(self._unit, block, stream, state)
         self._magnitudes[block.begin : block.end] = decode(

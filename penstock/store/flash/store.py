@@ -8,7 +8,7 @@ Per step, weights and state of a trainable weight are read once and written once
 weights are read once more for the backward sweep unless they are still in memory.
 
 The masks of sparse weights are in memory; on flash they are written when they change. A commit that
-drops entries reads the masters of the weights that change, for the votes.
+drops entries reads the masters of the weights that change, to select these entries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.sparsity import MaskSize, PackedIndex, Selection, StreamedWeight, Votes
+from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
@@ -54,7 +54,7 @@ from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
-from penstock.store.mask_plan import NO_VOTES, Ballot
+from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
 from penstock.store.mask_rule import MaskRule
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
@@ -306,15 +306,15 @@ class FlashStore:
         self._pipeline.wait_for_seals()
         return report
 
-    def votes(self, ballots: Sequence[Ballot]) -> list[Votes]:
-        """Return a shard's votes on the masks of the step, for each ballot (`DramStore.votes`)."""
+    def histograms(self, selections: Sequence[OpenSelection]) -> list[Histogram]:
+        """Return a shard's histograms for each open selection of the step (`DramStore`)."""
         masks = self._masks
         if not isinstance(masks, PartMasks):
-            return [NO_VOTES for _ in ballots]
-        return [masks.votes(ballot, self._entries) for ballot in ballots]
+            return [EMPTY_HISTOGRAM for _ in selections]
+        return [masks.histogram(selection, self._entries) for selection in selections]
 
     def settle(self, name: str, grow: Selection) -> None:
-        """Keep, of a weight's entries that may be grown, those that all votes have selected."""
+        """Keep, of a weight's entries that may be grown, those that the rounds have selected."""
         if isinstance(self._masks, PartMasks):
             self._masks.settle(name, grow)
 

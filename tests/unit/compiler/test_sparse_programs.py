@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -19,9 +20,17 @@ from penstock.weight_formats import PACKED, PACKED_SPLIT
 BLOCK = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
-def program_of(sparse, family="gpt2", **options):
-    source = language_model(family, n_layer=3).source(0)
-    settings = CompileOptions(sparse=sparse, weight_prefix=source.weight_prefix, **options)
+def program_of(sparse, precision="fp32"):
+    """The program of a GPT-2 with three blocks, with these weights sparse; compiled once."""
+    return compiled(tuple(sparse.items()), precision)
+
+
+@functools.cache
+def compiled(sparse, precision):
+    source = language_model("gpt2", n_layer=3).source(0)
+    settings = CompileOptions(
+        sparse=dict(sparse), weight_prefix=source.weight_prefix, precision=precision
+    )
     return verify(
         compile_module(
             source.module,
@@ -32,9 +41,9 @@ def program_of(sparse, family="gpt2", **options):
     )
 
 
-def weights_in(block, share=0.25, program=None):
+def weights_in(block, share=0.25):
     """Capacities of the weights of a block, of which each keeps a share."""
-    shapes = {n: w.shape for n, w in (program or program_of({})).weights.items()}
+    shapes = {n: w.shape for n, w in program_of({}).weights.items()}
     names = [f"transformer.h.{block}.{name}.weight" for name in BLOCK]
     return {name: int(share * math.prod(shapes[name])) for name in names}
 

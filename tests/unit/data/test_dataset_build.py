@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from grids import thinned
 
 from penstock.data import ByteTokenizer, TokenDataset, build_dataset, load_tokenizer
 from penstock.data import build as build_module
@@ -45,9 +46,10 @@ def leftovers(folder):
     return sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "train-bpe:280"])
-@pytest.mark.parametrize("shard_bytes", [2**28, 4096, 252])
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize(
+    ("tokenizer", "shard_bytes", "seed"),
+    thinned(["bytes", "train-bpe:280"], [2**28, 4096, 252], [0, 7], others=pytest.mark.long),
+)
 def test_every_document_is_in_one_split_in_order(tmp_path, tokenizer, shard_bytes, seed):
     documents = random_documents(seed, 120)
     source = write_lines(tmp_path / "a.jsonl", documents)

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from grids import thinned
 
 from penstock.data import (
     ArraySource,
@@ -102,8 +103,9 @@ def windows_seen(dataset, source, epoch, size):
     return found
 
 
-@pytest.mark.parametrize("seed", [0, 1, 99])
-@pytest.mark.parametrize("length", [7, 16, 33])
+@pytest.mark.parametrize(
+    ("seed", "length"), thinned([0, 1, 99], [7, 16, 33], others=pytest.mark.long)
+)
 def test_each_window_is_drawn_once_per_epoch(dataset, seed, length):
     source = LanguageModelSource(dataset, "train", length, seed)
     total = dataset.tokens("train")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tracemalloc
 
 import pytest
 import torch
+from grids import thinned
 from real_allocations import peak_allocated_bytes
 from sparse_steps import KERNELS, TILES, capacities, micro_batches_of, pruned_case
 from sweeps import sweep, sweep_and_let_go
@@ -32,6 +34,7 @@ def in_blocks(name, parameter):
     return parameter.dim() == 2 and any(part.isdigit() for part in name.split("."))
 
 
+@functools.cache
 def setting(family="gpt2", precision="fp32", **changes):
     case = language_model(family, **changes)
     return pruned_case(case, in_blocks, precision=precision), micro_batches_of(case)
@@ -53,13 +56,17 @@ def arrays_allocated(body) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("dense_gradient", [False, True])
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp32"), ("llama", "bf16")])
-def test_account_and_allocations_stay_below_the_prediction(
-    family, precision, choice, dense_gradient
-):
-    model, batches = setting(family, precision)
+@pytest.mark.parametrize(
+    ("products", "kind"),
+    thinned(
+        [("kernels", False), ("kernels", True), ("tiles", True), ("tiles", False)],
+        [("gpt2", "fp32"), ("llama", "bf16")],
+        others=pytest.mark.long,
+    ),
+)
+def test_account_and_allocations_stay_below_the_prediction(products, kind):
+    choice, dense_gradient = products
+    model, batches = setting(*kind)
     weights = model.weights(dense_gradient=dense_gradient)
     for plan in plans_of(model, dense_gradients=dense_gradient):
         predicted = predict_bytes(model.program, len(batches), plan).peak_bytes

@@ -4,6 +4,7 @@ product, type and plan."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -48,6 +49,12 @@ def all_matrices(name, parameter):
     return parameter.dim() == 2
 
 
+@functools.cache
+def compiled(family, choose, **options) -> Pruned:
+    """A model of the family with masks on the chosen parameters, compiled once."""
+    return pruned_case(language_model(family), choose, **options)
+
+
 def same_bits(first: Step, second: Step) -> None:
     assert first.losses == second.losses
     assert first.gradients.keys() == second.gradients.keys()
@@ -63,16 +70,17 @@ def plans_of(model: Pruned) -> list[EnginePlan]:
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_step_is_that_of_the_masked_dense_model(family, choice):
-    case = language_model(family)
-    model, batches = pruned_case(case, in_blocks), micro_batches_of(case)
+    model, batches = compiled(family, in_blocks), micro_batches_of(language_model(family))
     assert len(model.masks) >= 8
     assert {use.way for use in model.program.sparse_weights.values()} == {"sparse product"}
     assert_is_reference(model, model.step(batches, choice=CHOICES[choice]), batches)
 
 
 def test_a_sparse_tied_head_is_a_product_and_its_embedding_masked_dense():
-    case = language_model("gpt2")
-    model, batches = pruned_case(case, all_matrices), micro_batches_of(case)
+    model, batches = (
+        compiled("gpt2", all_matrices, precision="fp32"),
+        micro_batches_of(language_model("gpt2")),
+    )
     ways = {name: use.way for name, use in model.program.sparse_weights.items()}
     assert ways.pop("transformer.wte.weight") == (
         "sparse product; masked dense, because aten.embedding reads it"
@@ -119,9 +127,8 @@ def test_bfloat16_is_as_near_to_exact_as_the_dense_program(family):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_neither_the_number_of_engines_nor_recomputation_changes_a_bit(family, precision):
-    case = language_model(family)
-    model = pruned_case(case, all_matrices, precision=precision)
-    batches = micro_batches_of(case)
+    model = compiled(family, all_matrices, precision=precision)
+    batches = micro_batches_of(language_model(family))
     first = model.step(batches)
     for plan in plans_of(model)[1:]:
         same_bits(first, model.step(batches, plan))
@@ -148,8 +155,8 @@ def test_neither_the_number_of_engines_nor_recomputation_changes_a_bit(family, p
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_with_dense_gradients_returns_those_of_all_elements(precision):
-    case = language_model("gpt2")
-    model, batches = pruned_case(case, all_matrices, precision=precision), micro_batches_of(case)
+    model = compiled("gpt2", all_matrices, precision=precision)
+    batches = micro_batches_of(language_model("gpt2"))
     step = model.step(batches, dense_gradient=True)
     usual = model.step(batches)
     assert step.losses == usual.losses
@@ -304,7 +311,8 @@ def inferred(engine, weights, rows) -> torch.Tensor:
 
 def test_evaluation_computes_the_loss_of_the_training_step():
     case = language_model("llama")
-    model, (rows, *_) = pruned_case(case, all_matrices), micro_batches_of(case)
+    model = compiled("llama", all_matrices, precision="fp32")
+    rows, *_ = micro_batches_of(case)
     evaluating = pruned_case(case, all_matrices, training=False)
     assert not any(spec.trainable for spec in evaluating.program.weights.values())
     engine = TorchEngine(evaluating.program, EnginePlan(), sparse=evaluating.products())

@@ -58,7 +58,7 @@ def test_weights_stream_twice_and_gradients_once(family, micro_batches, precisio
 
 def test_traffic_is_independent_of_micro_batches_and_engines(tmp_path):
     case, found = language_model("gpt2"), set()
-    for micro_batches, engines in ((1, 1), (2, 1), (2, 2), (4, 3), (8, 1), (8, 4)):
+    for micro_batches, engines in ((1, 1), (4, 3), (8, 1), (8, 4)):
         recipe = Recipe(steps=2, warmup_steps=0, size=8, micro=8 // micro_batches)
         folder = tmp_path / f"{micro_batches}-{engines}"
         trainer, events = trainer_of(case, recipe, folder, engines=engines)

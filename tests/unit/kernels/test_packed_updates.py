@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from grids import thinned
 from random_masks import KINDS, random_cut, random_mask
 
 from penstock.kernels.adamw import adamw
@@ -74,8 +75,10 @@ def test_eight_bit_updates_of_parts_have_the_bits_of_the_whole(optimizer, kind):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "split"),
+    thinned([np.uint8, np.uint16, np.uint32], [False, True], others=pytest.mark.long),
+)
 def test_every_entry_is_corrected_by_its_own_number_of_updates(dtype, split):
     """Entries of one age get the bits of a dense update with that step."""
     generator = np.random.default_rng(3)

@@ -132,7 +132,7 @@ def test_a_change_that_would_empty_a_weight_is_refused_with_its_name():
     )
 
 
-def test_values_other_than_those_of_the_votes_are_found():
+def test_values_other_than_those_of_the_selections_are_found():
     generator = np.random.default_rng(8)
     index = index_of_mask(generator.random(9000) < 0.5)
     dense = generator.standard_normal(9000).astype(np.float32)
@@ -190,7 +190,7 @@ def test_growth_without_the_dense_gradient_is_that_with_it(kind, seed):
 def test_growth_of_entries_that_exist_is_refused():
     index = index_of_mask(np.array([True, False, True, False]))
     grow = select_absent(Order.RANDOM, 0, 1, index)
-    with pytest.raises(ValueError, match="the values are not those of the votes"):
+    with pytest.raises(ValueError, match="the values are not those of the selections"):
         apply_change(
             MaskChange("w", 2, NOTHING, grow),
             index,

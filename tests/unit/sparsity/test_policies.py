@@ -15,13 +15,13 @@ from penstock.sparsity import (
     RigL,
     SparseEvolutionaryTraining,
     StaticMasks,
-    absent_votes,
-    added,
+    absent_histogram,
     apply_change,
     drop_fraction_at,
     exchanging,
     gradual_magnitude,
-    kept_votes,
+    kept_histogram,
+    merged_histogram,
     narrowed,
     random_index,
     require_exact,
@@ -121,9 +121,9 @@ def test_densify_lifts_all_masks_at_its_step_and_ends_the_policy():
     assert Densify(StaticMasks(), 5).at(5, {"a": MaskSize(10, 10)}) is None
 
 
-def decided(selection, votes):
+def decided(selection, histogram):
     while not selection.is_decided:
-        selection = narrowed(selection, added([votes(selection)]))
+        selection = narrowed(selection, merged_histogram([histogram(selection)]))
     return selection
 
 
@@ -159,8 +159,8 @@ def test_a_run_of_changes_against_dense_numpy(policy, kept_before, kept_after):
         gradient = generator.standard_normal(9000).astype(np.float32)
         drop, grow = update.selections(7, count)
         here, packed = index, values
-        drop = decided(drop, lambda s, i=here, v=packed: kept_votes(s, i, v))
-        grow = decided(grow, lambda s, i=here, g=gradient: absent_votes(s, i, g))
+        drop = decided(drop, lambda s, i=here, v=packed: kept_histogram(s, i, v))
+        grow = decided(grow, lambda s, i=here, g=gradient: absent_histogram(s, i, g))
         change = MaskChange("w", index.kept, drop, grow)
         remap = apply_change(change, index, values, gradient)
         require_exact(change, [remap])

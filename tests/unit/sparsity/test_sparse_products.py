@@ -29,10 +29,8 @@ from penstock.sparsity import (
     input_gradient,
     max_building_bytes,
     max_layout_bytes,
-    multiply_token,
     to_dense,
     to_panels,
-    transposed_forward,
     weight_gradient,
 )
 
@@ -220,18 +218,18 @@ def test_products_of_a_weight_that_is_stored_by_inputs(tokens, dtype, name):
         magnitude = (abs(matrix).T @ abs(x).T).T + abs(b)
         if dtype == torch.bfloat16:
             magnitude = magnitude * 2**15 / 40  # bias may be added to a rounded sum
-        y = transposed_forward(case.layout, case.values, case.dy, bias, choice=choice)
+        layout, values = case.layout, case.values
+        y = forward(layout, values, case.dy, bias, choice=choice, transposed=True)
         assert_close(y, (matrix.T @ x.T).T + b, magnitude, 37)
-        plain = transposed_forward(case.layout, case.values, case.dy, choice=choice)
+        plain = forward(layout, values, case.dy, choice=choice, transposed=True)
         if tokens > 1:
-            gradient = input_gradient(case.layout, case.values, case.dy, choice=choice)
+            gradient = input_gradient(layout, values, case.dy, choice=choice)
             assert torch.equal(plain, gradient)
         else:
-            assert torch.equal(plain, multiply_token(
-                case.layout, case.values, case.dy, transposed=True))  # fmt: skip
-            y = multiply_token(case.layout, case.values, case.x, case.bias)
-            assert torch.equal(y, forward(
-                case.layout, case.values, case.x, case.bias, choice=choice))  # fmt: skip
+            alone = forward(layout, values, case.dy, choice=None, transposed=True)
+            assert torch.equal(plain, alone)
+            y = forward(layout, values, case.x, case.bias, choice=None)
+            assert torch.equal(y, forward(layout, values, case.x, case.bias, choice=choice))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -296,11 +294,11 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"band_rows: expected at least 1, got 0"):
         forward(layout, values, x, choice=expanded(0))
     with pytest.raises(ValueError, match=r"x: expected 8 features, got 10"):
-        transposed_forward(layout, values, x, choice=choice)
+        forward(layout, values, x, choice=choice, transposed=True)
     with pytest.raises(ValueError, match=r"bias: expected shape \[10\], one number per output"):
-        transposed_forward(layout, values, dy, case.bias, choice=choice)
-    with pytest.raises(ValueError, match=r"x: expected one token, got 5; use forward"):
-        multiply_token(layout, values, x)
+        forward(layout, values, dy, case.bias, choice=choice, transposed=True)
+    with pytest.raises(ValueError, match=r"choice: expected one for 5 tokens, got None"):
+        forward(layout, values, x, choice=None)
     with pytest.raises(ValueError, match=r"values: expected float32 or bfloat16 \[\d+\], one per"):
         to_dense(layout, values[1:])
     with pytest.raises(

@@ -116,9 +116,9 @@ class Shard(Engine):
     def prepare(self) -> dict:
         return {"sum": 1}
 
-    def vote(self, ballots) -> np.ndarray:
-        self.done.append(("vote", bytes(ballots)))
-        return np.frombuffer(b"votes", np.uint8)
+    def histograms(self, selections) -> np.ndarray:
+        self.done.append(("histograms", bytes(selections)))
+        return np.frombuffer(b"histograms", np.uint8)
 
     def commit(self, step, decision, masks) -> dict:
         self.done.append(("commit", step))

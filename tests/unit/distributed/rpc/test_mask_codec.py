@@ -1,27 +1,27 @@
-"""Ballots, votes and changes of masks survive their encoding, and damaged ones are refused."""
+"""Selections, histograms and mask changes survive their encoding; damaged ones are refused."""
 
 import numpy as np
 import pytest
 
 from penstock.distributed.rpc import (
-    ballots_of,
-    bytes_of_ballots,
+    bytes_of_histograms,
     bytes_of_masks,
-    bytes_of_votes,
+    bytes_of_open_selections,
+    histograms_of,
     masks_of_payload,
-    votes_of,
+    open_selections_of,
 )
 from penstock.errors import ProtocolError
-from penstock.sparsity import MaskChange, Order, Votes, begin_selection, select_all
-from penstock.store import Ballot, Decision
+from penstock.sparsity import Histogram, MaskChange, Order, begin_selection, select_all
+from penstock.store import Decision, OpenSelection
 
-BALLOTS = [
-    Ballot("a.weight", "drop", begin_selection(Order.SMALLEST, 2**64 - 1, 12)),
-    Ballot("b", "grow", begin_selection(Order.RANDOM, 5, 1)),
+SELECTIONS = [
+    OpenSelection("a.weight", "drop", begin_selection(Order.SMALLEST, 2**64 - 1, 12)),
+    OpenSelection("b", "grow", begin_selection(Order.RANDOM, 5, 1)),
 ]
-VOTES = [
-    Votes(np.array([0, 7, 65535], np.uint16), np.array([1, 2**40, 3], np.int64)),
-    Votes(np.empty(0, np.uint16), np.empty(0, np.int64)),
+HISTOGRAMS = [
+    Histogram(np.array([0, 7, 65535], np.uint16), np.array([1, 2**40, 3], np.int64)),
+    Histogram(np.empty(0, np.uint16), np.empty(0, np.int64)),
 ]
 
 
@@ -29,8 +29,8 @@ def payload(text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def test_ballots_and_changes_are_those_that_were_sent():
-    assert ballots_of(bytes_of_ballots(BALLOTS)) == BALLOTS
+def test_open_selections_and_changes_are_those_that_were_sent():
+    assert open_selections_of(bytes_of_open_selections(SELECTIONS)) == SELECTIONS
     nothing = begin_selection(Order.SMALLEST, 3, 0)
     change = MaskChange("a.weight", 10, nothing, select_all(4))
     decision = Decision(3, 1.0, 1.0, 0.1, (change,), replaces_update=True)
@@ -39,22 +39,24 @@ def test_ballots_and_changes_are_those_that_were_sent():
     assert masks_of_payload(None) == ((), False)
 
 
-def test_votes_are_those_that_were_sent():
-    for sent, came in zip(VOTES, votes_of(bytes_of_votes(VOTES), 2), strict=True):
+def test_histograms_are_those_that_were_sent():
+    for sent, came in zip(
+        HISTOGRAMS, histograms_of(bytes_of_histograms(HISTOGRAMS), 2), strict=True
+    ):
         np.testing.assert_array_equal(came.digits, sent.digits)
         np.testing.assert_array_equal(came.counts, sent.counts)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 20, -1])
-def test_damaged_votes_are_refused(cut):
-    data = bytes_of_votes(VOTES)
-    with pytest.raises(ProtocolError, match="expected votes, got invalid bytes"):
-        votes_of(data[:cut], 2)
-    with pytest.raises(ProtocolError, match="bytes follow the last votes"):
-        votes_of(data, 1)
-    falling = Votes(np.array([7, 3], np.uint16), np.array([1, 1], np.int64))
+def test_damaged_histograms_are_refused(cut):
+    data = bytes_of_histograms(HISTOGRAMS)
+    with pytest.raises(ProtocolError, match="expected histograms, got invalid bytes"):
+        histograms_of(data[:cut], 2)
+    with pytest.raises(ProtocolError, match="bytes follow the last histogram"):
+        histograms_of(data, 1)
+    falling = Histogram(np.array([7, 3], np.uint16), np.array([1, 1], np.int64))
     with pytest.raises(ProtocolError, match="digits do not rise"):
-        votes_of(bytes_of_votes([falling]), 1)
+        histograms_of(bytes_of_histograms([falling]), 1)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +72,9 @@ def test_damaged_votes_are_refused(cut):
         b'[[3, "drop", ["random", 0, 1, 1, 2, 0, 0, false]]]',
     ],
 )
-def test_damaged_ballots_are_refused(text):
-    with pytest.raises(ProtocolError, match="expected ballots, got invalid bytes"):
-        ballots_of(payload(text))
+def test_damaged_open_selections_are_refused(text):
+    with pytest.raises(ProtocolError, match="expected open selections, got invalid bytes"):
+        open_selections_of(payload(text))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"changes": [[1]], "replaces_update": true}'])

@@ -55,7 +55,8 @@ def test_buffer_is_reused_only_after_last_view_ends(how, fewer, monkeypatch):
     del other, others
     assert buffers.take(SIZE).ctypes.data != begin
     del held
-    gc.collect()
+    if HOLDS[how] is Holder:
+        gc.collect()
     found = {part.ctypes.data for part in [buffers.take(SIZE) for _ in range(8)]}
     assert begin in found
 

@@ -212,7 +212,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(JSON, max_size=4), st.binary(max_size=64))
 def test_random_array_descriptions_raise_corruption_error(described, data):
     try:

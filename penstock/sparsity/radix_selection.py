@@ -1,11 +1,12 @@
-"""Exact selection over all shards of a weight, from histograms: no value leaves its shard.
+"""Radix selection over all shards of a weight, by histograms: exact, and no value leaves its shard.
 
 Entries are ordered by magnitude (the bits of a float32 without its sign order like its magnitude),
 and entries of equal magnitude by a random key of their dense position, which no two positions share
-(`kernels/position_keys.py`). The first `count` entries of this order are selected. They follow from
-a radix search: the shards count the entries per value of 16 bits of the order, the counts are added
-up, and the search goes on with the next 16 bits of the entries in the deciding bin. Two rounds
-decide unless entries of equal magnitude are cut apart; these need one or two more.
+(`kernels/position_keys.py`). The first `count` entries of this order are selected. A selection is
+narrowed in rounds. In a round, each shard counts its entries per value of the next 16-bit digit of
+the order; the histograms of all shards are merged; the next round counts only the entries in the
+bin that holds the last selected entry. Two rounds decide unless entries of equal magnitude are cut
+apart; these need one or two more.
 
 Counts add up exactly, so neither the number of shards nor the division of a weight changes the
 selection.
@@ -47,7 +48,7 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True)
 class Selection:
-    """The first `count` of a set of entries, as far as the votes have decided.
+    """The first `count` of a set of entries, as far as the rounds have decided.
 
     While it is not decided, `value` and `key_bits` are the `digits` leading digits of the entry at
     the end of the selection. Once it is, an entry is selected exactly if its rank (magnitude, then
@@ -71,7 +72,7 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Votes:
+class Histogram:
     """Entries per value of the next digit: uint16 `digits`, rising, and int64 `counts`."""
 
     digits: np.ndarray
@@ -86,7 +87,7 @@ def selection_key(seed: int, weight: str, step: int, purpose: str) -> int:
 
 
 def begin_selection(order: Order, key: int, count: int) -> Selection:
-    """Return a selection of `count` entries before the first vote.
+    """Return a selection of `count` entries before the first round.
 
     Raises:
         ValueError: `count` is negative, or `key` is not from 0 to 2^64 - 1.
@@ -94,7 +95,7 @@ def begin_selection(order: Order, key: int, count: int) -> Selection:
     if count < 0:
         raise ValueError(f"entries to select: expected 0 or more, got {count}")
     key_words(key)
-    # Without magnitudes all entries have the value 0, which the votes need not find out.
+    # Without magnitudes all entries have the value 0, which no round needs to find out.
     digits = _VALUE_DIGITS if order is Order.RANDOM else 0
     return Selection(order, key, count, count, digits, 0, 0, count == 0)
 
@@ -104,31 +105,31 @@ def select_all(count: int) -> Selection:
     return Selection(Order.RANDOM, 0, count, count, _VALUE_DIGITS, 0, _ALL_KEYS, True)
 
 
-def added(votes: Sequence[Votes]) -> Votes:
-    """Return the votes of all shards together."""
+def merged_histogram(histograms: Sequence[Histogram]) -> Histogram:
+    """Return the sum of histograms: that of all shards from those of each."""
     total = np.zeros(_DIGIT + 1, np.int64)
-    for each in votes:
+    for each in histograms:
         total[each.digits] += each.counts
     digits = np.flatnonzero(total)
-    return Votes(digits.astype(np.uint16), total[digits])
+    return Histogram(digits.astype(np.uint16), total[digits])
 
 
-def narrowed(selection: Selection, votes: Votes) -> Selection:
-    """Return the selection after a round of votes, which are those of all shards.
+def narrowed(selection: Selection, histogram: Histogram) -> Selection:
+    """Return the selection after a round, from the merged histogram of all shards.
 
     Raises:
         ValueError: the selection is decided, or the shards have fewer entries than it needs.
     """
     if selection.is_decided:
-        raise ValueError("votes: the selection is decided, and needs none")
-    up_to = np.cumsum(votes.counts)
+        raise ValueError("histogram: the selection is decided, and needs none")
+    up_to = np.cumsum(histogram.counts)
     have = int(up_to[-1]) if up_to.size else 0
     if have < selection.remaining:
         raise ValueError(
-            f"votes: expected at least {selection.remaining} entries to select from, got {have}"
+            f"histogram: expected at least {selection.remaining} entries to select from, got {have}"
         )
     at = int(np.searchsorted(up_to, selection.remaining))
-    digit, in_bin = int(votes.digits[at]), int(votes.counts[at])
+    digit, in_bin = int(histogram.digits[at]), int(histogram.counts[at])
     remaining = selection.remaining - (int(up_to[at]) - in_bin)
     value, key_bits = selection.value, selection.key_bits
     if selection.digits < _VALUE_DIGITS:
@@ -149,11 +150,11 @@ def narrowed(selection: Selection, votes: Votes) -> Selection:
 def select(order: Order, key: int, count: int, index: PackedIndex, values: np.ndarray) -> Selection:
     """Return the decided selection among the kept entries of a weight that is here as a whole.
 
-    Arguments and errors are those of `kept_votes` and `narrowed`.
+    Arguments and errors are those of `kept_histogram` and `narrowed`.
     """
     selection = begin_selection(order, key, count)
     while not selection.is_decided:
-        selection = narrowed(selection, kept_votes(selection, index, values))
+        selection = narrowed(selection, kept_histogram(selection, index, values))
     return selection
 
 
@@ -162,16 +163,18 @@ def select_absent(
 ) -> Selection:
     """Return the decided selection among the absent entries of a weight that is here as a whole.
 
-    Arguments and errors are those of `absent_votes` and `narrowed`.
+    Arguments and errors are those of `absent_histogram` and `narrowed`.
     """
     selection = begin_selection(order, key, count)
     while not selection.is_decided:
-        selection = narrowed(selection, absent_votes(selection, index, values))
+        selection = narrowed(selection, absent_histogram(selection, index, values))
     return selection
 
 
-def kept_votes(selection: Selection, index: PackedIndex, values: np.ndarray | None) -> Votes:
-    """Return this part's votes on its kept entries.
+def kept_histogram(
+    selection: Selection, index: PackedIndex, values: np.ndarray | None
+) -> Histogram:
+    """Return the histogram of a part's kept entries, over the next digit of a selection.
 
     Args:
         selection: the undecided selection.
@@ -184,21 +187,23 @@ def kept_votes(selection: Selection, index: PackedIndex, values: np.ndarray | No
         ValueError: the values have another type or length.
     """
     patterns = patterns_of(selection.order, values, index.kept)
-    votes = np.zeros(_DIGIT + 1, np.int64)
-    _vote_kept(
+    counts = np.zeros(_DIGIT + 1, np.int64)
+    _count_kept(
         patterns,
         flip_of(selection.order),
         index.codes,
         index.code_offsets,
         index.begin,
         _query(selection),
-        votes,
+        counts,
     )
-    return _packed(votes)
+    return _packed(counts)
 
 
-def absent_votes(selection: Selection, index: PackedIndex, values: np.ndarray | None) -> Votes:
-    """Return this part's votes on its absent entries.
+def absent_histogram(
+    selection: Selection, index: PackedIndex, values: np.ndarray | None
+) -> Histogram:
+    """Return the histogram of a part's absent entries, over the next digit of a selection.
 
     Args:
         selection: the undecided selection.
@@ -211,8 +216,8 @@ def absent_votes(selection: Selection, index: PackedIndex, values: np.ndarray | 
         ValueError: the values have another type or length.
     """
     patterns = patterns_of(selection.order, values, index.elements)
-    votes = np.zeros(_DIGIT + 1, np.int64)
-    _vote_absent(
+    counts = np.zeros(_DIGIT + 1, np.int64)
+    _count_absent(
         patterns,
         flip_of(selection.order),
         index.codes,
@@ -220,9 +225,9 @@ def absent_votes(selection: Selection, index: PackedIndex, values: np.ndarray | 
         index.begin,
         index.elements,
         _query(selection),
-        votes,
+        counts,
     )
-    return _packed(votes)
+    return _packed(counts)
 
 
 def patterns_of(order: Order, values: np.ndarray | None, length: int) -> np.ndarray:
@@ -264,20 +269,20 @@ def _rank_value(patterns, i, flip):
 
 
 @inlined
-def _vote(value, position, query, votes):
+def _count(value, position, query, counts):
     digits, shift, value_shift, found_value, key_shift, found_key, low, high = query
     if (value >> value_shift) != found_value:
         return
     if digits < _TWO:
-        votes[np.int64((value >> shift) & _LAST_DIGIT)] += 1
+        counts[np.int64((value >> shift) & _LAST_DIGIT)] += 1
         return
     key = position_key(position, low, high)
     if digits == _TWO or (key >> key_shift) == found_key:
-        votes[np.int64((key >> shift) & _LAST_DIGIT)] += 1
+        counts[np.int64((key >> shift) & _LAST_DIGIT)] += 1
 
 
 @serial_kernel
-def _vote_kept(patterns, flip, codes, code_offsets, begin, query, votes):
+def _count_kept(patterns, flip, codes, code_offsets, begin, query, counts):
     entry = 0
     for granule in range(code_offsets.size - 1):
         position = begin + granule * GRANULE - 1
@@ -287,21 +292,21 @@ def _vote_kept(patterns, flip, codes, code_offsets, begin, query, votes):
                 position += ESCAPE
                 continue
             position += code + 1
-            _vote(_rank_value(patterns, entry, flip), position, query, votes)
+            _count(_rank_value(patterns, entry, flip), position, query, counts)
             entry += 1
 
 
 @serial_kernel
-def _vote_absent(patterns, flip, codes, code_offsets, begin, elements, query, votes):
+def _count_absent(patterns, flip, codes, code_offsets, begin, elements, query, counts):
     for granule in range(code_offsets.size - 1):
         i = granule * GRANULE
         for at in range(code_offsets[granule], code_offsets[granule + 1]):
             run_end = i + np.int64(codes[at])
             for absent in range(i, run_end):
-                _vote(_rank_value(patterns, absent, flip), begin + absent, query, votes)
+                _count(_rank_value(patterns, absent, flip), begin + absent, query, counts)
             i = run_end + (codes[at] != ESCAPE)
         for absent in range(i, min((granule + 1) * GRANULE, elements)):
-            _vote(_rank_value(patterns, absent, flip), begin + absent, query, votes)
+            _count(_rank_value(patterns, absent, flip), begin + absent, query, counts)
 
 
 @serial_kernel
@@ -317,15 +322,15 @@ def _count_not_finite(patterns):
 _NO_PATTERNS = np.empty(0, np.uint32)
 
 
-def _packed(votes: np.ndarray) -> Votes:
-    digits = np.flatnonzero(votes)
-    return Votes(digits.astype(np.uint16), votes[digits])
+def _packed(counts: np.ndarray) -> Histogram:
+    digits = np.flatnonzero(counts)
+    return Histogram(digits.astype(np.uint16), counts[digits])
 
 
 def _query(selection: Selection) -> tuple[np.uint64, ...]:
     """What the kernels need to know of an undecided selection."""
     if selection.is_decided:
-        raise ValueError("votes: the selection is decided, and needs none")
+        raise ValueError("histogram: the selection is decided, and needs none")
     key_digits = max(0, selection.digits - _VALUE_DIGITS)
     value_digits = selection.digits - key_digits
     if key_digits or value_digits == _VALUE_DIGITS:

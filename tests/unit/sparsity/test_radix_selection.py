@@ -1,4 +1,4 @@
-"""Selections by votes are those of a full sort, however a weight is cut."""
+"""Selections by histograms are those of a full sort, however a weight is cut."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from random_masks import KINDS, first_of, philox2x32, random_cut, random_mask
 from penstock.errors import NonFiniteError
 from penstock.sparsity import (
     Order,
-    absent_votes,
-    added,
+    absent_histogram,
     begin_selection,
     index_of_mask,
-    kept_votes,
+    kept_histogram,
+    merged_histogram,
     narrowed,
     select,
     select_absent,
@@ -57,7 +57,7 @@ def selected(selection, positions: np.ndarray, values: np.ndarray | None) -> np.
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("seed", range(3))
-def test_votes_of_any_parts_select_what_a_full_sort_does(order, kind, seed):
+def test_histograms_of_any_parts_select_what_a_full_sort_does(order, kind, seed):
     generator = np.random.default_rng([seed, VALUES.index(kind), ORDERS.index(order)])
     length = int(generator.integers(1, 20_000))
     index = index_of_mask(random_mask(generator.choice(["sparse", "half"]), length, generator))
@@ -73,14 +73,14 @@ def test_votes_of_any_parts_select_what_a_full_sort_does(order, kind, seed):
     selection = begin_selection(order, key, count)
     rounds = 0
     while not selection.is_decided:
-        votes = []
+        histograms = []
         for part in parts:
             here = dense[part.begin : part.end]
             if is_growth:
-                votes.append(absent_votes(selection, part, here))
+                histograms.append(absent_histogram(selection, part, here))
             else:
-                votes.append(kept_votes(selection, part, here[part.mask()]))
-        selection = narrowed(selection, added(votes))
+                histograms.append(kept_histogram(selection, part, here[part.mask()]))
+        selection = narrowed(selection, merged_histogram(histograms))
         rounds += 1
     print(f"length {length}, count {count}, parts {cut}, rounds {rounds}")
 
@@ -92,18 +92,22 @@ def test_votes_of_any_parts_select_what_a_full_sort_does(order, kind, seed):
     assert rounds <= 4
 
 
-def test_votes_add_up_in_any_grouping():
+def test_histograms_add_up_in_any_grouping():
     generator = np.random.default_rng(1)
     index = index_of_mask(generator.random(30_000) < 0.2)
     values = generator.standard_normal(index.kept).astype(np.float32)
     selection = begin_selection(Order.SMALLEST, 1, 7)
     at = index.entry_offsets
-    votes = [
-        kept_votes(selection, index.cut(g, g + 1), values[at[g] : at[g + 1]])
+    histograms = [
+        kept_histogram(selection, index.cut(g, g + 1), values[at[g] : at[g + 1]])
         for g in range(index.granules)
     ]
-    whole = kept_votes(selection, index, values)
-    for together in (added(votes), added([added(votes[:3]), added(votes[3:])]), added(votes[::-1])):
+    whole = kept_histogram(selection, index, values)
+    for together in (
+        merged_histogram(histograms),
+        merged_histogram([merged_histogram(histograms[:3]), merged_histogram(histograms[3:])]),
+        merged_histogram(histograms[::-1]),
+    ):
         np.testing.assert_array_equal(together.digits, whole.digits)
         np.testing.assert_array_equal(together.counts, whole.counts)
     assert whole.counts.sum() == index.kept
@@ -116,20 +120,20 @@ def test_magnitudes_without_ties_at_the_border_are_decided_in_two_rounds():
     selection = begin_selection(Order.SMALLEST, 1, 20_000)
     for _ in range(2):
         assert not selection.is_decided
-        selection = narrowed(selection, kept_votes(selection, index, values))
+        selection = narrowed(selection, kept_histogram(selection, index, values))
     assert selection.is_decided
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("votes", [kept_votes, absent_votes])
-def test_values_that_are_not_finite_are_refused(bad, votes):
+@pytest.mark.parametrize("histogram", [kept_histogram, absent_histogram])
+def test_values_that_are_not_finite_are_refused(bad, histogram):
     index = index_of_mask(np.ones(5, np.bool_))
     values = np.array([1, 2, bad, 3, bad], np.float32)
     with pytest.raises(NonFiniteError, match="2 of 5 values are NaN or infinite"):
-        votes(begin_selection(Order.SMALLEST, 1, 2), index, values)
+        histogram(begin_selection(Order.SMALLEST, 1, 2), index, values)
     patterns = (values.view(np.uint32) >> 16).astype(np.uint16)
     with pytest.raises(NonFiniteError, match="2 of 5 values are NaN or infinite"):
-        votes(begin_selection(Order.LARGEST, 1, 2), index, patterns)
+        histogram(begin_selection(Order.LARGEST, 1, 2), index, patterns)
 
 
 def test_a_random_order_reads_no_values():
@@ -149,7 +153,7 @@ def test_wrong_calls_are_refused():
     index = index_of_mask(np.ones(5, np.bool_))
     decided = begin_selection(Order.SMALLEST, 1, 0)
     with pytest.raises(ValueError, match="decided, and needs none"):
-        kept_votes(decided, index, np.ones(5, np.float32))
+        kept_histogram(decided, index, np.ones(5, np.float32))
     with pytest.raises(ValueError, match="0 or more, got -1"):
         begin_selection(Order.SMALLEST, 1, -1)
     with pytest.raises(ValueError, match="the order 'largest' needs them, got None"):
