@@ -137,16 +137,16 @@ def make_flash_store(
     **Raises:** the errors of `FlashStore`, and `OtherStoreError` for another number of shards.
     """
     count = config.store.shards
-    is_single = count == 1 and remote_shards is None
+    has_folders = remote_shards is not None or require_shards(folder, count) is not None
+    is_single = count == 1 and not has_folders
     if is_single and not is_in_parts(config, program):
-        require_shards(folder, 1)
         return make_flash_shard(config, program, program, folder, dram_bytes, masks)
     shard_map = ShardMap.of(program, count)
     each = flash_share(config, program, dram_bytes)
     if remote_shards is None:
         openers: list[Callable[[Path], DurableStore]] = [
             functools.partial(make_flash_shard, config, program, part, dram_bytes=each, masks=masks)
-            for part in _parts_of(config, program)
+            for part in (_parts_of(config, program) if is_single else shard_map.parts(program))
         ]
     else:
         openers = [functools.partial(_open_in, shard) for shard in remote_shards]

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.store.commit import CommitRule
-from penstock.store.flash.shards import Shards, agree_on_step, require_one_store, require_shards
+from penstock.store.flash.shards import (
+    Shards,
+    agree_on_step,
+    require_no_journal,
+    require_one_store,
+    require_shards,
+)
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
@@ -88,6 +94,7 @@ class ShardedFlashStore(ShardedStore):
         opened.callback(lock.release)
         found = require_shards(self.folder, count)
         if found is None:
+            require_no_journal(self.folder)
             shapes = {name: spec.shape for name, spec in program.weights.items()}
             found = Shards.new(self.folder, count, shapes)
             found.write()
