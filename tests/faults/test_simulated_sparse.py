@@ -55,6 +55,26 @@ def test_shards_on_flash_have_the_bits_of_one_store(policy, engines, shards, tmp
     cluster.store.close()
 
 
+def test_shards_that_go_back_a_step_repeat_its_change_of_masks(tmp_path):
+    """One shard has lost the step in which masks changed: both repeat it, by the masks before."""
+    cluster = SparseCluster("set", 2, 2, folder=tmp_path / "flash", clip_norm=1.0)
+    losses = cluster.train(2)
+    cluster.store.make_durable()
+    losses += cluster.train(3)
+    cluster.store.make_durable()
+    changed = cluster.store.mask("2.weight")
+    cluster.storage[1].roll_back(2)
+    cluster.coordinator.advance_epoch()
+    again = cluster.train()
+    assert [event.kind for event in cluster.events if event.kind == "went back"] == ["went back"]
+    assert again[0] == losses[2]
+    require_same(cluster, losses + again[1:], "set")
+    assert not cluster.store.mask("2.weight").same_mask(changed)
+    for shard in cluster.store.shards:
+        shard.close()
+    cluster.store.close()
+
+
 @pytest.mark.parametrize(
     "kind", [MessageType.HISTOGRAM_REQUEST, MessageType.GRADIENT, MessageType.COMMIT]
 )
