@@ -2,7 +2,7 @@
 
 Forward, gradient of the inputs and gradient of the kept entries, all three together, packing of
 activations into panels included: against dense products of PyTorch of the same type, against
-`torch.sparse_csr` and, where it is installed, against SparseProp on the grid that its authors
+`torch.sparse_csr` and, where it is installed, against SparseProp, also on the grid that its authors
 published. The programs take turns within a repetition; a repetition in which our threads had to
 wait for a processor is thrown away (Linux tells; elsewhere all are kept).
 
@@ -41,16 +41,15 @@ from optimizer_pass import timed, waited_seconds
 from penstock.kernels.vectors import every_lane, fma, load, splat, sum_lanes, widened
 from penstock.sparsity import (
     Choice,
-    Panels,
+    DenseTiles,
     SparseKernel,
     SparseLayout,
     choose_product,
     forward,
-    from_panels,
     input_gradient,
-    to_panels,
     weight_gradient,
 )
+from penstock.sparsity.choice import Product
 from penstock.sparsity.measurement import cache_bytes
 
 SHAPES = ((2048, 2048), (768, 3072), (2048, 8192))  # outputs and inputs
@@ -156,46 +155,29 @@ class Cell:
         return run
 
     def own_products(self, choice: Choice) -> Callable[[], object]:
-        """As in a step: activations are packed once per tensor, where a sparse kernel reads it."""
-
-        def run() -> list[torch.Tensor]:
-            packed: dict[str, Panels] = {}
-
-            def given(name: str, tensor: torch.Tensor, product: object) -> torch.Tensor | Panels:
-                if not isinstance(product, SparseKernel):
-                    return tensor
-                if name not in packed:
-                    packed[name] = to_panels(tensor, choice.panel_tokens)
-                return packed[name]
-
-            x, dy = given("x", self.x, choice.forward), given("dy", self.dy, choice.input_gradient)
-            made = (
-                forward(self.layout, self.values, x, choice=choice),
-                input_gradient(self.layout, self.values, dy, choice=choice),
-            )
-            x = given("x", self.x, choice.weight_gradient)
-            dy = given("dy", self.dy, choice.weight_gradient)
-            dw = weight_gradient(self.layout, x, dy, choice=choice)
-            return [dw, *(from_panels(m) if isinstance(m, Panels) else m for m in made)]
+        def run() -> None:
+            forward(self.layout, self.values, self.x, choice=choice)
+            input_gradient(self.layout, self.values, self.dy, choice=choice)
+            weight_gradient(self.layout, self.x, self.dy, choice=choice)
 
         return run
 
     def packing(self, choice: Choice) -> Callable[[], object] | None:
-        """What panels cost: those tensors that are packed or unpacked, and nothing else."""
-        packs_x = (
-            isinstance(choice.forward, SparseKernel),
-            isinstance(choice.input_gradient, SparseKernel),
+        """What is packed and unpacked around the products: they without any entry."""
+        none = SparseLayout.of(
+            np.zeros(self.shape[0] + 1, np.int64), np.empty(0, np.int32), self.shape
         )
-        if not any(packs_x):
+        values = self.values[:0]
+        if not any(isinstance(p, SparseKernel) for p in products_of(choice)):
             return None
-        tensors = [self.x, self.dy]
-        panels = [to_panels(t, choice.panel_tokens) for t in tensors]
 
         def run() -> None:
-            for tensor, panel, is_packed in zip(tensors, panels, packs_x, strict=True):
-                if is_packed:
-                    to_panels(tensor, choice.panel_tokens)
-                    from_panels(panel)
+            if isinstance(choice.forward, SparseKernel):
+                forward(none, values, self.x, choice=choice)
+            if isinstance(choice.input_gradient, SparseKernel):
+                input_gradient(none, values, self.dy, choice=choice)
+            if isinstance(choice.weight_gradient, SparseKernel):
+                weight_gradient(none, self.x, self.dy, choice=choice)
 
         return run
 
@@ -263,7 +245,7 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         programs["packing"] = packing
     if cell.type_name == "fp32":
         programs["torch_sparse"] = cell.torch_sparse()
-    peer = sparseprop_products(cell) if published else None
+    peer = sparseprop_products(cell)
     if peer is not None:
         programs["sparseprop"] = peer
     programs["limit"] = limit.run
@@ -293,43 +275,52 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         "clean": clean,
         "repetitions": every,
         "choice": choice.as_record(),
+        "over_sparseprop": over("sparseprop"),
+        "published": published,
     }
-    if published:
-        row["over_sparseprop"] = over("sparseprop")
     return row
 
 
 def ratio_to_target(row: dict, has_matrix_unit: bool) -> float | None:
     """The least of a row's speed-ups over their targets; None where none applies."""
     target = TARGETS[row["type"], has_matrix_unit].get(row["sparsity"])
-    if target is None or "over_sparseprop" in row:
-        return None
-    ratios = [row["over_dense"] / target]
-    if row["over_torch_sparse"] is not None:
-        ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
-    return min(ratios)
+    ratios = [] if row["over_sparseprop"] is None else [row["over_sparseprop"]]
+    if target is not None and not row["published"]:
+        ratios.append(row["over_dense"] / target)
+        if row["over_torch_sparse"] is not None:
+            ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
+    return min(ratios, default=None)
+
+
+def products_of(choice: Choice) -> tuple[Product, ...]:
+    return choice.forward, choice.input_gradient, choice.weight_gradient
+
+
+def way_of(product: Product) -> str:
+    """Panel x block of a sparse kernel; rows of a dense tile."""
+    if isinstance(product, DenseTiles):
+        return f"dense {product.band_rows}"
+    return f"{product.panel_tokens}x{product.block_columns}"
 
 
 def describe(row: dict) -> str:
-    products = (row["choice"][n] for n in ("forward", "input_gradient", "weight_gradient"))
-    ways = "/".join(
-        str(p["block_columns"]) if p["way"] == "sparse" else f"dense {p['band_rows']}"
-        for p in products
+    ways = " ".join(way_of(product) for product in products_of(Choice.from_record(row["choice"])))
+    library, peer = (
+        "      -" if row[name] is None else f"{row[name]:7.2f}"
+        for name in ("over_torch_sparse", "over_sparseprop")
     )
-    library = row["over_torch_sparse"]
     return (
         f"{row['shape'][1]:5d} > {row['shape'][0]:5d} {row['tokens']:5d} {row['type']} "
         f"{row['sparsity']:4.0%} {row['dense_ms']:8.2f} {row['ours_ms']:8.2f} "
         f"{row['packing_ms']:7.2f} {row['over_dense']:7.2f} "
-        f"{'      -' if library is None else f'{library:7.2f}'} {row['gflop_per_second']:6.0f} "
-        f"{row['share_of_limit']:6.0%}  {row['clean']:2d}/{row['repetitions']:<2d}  "
-        f"{row['choice']['panel_tokens']} x {ways} {row['choice']['bfloat16']}"
+        f"{library} {peer} {row['gflop_per_second']:6.0f} "
+        f"{row['share_of_limit']:6.0%}  {row['clean']:2d}/{row['repetitions']:<2d}  {ways}"
     )
 
 
 HEADER = (
-    "   in >   out tokens type spars. dense ms  ours ms packing  /dense /sparse GF/s  limit  clean "
-    " panel x blocks (forward, dX, dW)"
+    "   in >   out tokens type spars. dense ms  ours ms packing  /dense /sparse   /peer   GF/s"
+    "  limit  clean  panel x block of forward, dX, dW"
 )
 
 
@@ -363,11 +354,10 @@ def main() -> None:
     for sparsity in sparsities[1:2] if quick else sparsities:
         cell = Cell(shape, tokens, sparsity, "fp32")
         rows.append(measure(cell, limit, seconds, published=True))
-        peer = rows[-1]["over_sparseprop"]
-        comparison = "SparseProp is not installed" if peer is None else f"{peer:.2f} x SparseProp"
-        print(f"{describe(rows[-1])}  {comparison}", flush=True)
+        print(describe(rows[-1]), flush=True)
+    if rows[-1]["over_sparseprop"] is None:
+        print("SparseProp is not installed (pip install sparseprop): not compared")
     ratios = [ratio_to_target(row, has_matrix_unit) for row in rows]
-    ratios += [row["over_sparseprop"] for row in rows if row.get("over_sparseprop") is not None]
     enough = all(row["clean"] >= ENOUGH for row in rows)
     busy = "other work kept the processors busy: too few repetitions had them alone"
     print_result(

@@ -329,6 +329,16 @@ class WeightsOfStage(Protocol):
     def weights(self) -> Sequence[str]: ...
 
 
+def extra_gradient_bytes(elements: int, entries: int, itemsize: int) -> int:
+    """Return the bytes of a sparse weight's dense gradient beyond those of its entries' gradient,
+    while the dense gradient is computed.
+
+    **Arguments:** `itemsize` is that of the streamed values.
+    """
+    rounded = elements * itemsize if itemsize < 4 else 0  # the product, before it is widened
+    return 4 * (elements - entries) + rounded
+
+
 def largest_stage(held: StagedWeights, size: Callable[[WeightSpec], int]) -> tuple[str, int]:
     """Return the name and the size of the stage whose weights are the largest.
 

@@ -4,19 +4,31 @@ An operation is one stage in one sweep: the stage's weights are fetched, the sta
 from the turn on its gradients are returned. The local step, the nodes of a distributed step, the
 dry run that predicts an engine's memory, evaluation, generation and the read-ahead from flash all
 use this list, so that no part defines a sweep of its own.
+
+A run has two schedules. Some steps of a run with sparse weights compute the gradient of every
+element, absent ones included, to choose the entries that their masks grow. These steps compute the
+same operations with the same weights, but allocate and return more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from penstock.program import Program, Stage
+from penstock.program import Program, Stage, extra_gradient_bytes
+
+if TYPE_CHECKING:
+    from penstock.sparsity import SparsityPolicy
+
+Value = TypeVar("Value")
+Other = TypeVar("Other")
 
 Sweep = Literal["forward", "turn", "backward", "infer"]
 """`turn` is the last stage's forward and backward in one; `infer` is a forward that keeps
 nothing."""
+
+_GRADIENT_WIDTH = 4  # bytes of a float32
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,9 @@ class Operation:
     weights, `positions` their indices among the stage's weights. `gradients` are the names of the
     weights whose gradients the operation returns: all trainable weights of the stage, or none.
     `flops` (a multiply-add counted as two) and `transient_bytes` (the peak of the call's
-    allocations) are per micro-batch.
+    allocations) are per micro-batch. `gradient_bytes` are those of the sum over micro-batches, in
+    float32, with as many entries of sparse weights as their masks may keep. `dense_gradients` are
+    the sparse weights among `gradients` whose gradients cover every element instead.
     """
 
     number: int
@@ -38,6 +52,37 @@ class Operation:
     gradients: tuple[str, ...]
     flops: int
     transient_bytes: int
+    gradient_bytes: int = 0
+    dense_gradients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ByStep(Generic[Value]):
+    """A value of each step of a run: `dense` in steps that compute dense gradients of sparse
+    weights, `usual` in all others.
+
+    Args:
+        needs_dense_gradients: whether a step, counted from 1, computes them; depends on the step
+            number alone, so that all processes of a run agree.
+    """
+
+    usual: Value
+    dense: Value
+    needs_dense_gradients: Callable[[int], bool]
+
+    @classmethod
+    def always(cls, value: Value) -> ByStep[Value]:
+        """Return the same value for every step."""
+        return cls(value, value, lambda step: False)
+
+    def __call__(self, step: int) -> Value:
+        return self.dense if self.needs_dense_gradients(step) else self.usual
+
+    def map(self, function: Callable[[Value], Other]) -> ByStep[Other]:
+        """Return a function of the value of each step."""
+        usual = function(self.usual)
+        dense = usual if self.dense is self.usual else function(self.dense)
+        return ByStep(usual, dense, self.needs_dense_gradients)
 
 
 @dataclass(frozen=True)
@@ -47,21 +92,45 @@ class StepSchedule:
     operations: tuple[Operation, ...]
 
     @classmethod
-    def of(cls, program: Program, recompute: Collection[int] = ()) -> StepSchedule:
+    def of(
+        cls, program: Program, recompute: Collection[int] = (), dense_gradients: bool = False
+    ) -> StepSchedule:
         """Return the schedule of a training step: forward sweep, turn of the last stage, backward
         sweep.
 
         Args:
             program: the program to train.
             recompute: the stages whose forward is repeated in the backward sweep.
+            dense_gradients: whether the step computes the gradient of every element of sparse
+                weights.
         """
         order = sweep_order(len(program.stages))
-        return cls(
-            tuple(
-                _operation(program, number, program.stages[stage], sweep, stage in recompute)
-                for number, (stage, sweep) in enumerate(order)
-            )
-        )
+        operations = [
+            _operation(program, number, program.stages[stage], sweep, stage in recompute)
+            for number, (stage, sweep) in enumerate(order)
+        ]
+        if dense_gradients:
+            operations = [_with_dense_gradients(program, operation) for operation in operations]
+        return cls(tuple(operations))
+
+    @classmethod
+    def by_step(
+        cls,
+        program: Program,
+        recompute: Collection[int] = (),
+        policy: SparsityPolicy | None = None,
+    ) -> ByStep[StepSchedule]:
+        """Return the schedules of a run.
+
+        Args:
+            program: the program to train.
+            recompute: as for `of`.
+            policy: says which steps compute dense gradients, if the run has sparse weights.
+        """
+        usual = cls.of(program, recompute)
+        if policy is None or not policy.grown_by_gradient:
+            return ByStep.always(usual)
+        return ByStep(usual, cls.of(program, recompute, True), policy.needs_dense_gradients)
 
     @classmethod
     def forward_only(cls, program: Program) -> StepSchedule:
@@ -107,13 +176,38 @@ def _operation(
         "turn": (kind.forward_flops + kind.backward_flops, kind.turn_transient_bytes),
         "backward": (kind.backward_flops + recompute * kind.forward_flops, again),
     }[sweep]
+    gradients = tuple(n for n in stage.weights if returns and program.weights[n].trainable)
     return Operation(
         number,
         stage.index,
         sweep,
         positions,
         tuple(stage.weights[position] for position in positions),
-        tuple(n for n in stage.weights if returns and program.weights[n].trainable),
+        gradients,
         flops,
         transient_bytes,
+        sum(_GRADIENT_WIDTH * program.weights[name].entries for name in gradients),
+    )
+
+
+def _with_dense_gradients(program: Program, operation: Operation) -> Operation:
+    """Return an operation that computes the gradient of every element of its sparse weights."""
+    stage = program.stages[operation.stage]
+    weights = {n: program.weights[n] for n in operation.gradients if program.weights[n].is_sparse}
+    flops = sum(
+        2 * sum(use.product_tokens) * (weight.elements - weight.entries)
+        for position, use in stage.kind.sparse.items()
+        if (weight := weights.get(stage.weights[position])) is not None
+    )
+    extra = sum(
+        extra_gradient_bytes(weight.elements, weight.entries, weight.stream_dtype.itemsize)
+        for weight in weights.values()
+    )
+    absent = sum(weight.elements - weight.entries for weight in weights.values())
+    return replace(
+        operation,
+        flops=operation.flops + flops,
+        transient_bytes=operation.transient_bytes + extra,
+        gradient_bytes=operation.gradient_bytes + _GRADIENT_WIDTH * absent,
+        dense_gradients=tuple(weights),
     )

@@ -15,12 +15,12 @@ from penstock.sparsity import Choice, DenseTiles, SparseKernel
 
 def kernels(shape, dtype, sparsity, tokens) -> Choice:
     """Return sparse kernels for every product."""
-    return Choice(32 if dtype == torch.float32 else 64, *[SparseKernel(16)] * 3)
+    return Choice(*[SparseKernel(16, panel_tokens=32 if dtype == torch.float32 else 64)] * 3)
 
 
 def tiles(shape, dtype, sparsity, tokens) -> Choice:
     """Return expanded tiles for every product."""
-    return Choice(32 if dtype == torch.float32 else 64, *[DenseTiles(16)] * 3)
+    return Choice(*[DenseTiles(16)] * 3)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 import torch
 from sharded_stores import rule_of, sharded_flash
-from sparse_stores import mask_rule, sharded_sparse, sparse_program, sparse_store
+from sparse_stores import mask_rule, policies, sharded_sparse, sparse_program, sparse_store
 from store_programs import flash_store, random_weights
 
 from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
@@ -26,12 +26,13 @@ from penstock.distributed.protocol import (
     RolledBackError,
     ShardNode,
     Timeouts,
+    chunks,
     sparse_chunks,
 )
+from penstock.distributed.rpc.shard_storage import InProcessShard
 from penstock.distributed.simulation import Faults, Links, Network
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import InProcessShard
 from penstock.engine import compute
 from penstock.sparsity import SparseWeight
 from penstock.step.distributed import _TrainingStepRequest
@@ -130,6 +131,11 @@ class FormulaEngine:
         return list(self._values)
 
 
+def schedules_of(program, policy):
+    """Return the schedules of a run."""
+    return StepSchedule.by_step(program, (), policies()[policy])
+
+
 def alone(policy, steps=STEPS, stream_dtype=torch.float32, **settings):
     """Return the store and the losses of every step without shards, engines or a network."""
     program = trained_program(policy, stream_dtype)
@@ -137,12 +143,13 @@ def alone(policy, steps=STEPS, stream_dtype=torch.float32, **settings):
     store = sparse_store(program, mask_rule(policy), precision, **settings)
     store.load(random_weights(program, 1).items())
     engine, batches, losses = FormulaEngine(program), FormulaBatches(), []
-    executor = LocalEngineExecutor(engine, program, StepSchedule.of(program))
+    schedules = schedules_of(program, policy)
+    executor = LocalEngineExecutor(engine, program, schedules)
     for _ in range(steps):
         (part,) = batches.parts(store.step, 1)
         body = {"first": 0, "count": MICRO_BATCHES, "total": MICRO_BATCHES, "seed": 0, "scale": 1}
         executor.begin(store.step + 1, body, {k: v.numpy() for k, v in part.rows.items()})
-        for operation in StepSchedule.of(program).operations:
+        for operation in schedules(store.step + 1).operations:
             engine.load(operation.stage, store.fetch(operation.stage, operation.positions))
             pending = compute(engine, operation)
             if operation.gradients:
@@ -204,14 +211,15 @@ class SparseCluster:
         if folder is None or self.store.is_new:
             self.store.load(random_weights(self.program, 1).items())
         self.rule = rule_of(settings)
-        self.schedule = StepSchedule.of(self.program)
-        placement = run_spec.placement_of(self.program, shards)
+        self.schedules = schedules_of(self.program, policy)
         in_small = functools.partial(sparse_chunks, chunk_bytes=SMALL_CHUNK)
-        before, run_spec.sparse_chunks = run_spec.sparse_chunks, in_small
+        in_larger = functools.partial(chunks, chunk_bytes=4 * SMALL_CHUNK)
+        before = run_spec.sparse_chunks, run_spec.chunks
+        run_spec.sparse_chunks, run_spec.chunks = in_small, in_larger
         try:
-            self.plan = run_spec.transfers_of(self.program, self.schedule, placement, shards)
+            self.plan = run_spec.transfers_by_step(self.program, self.schedules, shards)
         finally:
-            run_spec.sparse_chunks = before
+            run_spec.sparse_chunks, run_spec.chunks = before
         self.network = Network(Links(1e8, 1e-4), faults, cost=lambda number: 0.002)
         self.events = []
         self.coordinator = Coordinator(
@@ -228,7 +236,7 @@ class SparseCluster:
             opener = functools.partial(flash_store, **flash)
             self.storage = [FlashStorage(self.store.shards, n, opener) for n in range(shards)]
         for shard, storage in enumerate(self.storage):
-            work = LocalShardExecutor(storage, shard, self.schedule)
+            work = LocalShardExecutor(storage, shard, self.schedules)
             context = self.network.context(1 + shard)
             self.network.add(1 + shard, ShardNode(1 + shard, shard, context, self.plan, work))
         self.engines: dict[int, FormulaEngine] = {}
@@ -251,7 +259,7 @@ class SparseCluster:
         """Let one more engine come."""
         number = FIRST_ENGINE + len(self.engines)
         engine = self.engines[number] = FormulaEngine(self.program)
-        work = LocalEngineExecutor(engine, self.program, self.schedule)
+        work = LocalEngineExecutor(engine, self.program, self.schedules)
         node = EngineNode(number, self.network.context(number), self.plan, work)
         self.network.add(number, node)
         self.coordinator.joined(number)
@@ -279,8 +287,11 @@ class SparseCluster:
 
     def bytes_of_weights(self, step) -> int:
         """Return the bytes of weights that were sent in a step, after so many commits."""
-        return sum(
-            message.size
-            for at, _, message in self.sent
-            if at == step and message.kind is MessageType.WEIGHTS
-        )
+        return self._bytes_of(MessageType.WEIGHTS, step)
+
+    def bytes_of_gradients(self, step) -> int:
+        """Return the bytes of gradients that were sent in a step, after so many commits."""
+        return self._bytes_of(MessageType.GRADIENT, step)
+
+    def _bytes_of(self, kind, step) -> int:
+        return sum(m.size for at, _, m in self.sent if at == step and m.kind is kind)

@@ -26,9 +26,9 @@ from penstock.sparsity import (
     index_of_mask,
 )
 
-KERNELS = Choice(64, SparseKernel(16), SparseKernel(32, 24), SparseKernel(48))
-TILES = Choice(64, *3 * [DenseTiles(20)])
-ONE_TILE = Choice(64, *3 * [DenseTiles(4096)])
+KERNELS = Choice(SparseKernel(16), SparseKernel(32, 24), SparseKernel(48))
+TILES = Choice(*3 * [DenseTiles(20)])
+ONE_TILE = Choice(*3 * [DenseTiles(4096)])
 ROUNDING = 2e-6  # of float32 sums in another order, as a share of the greatest element
 
 Masks = Mapping[str, torch.Tensor]

@@ -22,7 +22,7 @@ from penstock.distributed.protocol import (
 from penstock.distributed.protocol import chunks as cut
 from penstock.distributed.simulation import Network
 from penstock.program import Program
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import ByStep, StepSchedule
 from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard
 
@@ -106,7 +106,7 @@ def measure(
         recompute: the stages whose forward is made again.
     """
     shards = range(1, 1 + machine.shards)
-    schedule = StepSchedule.of(program, recompute)
+    schedule, by_step = StepSchedule.of(program, recompute), ByStep.always(transfers)
     members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
     works: dict[int, Engine | Shard] = {}
     network = Network(
@@ -119,10 +119,10 @@ def measure(
     for place, number in enumerate(shards):
         shard = works[number] = Shard(machine, transfers, place)
         context = network.context(number)
-        network.add(number, ShardNode(number, place, context, transfers, shard))
+        network.add(number, ShardNode(number, place, context, by_step, shard))
     for number in members:
         engine = works[number] = Engine(schedule, machine, sequences)
-        network.add(number, EngineNode(number, network.context(number), transfers, engine))
+        network.add(number, EngineNode(number, network.context(number), by_step, engine))
         coordinator.joined(number)
     network.set_coordinator(coordinator)
     ended: list[StepResult] = []

@@ -21,8 +21,8 @@ from penstock.distributed.protocol import (
 from penstock.engine import thread_count
 from penstock.models import KEPT
 from penstock.planning import ExecutionPlan
-from penstock.program import Program
-from penstock.step_schedule import StepSchedule
+from penstock.program import Program, WeightSpec
+from penstock.step_schedule import ByStep, Operation, StepSchedule
 from penstock.store import Holding, ShardMap
 
 Placement = Mapping[str, Sequence[tuple[int, int, int]]]
@@ -38,7 +38,7 @@ class RunSpec:
     the numbers of its first nodes. `has_shard_processes`: whether shards are separate processes.
     """
 
-    transfers: TransferSchedule
+    transfers: ByStep[TransferSchedule]
     engine_digest: str
     shard_digest: str
     terms: Mapping[str, Any]
@@ -49,9 +49,9 @@ class RunSpec:
     @classmethod
     def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:
         """Return the specification of a run."""
-        program, schedule = layout.program, layout.schedule
+        program, schedules = layout.program, layout.schedule_of
         shards, replicas = config.store.shards, config.store.replicas
-        transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
+        transfers = transfers_by_step(program, schedules, shards)
         return cls(
             transfers,
             engine_digest(
@@ -63,6 +63,14 @@ class RunSpec:
             [[1 + shard + r * shards for r in range(replicas)] for shard in range(shards)],
             config.cluster.shards == "apart",
         )
+
+
+def transfers_by_step(
+    program: Program, schedules: ByStep[StepSchedule], shards: int
+) -> ByStep[TransferSchedule]:
+    """Return the transfers of each step of a run."""
+    placement = placement_of(program, shards)
+    return schedules.map(lambda schedule: transfers_of(program, schedule, placement, shards))
 
 
 def transfers_of(
@@ -79,8 +87,8 @@ def transfers_of(
                 operation.number,
                 operation.stage,
                 operation.sweep,
-                _chunks(program, operation.weights, placement, None),
-                _chunks(program, operation.gradients, placement, GRADIENT_WIDTH),
+                _weight_chunks(program, operation, placement),
+                _gradient_chunks(program, operation, placement),
             )
             for operation in schedule.operations
         ),
@@ -96,35 +104,53 @@ def placement_of(program: Program, shards: int) -> Placement:
     }
 
 
-def _chunks(
-    program: Program, names: Sequence[str], placement: Placement, width: int | None
+def _weight_chunks(
+    program: Program, operation: Operation, placement: Placement
 ) -> tuple[Chunk, ...]:
     found: list[Chunk] = []
-    for tensor, name in enumerate(names):
+    for tensor, name in enumerate(operation.weights):
         spec = program.weights[name]
         for shard, begin, end in placement[name]:
-            piece = Chunk(shard, tensor, begin, end, width or spec.format.stream.width)
-            if spec.is_sparse:
-                found.extend(sparse_chunks(piece, spec.capacity / spec.elements))
-            else:
-                found.extend(chunks([piece]))
+            piece = Chunk(shard, tensor, begin, end, spec.format.stream.width)
+            found.extend(_chunks(spec, piece, spec.is_sparse))
     return tuple(found)
 
 
-def shard_digest(program: Program, transfers: TransferSchedule) -> str:
+def _gradient_chunks(
+    program: Program, operation: Operation, placement: Placement
+) -> tuple[Chunk, ...]:
+    """Return the chunks of an operation's gradients; those of a dense gradient are dense."""
+    found: list[Chunk] = []
+    for tensor, name in enumerate(operation.gradients):
+        spec = program.weights[name]
+        is_packed = spec.is_sparse and name not in operation.dense_gradients
+        for shard, begin, end in placement[name]:
+            found.extend(_chunks(spec, Chunk(shard, tensor, begin, end, GRADIENT_WIDTH), is_packed))
+    return tuple(found)
+
+
+def _chunks(spec: WeightSpec, piece: Chunk, is_packed: bool) -> Sequence[Chunk]:
+    if is_packed:
+        return sparse_chunks(piece, spec.capacity / spec.elements)
+    return chunks([piece])
+
+
+def shard_digest(program: Program, transfers: ByStep[TransferSchedule]) -> str:
     """Return the digest of stages, weights and chunks, which shards and engines share."""
     state = xxhash.xxh3_128()
     for stage in program.stages:
         state.update(repr((stage.name, stage.weights)).encode())
     for name, spec in program.weights.items():
         state.update(repr((name, spec.shape, spec.format.name, spec.trainable)).encode())
-    state.update(repr(transfers).encode())
+    state.update(repr(transfers.usual).encode())
+    if transfers.dense is not transfers.usual:
+        state.update(repr(transfers.dense).encode())
     return state.hexdigest()
 
 
 def engine_digest(
     program: Program,
-    transfers: TransferSchedule,
+    transfers: ByStep[TransferSchedule],
     device: str,
     products: str,
     sparse: Sequence[Mapping[str, Any]] | None = None,

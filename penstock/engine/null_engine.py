@@ -91,21 +91,22 @@ def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAcc
     ]
     engine.begin(Batch(batch, 0, micro_batches, 0, 0))
     if any(program.stages[-1].kind.outputs_grad):
-        schedule = StepSchedule.of(program, plan.recompute)
+        schedule = StepSchedule.of(program, plan.recompute, plan.dense_gradients)
     else:
         schedule = StepSchedule.forward_only(program)
     for operation in schedule.operations:
+        dense = operation.dense_gradients
         weights: list[Any] = [
-            _empty_weight(program.weights[name], plan.dense_gradients) for name in operation.weights
+            _empty_weight(program.weights[name], name in dense) for name in operation.weights
         ]
         engine.load(operation.stage, weights)
         compute(engine, operation)
     return engine.memory
 
 
-def _empty_weight(spec: WeightSpec, dense_gradients: bool) -> torch.Tensor | EmptySparse:
+def _empty_weight(spec: WeightSpec, dense_gradient: bool) -> torch.Tensor | EmptySparse:
     if spec.is_sparse:
-        return EmptySparse.of(spec, dense_gradients and spec.trainable)
+        return EmptySparse.of(spec, dense_gradient)
     return _empty(TensorSpec(spec.shape, spec.stream_dtype))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from penstock.engine.sparse_products import SparseProducts
 from penstock.errors import ConfigError, few
-from penstock.program import Program, WeightSpec
+from penstock.program import Program, WeightSpec, extra_gradient_bytes
 from penstock.sparsity import (
     Choice,
     SparseLayout,
@@ -187,9 +187,8 @@ def dense_gradient_bytes(weight: SparseWeight | EmptySparse) -> int:
     computed."""
     if not weight.dense_gradient:
         return 0
-    elements, itemsize = math.prod(weight.shape), weight.values.itemsize
-    rounded = elements * itemsize if itemsize < 4 else 0  # the product, before it is widened
-    return 4 * (elements - weight.values.numel()) + rounded
+    elements, values = math.prod(weight.shape), weight.values
+    return extra_gradient_bytes(elements, values.numel(), values.itemsize)
 
 
 def held_bytes(weight: SparseWeight | EmptySparse) -> int:

@@ -1,8 +1,10 @@
-"""The products of a sparse matrix with panels of tokens, and the gradient of its entries.
+"""The products of a sparse matrix with activations, and the gradient of its entries.
 
-Each sum has one order, which the matrix and the panels decide: a row's entries are added in the
-order of their columns, and an entry's gradient is added panel after panel. Threads share whole
-sums, so their number changes no bit.
+Activations `[tokens, features]` are packed into panels of tokens on their way (`sparse_panels`),
+and outputs are unpacked, while they are in a cache: no panel of all tokens is ever in memory. Each
+sum has one order, which the matrix and the panels decide: a row's entries are added in the order of
+their columns, and an entry's gradient is added panel after panel. Threads share whole sums, so
+their number changes no bit.
 """
 
 from typing import Literal, NamedTuple
@@ -17,6 +19,13 @@ from penstock.kernels.sparse_dots import (
     add_products_by_dots,
     add_products_of_floats,
     add_products_unpacked,
+)
+from penstock.kernels.sparse_panels import (
+    STRIPE,
+    pack_floats,
+    pack_shorts,
+    unpack_floats,
+    unpack_shorts,
 )
 from penstock.kernels.sparse_vectors import (
     add_scaled_by_dots,
@@ -33,6 +42,7 @@ in the last bits."""
 
 _LEAST_SHARE = 16  # entries of a thread, of a matrix with so few
 _BLOCK = 16384  # entries of a unit of work of a gather
+_TOGETHER = 4 << 20  # bytes of panels that threads read together, which stay in the last cache
 
 
 class BlockedCsr(NamedTuple):
@@ -90,51 +100,145 @@ def _add_by_dots(out, o, sums, s, start, first, last, x, xs, columns, values, be
 
 
 @inlined
-def _multiply_part(add, part, parts, x, out, sums, bias, matrix, values, sizes, width):
+def _pack_floats(x, sizes, panels, at, panel_tokens, first, last):
+    pack_floats(x, sizes, panels, at, panel_tokens, first, last)
+
+
+@inlined
+def _pack_shorts(x, sizes, panels, at, panel_tokens, first, last):
+    pack_shorts(x, sizes, panels, at, panel_tokens, first, last)
+
+
+@inlined
+def _unpack_floats(panels, at, panel_tokens, x, sizes, first, last):
+    unpack_floats(panels, at, panel_tokens, x, sizes, first, last)
+
+
+@inlined
+def _unpack_shorts(panels, at, panel_tokens, x, sizes, first, last):
+    unpack_shorts(panels, at, panel_tokens, x, sizes, first, last)
+
+
+@inlined
+def _pack_stripes(pack, part, parts, x, features, tokens, panels, low, high, panel_tokens):
+    """One thread's share of the packing of panels `low` to `high`, which all threads read."""
+    stripes = (features + STRIPE - 1) // STRIPE
+    works = (high - low) * stripes
+    for work in range(works * part // parts, works * (part + 1) // parts):
+        panel, first = work // stripes, work % stripes * STRIPE
+        token = (low + panel) * panel_tokens
+        sizes = (features, token, min(token + panel_tokens, tokens))
+        last = min(first + STRIPE, features)
+        pack(x, sizes, panels, panel * features * panel_tokens, panel_tokens, first, last)
+
+
+@kernel
+def _pack_all_floats(parts, x, features, tokens, panels, low, high, panel_tokens):
+    for part in prange(parts):
+        _pack_stripes(
+            _pack_floats, np.int64(part), parts, x, features, tokens, panels, low, high,
+            panel_tokens,
+        )  # fmt: skip
+
+
+@kernel
+def _pack_all_shorts(parts, x, features, tokens, panels, low, high, panel_tokens):
+    for part in prange(parts):
+        _pack_stripes(
+            _pack_shorts, np.int64(part), parts, x, features, tokens, panels, low, high,
+            panel_tokens,
+        )  # fmt: skip
+
+
+@inlined
+def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, width):
     """One thread's tasks, each a band of rows of one panel.
 
-    `sizes`: features in and out, columns of a block, rows of a band, panels, and whether the sums
-    are the outputs themselves; otherwise they are a band of rows per thread.
+    `arrays`: activations and outputs, values and bias, panels of activations, float32 sums, panels
+    of outputs (the sums themselves for float32).
+    `sizes`: columns and rows, columns of a block, rows of a band, tokens, and whether threads share
+    panels: else each has one of its own, and sums of one band.
     """
-    inputs, outputs, block_columns, band_rows, panels, in_place = sizes
-    cells, rows, starts, columns = matrix
-    tokens = LANES * len(width)
-    bands = (outputs + band_rows - 1) // band_rows
+    x, out, values, bias, panels, sums, outputs = arrays
+    columns, rows, block_columns, band_rows, tokens, is_shared = sizes
+    cells, segment_rows, starts, local = matrix
+    panel_tokens = LANES * len(width)
+    bands = (rows + band_rows - 1) // band_rows
     blocks = (cells.size - 1) // bands
-    for task in range(part, panels * bands, parts):
-        panel, band = task // bands, task % bands
-        first_sum = panel * outputs if in_place else (part - band) * band_rows
+    works = (tokens + panel_tokens - 1) // panel_tokens * bands
+    packed = -1
+    for work in range(works * part // parts, works * (part + 1) // parts):
+        panel, band = work // bands, work % bands
+        token = panel * panel_tokens
+        end = min(token + panel_tokens, tokens)
+        first_row, end_row = band * band_rows, min((band + 1) * band_rows, rows)
+        panel_at = (panel if is_shared else part) * columns * panel_tokens
+        first_sum = panel * rows if is_shared else part * band_rows - first_row
+        if not is_shared and panel != packed:
+            pack(x, (columns, token, end), panels, panel_at, panel_tokens, 0, columns)
+            packed = panel
         for block in range(blocks):
             cell = band * blocks + block
-            x_at = (panel * inputs + block * block_columns) * tokens
+            x_at = panel_at + block * block_columns * panel_tokens
             first, last = block == 0, block == blocks - 1
             for s in range(cells[cell], cells[cell + 1]):
-                row = rows[s]
-                o = (panel * outputs + row) * tokens
-                at = (first_sum + row) * tokens
-                begin, end = starts[s], starts[s + 1]
+                row = segment_rows[s]
+                at = (first_sum + row) * panel_tokens
+                begin, stop = starts[s], starts[s + 1]
                 add(
-                    out, o, sums, at, bias[row], first, last, x, x_at, columns, values, begin, end,
-                    width,
+                    outputs, at, sums, at, bias[row], first, last, panels, x_at, local, values,
+                    begin, stop, width,
                 )  # fmt: skip
+        at = (first_sum + first_row) * panel_tokens
+        unpack(outputs, at, panel_tokens, out, (rows, token, end), first_row, end_row)
 
 
 @kernel
-def _multiply_floats(parts, x, out, sums, bias, matrix, values, sizes, width):
+def _multiply_floats(parts, arrays, matrix, sizes, width):
     for part in prange(parts):
-        _multiply_part(_add_floats, part, parts, x, out, sums, bias, matrix, values, sizes, width)
+        _multiply_part(
+            _add_floats,
+            _pack_floats,
+            _unpack_floats,
+            np.int64(part),
+            parts,
+            arrays,
+            matrix,
+            sizes,
+            width,
+        )
 
 
 @kernel
-def _multiply_unpacked(parts, x, out, sums, bias, matrix, values, sizes, width):
+def _multiply_unpacked(parts, arrays, matrix, sizes, width):
     for part in prange(parts):
-        _multiply_part(_add_unpacked, part, parts, x, out, sums, bias, matrix, values, sizes, width)
+        _multiply_part(
+            _add_unpacked,
+            _pack_shorts,
+            _unpack_shorts,
+            np.int64(part),
+            parts,
+            arrays,
+            matrix,
+            sizes,
+            width,
+        )
 
 
 @kernel
-def _multiply_by_dots(parts, x, out, sums, bias, matrix, values, sizes, width):
+def _multiply_by_dots(parts, arrays, matrix, sizes, width):
     for part in prange(parts):
-        _multiply_part(_add_by_dots, part, parts, x, out, sums, bias, matrix, values, sizes, width)
+        _multiply_part(
+            _add_by_dots,
+            _pack_shorts,
+            _unpack_shorts,
+            np.int64(part),
+            parts,
+            arrays,
+            matrix,
+            sizes,
+            width,
+        )
 
 
 @inlined
@@ -165,39 +269,50 @@ def _segment_from(starts, low, high, entry):
 
 
 @inlined
-def _gradient_part(products, part, parts, x, gradients, totals, matrix, sizes, width):
-    """One thread's entries: of every cell, as many segments as make up its share of entries."""
-    inputs, outputs, block_columns, blocks, panels = sizes
-    cells, rows, starts, columns = matrix
-    tokens = LANES * len(width)
-    for panel in range(panels):
+def _gradient_part(products, part, parts, arrays, count, matrix, sizes, width):
+    """One thread's entries of `count` panels: of every cell, as many segments as make up its share
+    of entries.
+
+    `arrays`: panels of activations and of gradients of outputs, and the totals of entries.
+    """
+    x, dy, totals = arrays
+    columns, rows, block_columns, blocks = sizes
+    cells, segment_rows, starts, local = matrix
+    panel_tokens = LANES * len(width)
+    for panel in range(count):
         for cell in range(cells.size - 1):
             low, high = cells[cell], cells[cell + 1]
-            entry, count = starts[low], starts[high] - starts[low]
-            first = _segment_from(starts, low, high, entry + count * part // parts)
-            last = _segment_from(starts, low, high, entry + count * (part + 1) // parts)
-            x_at = (panel * inputs + cell % blocks * block_columns) * tokens
+            entry, entries = starts[low], starts[high] - starts[low]
+            first = _segment_from(starts, low, high, entry + entries * part // parts)
+            last = _segment_from(starts, low, high, entry + entries * (part + 1) // parts)
+            x_at = (panel * columns + cell % blocks * block_columns) * panel_tokens
             for s in range(first, last):
-                g = (panel * outputs + rows[s]) * tokens
-                products(totals, gradients, g, x, x_at, columns, starts[s], starts[s + 1], width)
+                g = (panel * rows + segment_rows[s]) * panel_tokens
+                products(totals, dy, g, x, x_at, local, starts[s], starts[s + 1], width)
 
 
 @kernel
-def _gradient_of_floats(parts, x, gradients, totals, matrix, sizes, width):
+def _gradient_of_floats(parts, arrays, count, matrix, sizes, width):
     for part in prange(parts):
-        _gradient_part(_products_of_floats, part, parts, x, gradients, totals, matrix, sizes, width)
+        _gradient_part(
+            _products_of_floats, np.int64(part), parts, arrays, count, matrix, sizes, width
+        )
 
 
 @kernel
-def _gradient_unpacked(parts, x, gradients, totals, matrix, sizes, width):
+def _gradient_unpacked(parts, arrays, count, matrix, sizes, width):
     for part in prange(parts):
-        _gradient_part(_products_unpacked, part, parts, x, gradients, totals, matrix, sizes, width)
+        _gradient_part(
+            _products_unpacked, np.int64(part), parts, arrays, count, matrix, sizes, width
+        )
 
 
 @kernel
-def _gradient_by_dots(parts, x, gradients, totals, matrix, sizes, width):
+def _gradient_by_dots(parts, arrays, count, matrix, sizes, width):
     for part in prange(parts):
-        _gradient_part(_products_by_dots, part, parts, x, gradients, totals, matrix, sizes, width)
+        _gradient_part(
+            _products_by_dots, np.int64(part), parts, arrays, count, matrix, sizes, width
+        )
 
 
 @kernel
@@ -238,15 +353,14 @@ def multiply(
     bias: np.ndarray | None = None,
     bfloat16: Bfloat16 = "unpacked",
 ) -> None:
-    """Write the products of a matrix and panels of activations, `out = W x + bias`.
+    """Write the products of a matrix and activations, `out = W x + bias` for every token.
 
     Args:
         matrix: the matrix, `[rows, columns]`.
-        values: float32 `[entries]` in the order of the matrix; with panels of bfloat16, bfloat16
-            values.
-        x: panels of float32, or of uint16 for bfloat16 patterns,
-            `[panels * columns * panel_tokens]`.
-        out: panels of the same type, `[panels * rows * panel_tokens]`, rounded once.
+        values: float32 `[entries]` in the order of the matrix; with activations of bfloat16,
+            bfloat16 values.
+        x: float32, or uint16 for bfloat16 patterns, `[tokens * columns]`.
+        out: of the same type, `[tokens * rows]`, rounded once.
         panel_tokens: a multiple of 16; of 32 for bfloat16.
         bias: float32 `[rows]`.
         bfloat16: how bfloat16 is multiplied.
@@ -256,24 +370,33 @@ def multiply(
             product of bfloat16.
     """
     rows, columns = matrix.shape
-    width, panels = _check(matrix, x, panel_tokens, bfloat16)
+    width, tokens = _check(matrix, x, panel_tokens, bfloat16)
     require_flat("values", values, matrix.columns.size, np.float32)
-    require_flat("out", out, panels * rows * panel_tokens, x.dtype.type, write=True)
+    require_flat("out", out, tokens * rows, x.dtype.type, write=True)
     bias = np.zeros(rows, np.float32) if bias is None else bias
     require_flat("bias", bias, rows, np.float32)
     is_float = x.dtype == np.float32
-    sizes = (columns, rows, matrix.block_columns, matrix.band_rows, panels, int(is_float))
-    parts = max(1, min(numba.get_num_threads(), panels * matrix.bands))
-    sums = out if is_float else _cache_lines(parts * matrix.band_rows * panel_tokens)
+    count, band_rows = -(-tokens // panel_tokens), matrix.band_rows
+    parts = max(1, min(numba.get_num_threads(), count * matrix.bands))
+    is_shared = count < parts
+    sizes = (columns, rows, matrix.block_columns, band_rows, tokens, is_shared)
+    held = (count * columns, count * rows) if is_shared else (parts * columns, parts * band_rows)
+    panels = _cache_lines(held[0] * panel_tokens, x.dtype.type)
+    sums = _cache_lines(held[1] * panel_tokens, np.float32)
+    outputs = sums if is_float else _cache_lines(held[1] * panel_tokens, x.dtype.type)
     run = _multiply_by_dots if bfloat16 == "dots" else _multiply_unpacked
     run = _multiply_floats if is_float else run
-    run(parts, x, out, sums, bias, matrix[3:7], values, sizes, width)
+    arrays = (x, out, values, bias, panels, sums, outputs)
+    if is_shared:
+        pack = _pack_all_floats if is_float else _pack_all_shorts
+        pack(parts, x, columns, tokens, panels, 0, count, panel_tokens)
+    run(parts, arrays, matrix[3:7], sizes, width)
 
 
 def entry_gradient(
     matrix: BlockedCsr,
     x: np.ndarray,
-    gradients: np.ndarray,
+    dy: np.ndarray,
     *,
     panel_tokens: int,
     bfloat16: Bfloat16 = "unpacked",
@@ -282,8 +405,8 @@ def entry_gradient(
 
     Args:
         matrix: the matrix, `[rows, columns]`.
-        x: panels of inputs, `[panels * columns * panel_tokens]`.
-        gradients: panels of the outputs' gradients, `[panels * rows * panel_tokens]`.
+        x: inputs, `[tokens * columns]`, as in `multiply`.
+        dy: the outputs' gradients, of the same type, `[tokens * rows]`.
         panel_tokens, bfloat16: as in `multiply`.
 
     Returns:
@@ -293,30 +416,43 @@ def entry_gradient(
         ValueError: as in `multiply`.
     """
     rows, columns = matrix.shape
-    width, panels = _check(matrix, x, panel_tokens, bfloat16)
-    require_flat("gradients", gradients, panels * rows * panel_tokens, x.dtype.type)
+    width, tokens = _check(matrix, x, panel_tokens, bfloat16)
+    require_flat("dy", dy, tokens * rows, x.dtype.type)
     parts = max(1, min(numba.get_num_threads(), matrix.columns.size // _LEAST_SHARE))
     totals = np.zeros(matrix.columns.size, np.float32)
-    sizes = (columns, rows, matrix.block_columns, matrix.blocks, panels)
+    count = -(-tokens // panel_tokens)
+    together = _TOGETHER // ((rows + columns) * panel_tokens * x.itemsize)
+    together = min(count, max(1, together))
+    panels = [
+        _cache_lines(together * features * panel_tokens, x.dtype.type)
+        for features in (columns, rows)
+    ]
+    sizes = (columns, rows, matrix.block_columns, matrix.blocks)
+    pack = _pack_all_floats if x.dtype == np.float32 else _pack_all_shorts
     run = _gradient_by_dots if bfloat16 == "dots" else _gradient_unpacked
     run = _gradient_of_floats if x.dtype == np.float32 else run
-    run(parts, x, gradients, totals, matrix[3:7], sizes, width)
+    for low in range(0, count, together):
+        high = min(low + together, count)
+        pack(parts, x, columns, tokens, panels[0], low, high, panel_tokens)
+        pack(parts, dy, rows, tokens, panels[1], low, high, panel_tokens)
+        run(parts, (*panels, totals), high - low, matrix[3:7], sizes, width)
     scattered = np.empty_like(totals)
     _scatter(totals, matrix.positions, scattered)
     return scattered
 
 
-def _cache_lines(count: int) -> np.ndarray:
-    """Float32 memory that begins with a cache line: no vector lies in two of them."""
-    memory = np.empty(count + LANES, np.float32)
-    first = -memory.ctypes.data % 64 // 4
+def _cache_lines(count: int, dtype: type[np.float32] | type[np.uint16]) -> np.ndarray:
+    """Memory that begins with a cache line: no vector lies in two of them."""
+    itemsize = np.dtype(dtype).itemsize
+    memory = np.empty(count + 64 // itemsize, dtype)
+    first = -memory.ctypes.data % 64 // itemsize
     return memory[first : first + count]
 
 
 def _check(
     matrix: BlockedCsr, x: np.ndarray, panel_tokens: int, bfloat16: Bfloat16
 ) -> tuple[tuple[int, ...], int]:
-    """Return the type of the compiled code, and how many panels there are."""
+    """Return the type of the compiled code, and how many tokens there are."""
     if x.dtype == np.uint16 and bfloat16 == "dots" and not has_bfloat16_dot():
         raise ValueError(
             "bfloat16: expected 'unpacked', got 'dots': this processor has no dot product of "
@@ -325,7 +461,6 @@ def _check(
     step = 2 * LANES if x.dtype == np.uint16 else LANES
     if panel_tokens <= 0 or panel_tokens % step:
         raise ValueError(f"panel_tokens: expected a multiple of {step}, got {panel_tokens}")
-    panel = matrix.shape[1] * panel_tokens
-    panels = x.size // panel
-    require_flat("x", x, panels * panel, np.float32, np.uint16)
-    return (0,) * (panel_tokens // LANES), panels
+    tokens = x.size // matrix.shape[1]
+    require_flat("x", x, tokens * matrix.shape[1], np.float32, np.uint16)
+    return (0,) * (panel_tokens // LANES), tokens

@@ -20,7 +20,7 @@ from penstock.planning.plausibility import refuse_implausible
 from penstock.planning.sparse_weights import SparsePlan
 from penstock.planning.step_flops import StepFlops
 from penstock.program import Program
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import ByStep, StepSchedule
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,15 @@ class ExecutionPlan:
     sparse_weights: SparseWeights | None = None
 
     @cached_property
-    def schedule(self) -> StepSchedule:
-        """The operations of a step that trains every trainable weight."""
-        return StepSchedule.of(self.program, self.plan.recompute)
+    def schedule_of(self) -> ByStep[StepSchedule]:
+        """The operations of each step, which counts from 1."""
+        policy = None if self.sparse is None else self.sparse.policy
+        return StepSchedule.by_step(self.program, self.plan.recompute, policy)
 
     @cached_property
     def flops(self) -> StepFlops:
         """The arithmetic of a step."""
         return StepFlops(self.program, self.micro_batches)
-
-    def schedule_of(self, step: int) -> StepSchedule:
-        """Return the operations of a step, which counts from 1; depends only on the step number."""
-        return self.schedule
 
     @property
     def budget_bytes(self) -> int:

@@ -36,6 +36,7 @@ from penstock.planning.store_factory import (
     optimizer_of,
 )
 from penstock.program import Program, WeightSpec, largest_stage
+from penstock.step_schedule import StepSchedule
 from penstock.store import (
     Role,
     ShardMap,
@@ -415,15 +416,11 @@ def transfer_buffer_bytes(program: Program, device: str, dense_gradients: bool =
 
     **Arguments:** `dense_gradients` says that some steps compute the gradient of every element.
     """
-
-    def gradient_bytes(weight: WeightSpec) -> int:
-        elements = weight.elements if dense_gradients else weight.entries
-        return 4 * elements if weight.trainable else 0
-
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
     weights = program.weights
-    gradients = [sum(gradient_bytes(weights[n]) for n in s.weights) for s in program.stages]
+    schedule = StepSchedule.of(program, dense_gradients=dense_gradients)
+    gradients = [operation.gradient_bytes for operation in schedule.operations]
     most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
     sparse = [weight for weight in weights.values() if weight.is_sparse]
     if sparse:

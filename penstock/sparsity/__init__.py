@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         joined,
         max_bytes,
     )
-    from penstock.sparsity.panels import Panels, from_panels, to_panels
     from penstock.sparsity.policies import (
         CountChange,
         Densify,
@@ -110,7 +109,6 @@ __all__ = [
     "MaskUpdate",
     "Order",
     "PackedIndex",
-    "Panels",
     "Remap",
     "RigL",
     "Selection",
@@ -136,7 +134,6 @@ __all__ = [
     "entries_of",
     "exchanging",
     "forward",
-    "from_panels",
     "full_index",
     "gradual_magnitude",
     "grown_entries",
@@ -167,7 +164,6 @@ __all__ = [
     "sparsity_at",
     "steps_of",
     "to_dense",
-    "to_panels",
     "updates_by_age",
     "weight_gradient",
 ]
@@ -176,7 +172,6 @@ _MODULES = {
     "choice": ("Choice", "DenseTiles", "SparseKernel"),
     "layout": ("SparseLayout",),
     "measurement": ("choose_product",),
-    "panels": ("Panels", "from_panels", "to_panels"),
     "product_memory": ("max_building_bytes", "max_layout_bytes", "product_bytes"),
     "products": (
         "entries_of",

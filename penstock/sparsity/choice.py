@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -35,10 +35,14 @@ class SparseKernel:
             cache. From 1 to 65536.
         band_rows: rows of a unit of work; None: all. Fewer keep more threads busy when there are
             few tokens.
+        panel_tokens: tokens of a panel, a multiple of 16; of 32 for bfloat16.
+        bfloat16: how bfloat16 is multiplied, by the processor's dot product of pairs or as float32.
     """
 
     block_columns: int
     band_rows: int | None = None
+    panel_tokens: int = 64
+    bfloat16: Bfloat16 = "unpacked"
 
 
 @dataclass(frozen=True)
@@ -66,22 +70,16 @@ class Choice:
     """How the three products of a sparse weight are computed.
 
     `forward` and `weight_gradient` go through the rows of the weight, `input_gradient` its columns.
-
-    Attributes:
-        panel_tokens: tokens of a panel, a multiple of 16; of 32 for bfloat16.
-        bfloat16: how bfloat16 is multiplied, by the processor's dot product of pairs or as float32.
     """
 
-    panel_tokens: int
     forward: Product
     input_gradient: Product
     weight_gradient: Product
-    bfloat16: Bfloat16 = "unpacked"
 
     def as_record(self) -> dict[str, Any]:
         """Return the choice as plain data."""
         names = {kind: name for name, kind in _WAYS.items()}
-        record: dict[str, Any] = {"panel_tokens": self.panel_tokens, "bfloat16": self.bfloat16}
+        record: dict[str, Any] = {}
         for name in _PRODUCTS:
             product = getattr(self, name)
             record[name] = {"way": names[type(product)], **asdict(product)}
@@ -95,14 +93,11 @@ class Choice:
             ConfigError: the record is not one of a choice.
         """
         try:
-            products = {name: _product(dict(record[name])) for name in _PRODUCTS}
-            choice = cls(
-                panel_tokens=int(record["panel_tokens"]), bfloat16=record["bfloat16"], **products
-            )
+            choice = cls(**{name: _product(dict(record[name])) for name in _PRODUCTS})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                "sparse products: expected the record of a choice (panel_tokens, bfloat16, "
-                f"{', '.join(_PRODUCTS)}), got {dict(record)}: {error!r}; "
+                f"sparse products: expected the record of a choice ({', '.join(_PRODUCTS)}), "
+                f"got {dict(record)}: {error!r}; "
                 "resume the run with the version of Penstock that recorded it"
             ) from error
         return choice
@@ -115,4 +110,12 @@ def panel_sizes(dtype: torch.dtype, tokens: int) -> tuple[int, ...]:
 
 
 def _product(record: dict[str, Any]) -> Product:
-    return _WAYS[record.pop("way")](**record)
+    product = _WAYS[record.pop("way")](**record)
+    for name, value in asdict(product).items():
+        if name == "bfloat16":
+            is_known = value in get_args(Bfloat16)
+        else:
+            is_known = isinstance(value, int) or (name == "band_rows" and value is None)
+        if not is_known:
+            raise ValueError(f"{name}: {value!r}")
+    return product

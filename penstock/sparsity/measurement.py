@@ -12,7 +12,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import numba
@@ -75,32 +74,11 @@ def choose_product(
 @functools.cache
 def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
     case = _Case(shape, dtype, sparsity, tokens)
-    expanded = {name: case.fastest(name, case.dense_tiles()) for name in _PRODUCTS}
-    best: tuple[float, Choice] | None = None
-    for panel_tokens, bfloat16 in _panels(dtype, tokens):
-        found = {
-            name: min(
-                case.fastest(name, case.sparse_kernels(name, panel_tokens, bfloat16)),
-                expanded[name],
-                key=lambda pair: pair[0],
-            )
-            for name in _PRODUCTS
-        }
-        seconds = sum(pair[0] for pair in found.values())
-        products = {name: getattr(pair[1], name) for name, pair in found.items()}
-        if best is None or seconds < best[0]:
-            best = seconds, Choice(panel_tokens, bfloat16=bfloat16, **products)
-    assert best is not None  # there is a panel size for any number of tokens
-    return best[1]
-
-
-def _panels(dtype: torch.dtype, tokens: int) -> list[tuple[int, Bfloat16]]:
-    """The tokens of a panel and the ways to multiply bfloat16 that are worth measuring."""
-    few = panel_sizes(dtype, tokens)[-2:]
-    methods: tuple[Bfloat16, ...] = ("unpacked",)
-    if dtype == torch.bfloat16 and has_bfloat16_dot():
-        methods = ("dots", "unpacked")
-    return list(itertools.product(few, methods))
+    ways = {
+        name: case.fastest(name, [*case.dense_tiles(), *case.sparse_kernels(name)])
+        for name in _PRODUCTS
+    }
+    return Choice(**{name: getattr(choice, name) for name, choice in ways.items()})
 
 
 _PRODUCTS = ("forward", "input_gradient", "weight_gradient")
@@ -136,19 +114,33 @@ class _Case:
         else:
             weight_gradient(self.layout, self.x, self.dy, choice=choice)
 
-    def fastest(self, name: str, choices: Iterable[Choice]) -> tuple[float, Choice]:
-        """The least time of some choices for a product, and the choice that has it."""
-        timed = [(_seconds(functools.partial(self.run, name, c)), c) for c in choices]
+    def fastest(self, name: str, choices: Iterable[Choice]) -> Choice:
+        """The choice that takes the least time for a product."""
+        found = min(choices, key=lambda choice: _seconds(lambda: self.run(name, choice)))
         self.layout.forget_blocked()
-        return min(timed, key=lambda pair: pair[0])
+        return found
 
     def dense_tiles(self) -> list[Choice]:
         inputs = max(self.layout.shape)
         itemsize = self.dtype.itemsize
         bands = sorted({max(LEAST_TILE_ROWS, size // (inputs * itemsize)) for size in TILE_BYTES})
-        return [_all(32, DenseTiles(min(band, inputs))) for band in bands]
+        return [_all(DenseTiles(min(band, inputs))) for band in bands]
 
-    def sparse_kernels(self, name: str, panel_tokens: int, bfloat16: Bfloat16) -> list[Choice]:
+    def sparse_kernels(self, name: str) -> list[Choice]:
+        return [
+            _all(SparseKernel(block, band, panel_tokens, bfloat16))
+            for panel_tokens in panel_sizes(self.dtype, self.tokens)[-2:]
+            for block, band in itertools.product(*self.divisions(name, panel_tokens))
+            for bfloat16 in self.methods()
+        ]
+
+    def methods(self) -> tuple[Bfloat16, ...]:
+        """The ways to multiply bfloat16 that are worth measuring."""
+        has_dots = self.dtype == torch.bfloat16 and has_bfloat16_dot()
+        return ("dots", "unpacked") if has_dots else ("unpacked",)
+
+    def divisions(self, name: str, panel_tokens: int) -> tuple[list[int], list[int]]:
+        """Columns of a block and rows of a band that are worth measuring."""
         rows, columns = self.layout.shape
         if name == "input_gradient":
             rows, columns = columns, rows
@@ -166,14 +158,11 @@ class _Case:
         if name != "weight_gradient" and panels < 2 * threads:
             most = -(-rows // threads)  # all threads have something to do
         band = max(16, int(_BAND_OF_SECOND_CACHE * second / (4 * panel_tokens)))
-        return [
-            replace(_all(panel_tokens, SparseKernel(block, rows)), bfloat16=bfloat16)
-            for block, rows in itertools.product(sorted(useful), sorted({min(band, most), most}))
-        ]
+        return sorted(useful), sorted({min(band, most), most})
 
 
-def _all(panel_tokens: int, product: Product) -> Choice:
-    return Choice(panel_tokens, product, product, product)
+def _all(product: Product) -> Choice:
+    return Choice(product, product, product)
 
 
 def _seconds(function: Callable[[], None]) -> float:

@@ -8,9 +8,9 @@ policies keep the numbers exact.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.sparsity.initial_masks import kept_count
 from penstock.sparsity.radix_selection import (
@@ -82,55 +82,44 @@ class MaskUpdate:
         return drop, begin_selection(self.grow_order, grow_key, change.grow)
 
 
-class SparsityPolicy(Protocol):
+class SparsityPolicy(ABC):
     """The rule by which masks change during a run."""
 
     @property
     def updates_between_changes(self) -> int | None:
         """The least number of updates between two changes of a mask, 1 or more; None if no entry is
         ever grown, so that all entries are equally old."""
-        ...
+        return None
 
     @property
     def grown_by_gradient(self) -> float:
         """The greatest share of its kept entries by which a change grows a weight by its dense
         gradient; 0 if no change does."""
-        ...
+        return 0.0
 
     def needs_dense_gradients(self, step: int) -> bool:
         """Return whether step `step` computes gradients of absent entries too; known before the
         step begins."""
-        ...
+        return False
 
+    @abstractmethod
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         """Return what happens with the masks at the commit of step `step`, from 1.
 
         **Raises:** `ConfigError` if a mask would keep no entry.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class StaticMasks:
+class StaticMasks(SparsityPolicy):
     """The masks of the start, for the whole run."""
-
-    @property
-    def updates_between_changes(self) -> int | None:
-        return None
-
-    @property
-    def grown_by_gradient(self) -> float:
-        return 0.0
-
-    def needs_dense_gradients(self, step: int) -> bool:
-        return False
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         return None
 
 
 @dataclass(frozen=True)
-class GradualMagnitude:
+class GradualMagnitude(SparsityPolicy):
     """Gradual magnitude pruning: Zhu & Gupta, "To prune, or not to prune", 2017.
 
     At every change each weight drops the entries of the smallest magnitude, down to its schedule's
@@ -145,17 +134,6 @@ class GradualMagnitude:
     schedules: Mapping[str, SparsitySchedule]
     times: ChangeTimes
 
-    @property
-    def updates_between_changes(self) -> int | None:
-        return None
-
-    @property
-    def grown_by_gradient(self) -> float:
-        return 0.0
-
-    def needs_dense_gradients(self, step: int) -> bool:
-        return False
-
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         if not (self.times.is_due(step) or step == self.times.end):
             return None
@@ -169,7 +147,7 @@ class GradualMagnitude:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _Exchange(SparsityPolicy):
     """Drops a share of every weight's entries, and grows as many; never more than are absent."""
 
     times: ChangeTimes
@@ -178,10 +156,6 @@ class _Exchange:
     @property
     def updates_between_changes(self) -> int | None:
         return self.times.every
-
-    @property
-    def grown_by_gradient(self) -> float:
-        return 0.0
 
     def _is_due(self, step: int) -> bool:
         return self.times.is_due(step) and drop_fraction_at(self.fraction, step) > 0
@@ -203,9 +177,6 @@ class SparseEvolutionaryTraining(_Exchange):
     The paper drops the smallest positive and the largest negative ones, which are those of the
     smallest magnitude up to the balance of signs.
     """
-
-    def needs_dense_gradients(self, step: int) -> bool:
-        return False
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         changes = self._changes(step, masks) if self._is_due(step) else ()
@@ -240,7 +211,7 @@ class RigL(_Exchange):
 
 
 @dataclass(frozen=True)
-class Densify:
+class Densify(SparsityPolicy):
     """Another policy up to a step, at whose commit every mask is lifted; grown entries begin at 0.
 
     Sparse pre-training with dense fine-tuning: Thangarasa et al., "SPDF: Sparse Pre-training and

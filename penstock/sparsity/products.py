@@ -1,48 +1,36 @@
 """The three products of a sparse weight: forward, gradient of the inputs, gradient of the entries.
 
 A weight `W` `[outputs, inputs]` has a layout (its mask) and values in the order of the store, which
-is row after row. Activations are `[tokens, features]` or panels, and a product returns what it was
-given. Sums are made in float32 and rounded once. Products by the sparse kernels have the same bits
-for any number of threads; those of dense tiles have the bits of PyTorch's dense product.
+is row after row. Sums are made in float32 and rounded once. Products by the sparse kernels have the
+same bits for any number of threads; those of dense tiles have the bits of PyTorch's dense product.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, TypeVar
 
 import torch
 
 from penstock.kernels import sparse_products
 from penstock.kernels.sparse_expansion import collect, expand, expand_marked, has_expansion
-from penstock.kernels.sparse_products import BlockedCsr, gather
+from penstock.kernels.sparse_products import gather
 from penstock.kernels.sparse_vector_product import multiply_vector
+from penstock.sparsity.activations import ACTIVATION_TYPES, check_activations, flat
 from penstock.sparsity.choice import Choice, DenseTiles
 from penstock.sparsity.layout import Rows, SparseLayout
-from penstock.sparsity.panels import (
-    ACTIVATION_TYPES,
-    Panels,
-    check_activations,
-    empty_panels,
-    flat,
-    from_panels,
-    to_panels,
-)
 
 _TILES = threading.local()
-
-Activations = TypeVar("Activations", torch.Tensor, Panels)
 
 
 def forward(
     layout: SparseLayout,
     values: torch.Tensor,
-    x: Activations,
+    x: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     choice: Choice | None,
     transposed: bool = False,
-) -> Activations:
+) -> torch.Tensor:
     """Return `x W^T + bias`, or `x W + bias` if `transposed`.
 
     A transposed weight is stored `[inputs, outputs]`; its product is that of `input_gradient`, with
@@ -51,13 +39,13 @@ def forward(
     Args:
         layout: the mask.
         values: float32 or bfloat16 `[entries]`, in the order of the store.
-        x: of the values' type, `[tokens, inputs]`, or panels of it.
+        x: of the values' type, `[tokens, inputs]`.
         bias: `[outputs]`.
-        choice: how the product is computed; None only for a tensor of one token.
+        choice: how the product is computed; None only for one token.
         transposed: whether the weight has a row per input instead of a row per output.
 
     Returns:
-        `[tokens, outputs]`, or panels.
+        `[tokens, outputs]`.
 
     Raises:
         ValueError: a tensor has another type or shape, or several tokens have no choice.
@@ -65,27 +53,26 @@ def forward(
     outputs, inputs = reversed(layout.shape) if transposed else layout.shape
     _check(layout, values, x, inputs, "x")
     _check_bias(bias, outputs)
-    if isinstance(x, torch.Tensor) and x.shape[0] == 1:
-        y: Any = _multiply_token(layout, values, x, bias, transposed=transposed)
-        return y
+    if x.shape[0] == 1:
+        return _multiply_token(layout, values, x, bias, transposed=transposed)
     if choice is None:
         raise ValueError(
-            f"choice: expected one for {_tokens(x)} tokens, got None; give that of choose_product "
-            "(only a tensor of one token needs none)"
+            f"choice: expected one for {x.shape[0]} tokens, got None; give that of choose_product "
+            "(only one token needs none)"
         )
     return _multiply(layout, values, x, bias, choice, transposed=transposed)
 
 
 def input_gradient(
-    layout: SparseLayout, values: torch.Tensor, dy: Activations, *, choice: Choice
-) -> Activations:
+    layout: SparseLayout, values: torch.Tensor, dy: torch.Tensor, *, choice: Choice
+) -> torch.Tensor:
     """Return `dy W`, the gradient of the inputs.
 
     Args:
-        dy: the gradient of the outputs, of the values' type, `[tokens, outputs]`, or panels of it.
+        dy: the gradient of the outputs, of the values' type, `[tokens, outputs]`.
 
     Returns:
-        `[tokens, inputs]`, or panels.
+        `[tokens, inputs]`.
 
     Raises:
         ValueError: a tensor has another type or shape.
@@ -132,8 +119,8 @@ def entries_of(layout: SparseLayout, dense: torch.Tensor) -> torch.Tensor:
 
 def weight_gradient(
     layout: SparseLayout,
-    x: torch.Tensor | Panels,
-    dy: torch.Tensor | Panels,
+    x: torch.Tensor,
+    dy: torch.Tensor,
     *,
     choice: Choice,
 ) -> torch.Tensor:
@@ -142,8 +129,8 @@ def weight_gradient(
     An expanded product rounds the gradient to the type of the activations, as a dense one does.
 
     Args:
-        x: `[tokens, inputs]`, or panels.
-        dy: of the same type and tokens, `[tokens, outputs]`, or panels.
+        x: `[tokens, inputs]`.
+        dy: of the same type and tokens, `[tokens, outputs]`.
 
     Returns:
         float32 `[entries]`, in the order of the store.
@@ -153,20 +140,20 @@ def weight_gradient(
     """
     _check_activations(x, layout.shape[1], "x")
     _check_activations(dy, layout.shape[0], "dy")
-    if _dtype(x) != _dtype(dy) or _tokens(x) != _tokens(dy):
+    if x.dtype != dy.dtype or x.shape[0] != dy.shape[0]:
         raise ValueError(
-            f"dy: expected {_dtype(x)} of {_tokens(x)} tokens, as x has, "
-            f"got {_dtype(dy)} of {_tokens(dy)}"
+            f"dy: expected {x.dtype} of {x.shape[0]} tokens, as x has, "
+            f"got {dy.dtype} of {dy.shape[0]}"
         )
     product = choice.weight_gradient
     if isinstance(product, DenseTiles):
-        return _gradient_from_tiles(layout.rows, _as_tokens(x), _as_tokens(dy), product.band_rows)
+        return _gradient_from_tiles(layout.rows, x.detach(), dy.detach(), product.band_rows)
     gradient = sparse_products.entry_gradient(
         layout.blocked(product.block_columns, product.band_rows),
-        flat(_as_panels(x, choice.panel_tokens).data),
-        flat(_as_panels(dy, choice.panel_tokens).data),
-        panel_tokens=choice.panel_tokens,
-        bfloat16=choice.bfloat16,
+        flat(x),
+        flat(dy),
+        panel_tokens=product.panel_tokens,
+        bfloat16=product.bfloat16,
     )
     return torch.from_numpy(gradient)
 
@@ -174,37 +161,27 @@ def weight_gradient(
 def _multiply(
     layout: SparseLayout,
     values: torch.Tensor,
-    x: torch.Tensor | Panels,
+    x: torch.Tensor,
     bias: torch.Tensor | None,
     choice: Choice,
     *,
     transposed: bool,
-) -> Any:
-    """Return activations of the kind that `x` is."""
+) -> torch.Tensor:
     product = choice.input_gradient if transposed else choice.forward
     if isinstance(product, DenseTiles):
-        y = _multiply_tiles(
-            layout, values, _as_tokens(x), bias, product.band_rows, transposed=transposed
+        return _multiply_tiles(
+            layout, values, x.detach(), bias, product.band_rows, transposed=transposed
         )
-        return y if isinstance(x, torch.Tensor) else to_panels(y, x.panel_tokens)
     matrix = layout.blocked(product.block_columns, product.band_rows, transposed=transposed)
-    panels = _as_panels(x, choice.panel_tokens)
-    out = _multiply_panels(matrix, values, panels, bias, choice)
-    return from_panels(out) if isinstance(x, torch.Tensor) else out
-
-
-def _multiply_panels(
-    matrix: BlockedCsr, values: torch.Tensor, x: Panels, bias: torch.Tensor | None, choice: Choice
-) -> Panels:
-    out = empty_panels(x.data.dtype, x.tokens, matrix.shape[0], x.panel_tokens)
+    out = torch.empty(x.shape[0], matrix.shape[0], dtype=x.dtype)
     sparse_products.multiply(
         matrix,
         gather(flat(values), matrix.positions),
-        flat(x.data),
-        flat(out.data),
-        panel_tokens=x.panel_tokens,
+        flat(x),
+        flat(out),
+        panel_tokens=product.panel_tokens,
         bias=None if bias is None else flat(bias.float()),
-        bfloat16=choice.bfloat16,
+        bfloat16=product.bfloat16,
     )
     return out
 
@@ -312,40 +289,17 @@ def _bands(rows: int, band_rows: int) -> list[range]:
     return [range(low, min(low + band_rows, rows)) for low in range(0, rows, band_rows)]
 
 
-def _as_panels(x: torch.Tensor | Panels, panel_tokens: int) -> Panels:
-    if isinstance(x, torch.Tensor):
-        return to_panels(x, panel_tokens)
-    if x.panel_tokens != panel_tokens:
-        raise ValueError(
-            f"panels: expected {panel_tokens} tokens per panel, as the choice has, "
-            f"got {x.panel_tokens}; make them with the choice's panel_tokens"
-        )
-    return x
-
-
-def _as_tokens(x: torch.Tensor | Panels) -> torch.Tensor:
-    return x.detach() if isinstance(x, torch.Tensor) else from_panels(x)
-
-
-def _dtype(x: torch.Tensor | Panels) -> torch.dtype:
-    return x.dtype if isinstance(x, torch.Tensor) else x.data.dtype
-
-
-def _tokens(x: torch.Tensor | Panels) -> int:
-    return x.shape[0] if isinstance(x, torch.Tensor) else x.tokens
-
-
 def _check(
     layout: SparseLayout,
     values: torch.Tensor,
-    x: torch.Tensor | Panels,
+    x: torch.Tensor,
     features: int,
     name: str,
 ) -> None:
     _check_activations(x, features, name)
-    if values.dtype != _dtype(x) or values.shape != (layout.entries,):
+    if values.dtype != x.dtype or values.shape != (layout.entries,):
         raise ValueError(
-            f"values: expected {_dtype(x)} [{layout.entries}], of the type of {name} and one per "
+            f"values: expected {x.dtype} [{layout.entries}], of the type of {name} and one per "
             f"entry of the mask, got {values.dtype} {list(values.shape)}"
         )
 
@@ -357,9 +311,7 @@ def _check_bias(bias: torch.Tensor | None, outputs: int) -> None:
         )
 
 
-def _check_activations(x: torch.Tensor | Panels, features: int, name: str) -> None:
-    if isinstance(x, torch.Tensor):
-        check_activations(name, x)
-    found = x.shape[1] if isinstance(x, torch.Tensor) else x.features
-    if found != features:
-        raise ValueError(f"{name}: expected {features} features, got {found}")
+def _check_activations(x: torch.Tensor, features: int, name: str) -> None:
+    check_activations(name, x)
+    if x.shape[1] != features:
+        raise ValueError(f"{name}: expected {features} features, got {x.shape[1]}")

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.config import Config
 from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
+from penstock.distributed.control_messages import WorkerMetrics
 from penstock.distributed.protocol import (
     EngineInput,
     Message,
@@ -38,6 +39,7 @@ from penstock.distributed.rpc import (
 from penstock.errors import ProtocolError
 from penstock.planning import ExecutionPlan, builders, store_factory
 from penstock.program import Program
+from penstock.spans import Measured, Spans
 from penstock.step.local import step_done
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
@@ -51,6 +53,7 @@ from penstock.store import (
     Store,
     merged,
 )
+from penstock.store.flash import ShardedFlashStore
 from penstock.telemetry import StepDone
 
 _CANCEL_SECONDS = 60.0  # seconds in which a decided step must end
@@ -64,6 +67,8 @@ class DistributedStepRunner:
         store: the whole store, wherever its shards are.
         batches: returns the rows.
         tokens: the number of tokens that a step counts.
+        spans: measure the steps; if they keep spans, those of all nodes are collected after every
+            step.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class DistributedStepRunner:
         manager: ClusterManager,
         *,
         tokens: int,
+        spans: Spans | None = None,
     ) -> None:
         self._config, self._layout, self._store = config, layout, store
         self._batches, self._tokens = batches, tokens
@@ -86,6 +92,8 @@ class DistributedStepRunner:
         self._straggler_detector = StragglerDetector(config.cluster.slow)
         self._compute_timer = ComputeTimer()
         self._has_begun = False
+        self._spans = spans or Spans()
+        self.measured: Measured | None = None  # of the last step
         self.commit: Commit | None = None  # of the last step
 
     @property
@@ -106,13 +114,15 @@ class DistributedStepRunner:
             StorageError: a shard was lost, and no copy of its weights and state exists.
             InterruptedError: a stop was requested while nodes were missing.
         """
-        started = time.perf_counter()
+        started = self._spans.clock()
         self._store.take_traffic()
         if not self._has_begun:
             self.manager.await_engines()
             self._has_begun = True
+        self._collect_spans()  # discards those before the step
         while True:
-            self.manager.copy_to_learners(self._store)
+            on_flash = self._store if isinstance(self._store, ShardedFlashStore) else None
+            self.manager.replicas.copy_to_learners(on_flash)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
             request = _TrainingStepRequest(
                 self._layout.program,
@@ -122,7 +132,8 @@ class DistributedStepRunner:
                 self._config.run.seed,
                 self._masks,
             )
-            outcome = self._attempt(request)
+            with self._spans.span("trainer", "step", step=request.step):
+                outcome = self._attempt(request)
             if outcome.error is None:
                 break
             if not self._can_retry(outcome.error):
@@ -137,7 +148,18 @@ class DistributedStepRunner:
         assert request.commit is not None  # a result without an error has a decision
         if self._masks is not None:
             self._masks.follow(request.commit.decision)
-        return self._done(request, outcome, started)
+        done = self._done(request, outcome, started)
+        self.measured = self._collect_spans()
+        return done
+
+    def _collect_spans(self) -> Measured:
+        """Return what was measured since the last call, by the nodes too if spans are kept."""
+        own = self._spans.drain()
+        if not self._spans.keep:
+            return own
+        nodes = self.manager.coordinator.membership.participants
+        others = self.manager.span_collector.collect(nodes, self._spans)
+        return replace(own, spans=own.spans + others.spans, dropped=own.dropped + others.dropped)
 
     def _attempt(self, request: _TrainingStepRequest) -> StepResult:
         """Request a step from the coordinator, and wait for its result."""
@@ -153,7 +175,10 @@ class DistributedStepRunner:
         try:
             while not ended.wait(timeout=_POLL_SECONDS):
                 manager.event_queue.poll()
-                if manager.coordinator.phase is Phase.GATHERING and manager.should_stop():
+                if (
+                    manager.coordinator.phase is Phase.GATHERING
+                    and manager.event_queue.should_stop()
+                ):
                     raise InterruptedError("stopped while waiting for engines or shards")
         except BaseException:  # the next step needs a quiescent coordinator
             self._cancel_step(ended)
@@ -184,7 +209,7 @@ class DistributedStepRunner:
     def _can_retry(self, error: BaseException) -> bool:
         """Return whether the step can be retried from a step that all shards hold or will hold."""
         if isinstance(error, UnrecoverableError):
-            return self.manager.is_replaced(error.node)
+            return self.manager.replicas.assignment.is_replaced(error.node)
         return isinstance(error, RolledBackError)
 
     def _done(
@@ -196,17 +221,21 @@ class DistributedStepRunner:
         commit = self.commit = request.commit
         assert commit is not None
         self.manager.event_queue.step = commit.decision.step
-        seconds = time.perf_counter() - started
+        seconds = self._spans.clock() - started
         return step_done(
             commit,
             self._store,
             loss=math.fsum(outcome.losses) * request.scale,
             seconds=seconds,
-            store_seconds=seconds - self._compute_timer.of_step(self.manager.figures(), seconds),
+            store_seconds=seconds - self._compute_timer.of_step(self._figures(), seconds),
             tokens=self._tokens,
             engine_bytes=self.manager.heartbeat_stats.peak_bytes,
             figures=MaskFigures.of(self._layout, request.kept, commit.decision),
         )
+
+    def _figures(self) -> Mapping[int, WorkerMetrics]:
+        """Return the latest metrics of the engines of the current view."""
+        return self.manager.heartbeat_stats.figures(self.manager.coordinator.engines)
 
     def _trace(self, error: NonFiniteLossError) -> NoReturn:
         """Find, in this process, the stage where a loss became non-finite."""
@@ -219,7 +248,7 @@ class DistributedStepRunner:
     def _check_stragglers(self) -> None:
         """Report slow engines and replace persistently slow ones; runs in the endpoint's thread."""
         coordinator = self.manager.coordinator
-        metrics = self.manager.figures().items()
+        metrics = self._figures().items()
         computed = {engine: (each.computed, each.micro_batches) for engine, each in metrics}
         looks_to_evict = self._config.cluster.evict_slow
         for slow in self._straggler_detector.look(computed):

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
 from penstock.planning import ExecutionPlan
+from penstock.spans import Measured, Spans, gather
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
 from penstock.store import Commit, Store, kept_entries
-from penstock.telemetry import Measured, Spans, StepDone, process_memory
+from penstock.telemetry import StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
 """An operation, and the pending gradients of each engine."""
@@ -71,7 +72,7 @@ class StepRunner:
         committed, and the step can be run again.
         """
         started = self._spans.clock()
-        self._spans.drain()  # discard the spans of an interrupted step
+        gather(self._spans, self._store.spans)  # discard the spans of an interrupted step
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1
@@ -88,7 +89,7 @@ class StepRunner:
         self._return_gradients(self._sweep(schedule.after_loss, waiting))
         with self._spans.span("store", "commit", step=self._step):
             commit = self.commit = self._store.commit()
-        measured = self.measured = self._spans.drain()
+        measured = self.measured = gather(self._spans, self._store.spans)
         return step_done(
             commit,
             self._store,

@@ -10,7 +10,6 @@ update moves the entries that stay, and their state, to their new places.
 """
 
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from penstock.errors import StorageError
+from penstock.spans import Spans
 from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
@@ -90,7 +90,8 @@ class DramStore:
         self._compute = threading.Lock()
         self._count = threading.Lock()
         self._streamed_bytes = self._gradient_bytes = 0
-        self._update_seconds = 0.0
+        self._spans = Spans()
+        self.spans = (self._spans,)
 
     @property
     def step(self) -> int:
@@ -289,8 +290,7 @@ class DramStore:
         snapshot, decision = self._snapshot, self._decision
         if snapshot is not None and decision is not None:
             snapshot.preserve(name, decision.step)
-        started = time.perf_counter()
-        with self._compute:
+        with self._spans.span("update", name, step=self.step), self._compute:
             if self._updating is not None:
                 raise StorageError(
                     f"the update of {self._updating} was interrupted, so the weights are not those "
@@ -301,8 +301,6 @@ class DramStore:
                 self._apply(name)
                 self._pending.discard(name)
                 self._updating = None
-        with self._count:
-            self._update_seconds += time.perf_counter() - started
         if snapshot is not None:
             snapshot.updated(name)
 
@@ -346,14 +344,12 @@ class DramStore:
 
     def take_traffic(self) -> Traffic:
         """Return bytes streamed and received, and waiting times, since the last call."""
-        snapshot_seconds = self._snapshot.take_waited_seconds() if self._snapshot else 0.0
+        update_seconds = self._spans.take_seconds("update")
+        snapshot_seconds = self._spans.take_seconds("snapshot")
         with self._count:
-            taken = Traffic(
-                self._streamed_bytes, self._gradient_bytes, self._update_seconds, snapshot_seconds
-            )
+            streamed, received = self._streamed_bytes, self._gradient_bytes
             self._streamed_bytes = self._gradient_bytes = 0
-            self._update_seconds = 0.0
-        return taken
+        return Traffic(streamed, received, update_seconds, snapshot_seconds)
 
     # --- reading and restoring state --------------------------------------------------------------
 
@@ -421,7 +417,13 @@ class DramStore:
         # The roles of a sparse weight have the shapes of its new mask, so its change is applied.
         tensors = {name: self.roles(name) for name in self.program.weights}
         self._snapshot = Snapshot(
-            self.program, self.step, tensors, self._memory.memory_of, self._pending, buffer_bytes
+            self.program,
+            self.step,
+            tensors,
+            self._memory.memory_of,
+            self._pending,
+            buffer_bytes,
+            self._spans,
         )
         return self._snapshot
 

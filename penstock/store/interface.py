@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from penstock.spans import Spans
 from penstock.store.holding import Holding
 from penstock.store.norm import GradientReport
 from penstock.store.roles import Stored
@@ -97,6 +98,11 @@ class Store(Protocol):
 
     @property
     def flash_rule(self) -> FlashTraffic: ...
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of what the store does in this process, one for each of its parts."""
+        ...
 
     def page_lock(self) -> bool: ...
 

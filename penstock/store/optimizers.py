@@ -8,7 +8,7 @@ scale per `GROUP` elements (`kernels/moments.py`); the scales are then a role of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypedDict, Unpack
 
 import numpy as np
 import xxhash
@@ -26,6 +26,28 @@ State = Mapping[str, np.ndarray]
 
 Moments = Literal["fp32", "8bit"]
 """The storage type of an optimizer's moments."""
+
+
+class UpdateSettings(TypedDict):
+    """The settings of one update.
+
+    Attributes:
+        step: the number of this weight's update, from 1.
+        learning_rate, weight_decay: the values for this step and this weight's group.
+        gradient_scale: the factor that is applied to the gradient first (the clip factor); 1 by
+            default.
+        key, position: seeds of the random rounding of 8-bit moments: a number of the weight, and
+            the offset of these elements in the weight, a multiple of `GROUP`; 0 by default.
+        packed: the entries of a sparse weight, to which the elements belong.
+    """
+
+    step: int
+    learning_rate: float
+    weight_decay: float
+    gradient_scale: NotRequired[float]
+    key: NotRequired[int]
+    position: NotRequired[int]
+    packed: NotRequired["PackedEntries | None"]
 
 
 class Optimizer(Protocol):
@@ -46,14 +68,7 @@ class Optimizer(Protocol):
         weight: tuple[np.ndarray, ...],
         gradient: np.ndarray,
         state: State,
-        *,
-        step: int,
-        learning_rate: float,
-        weight_decay: float,
-        gradient_scale: float = 1.0,
-        key: int = 0,
-        position: int = 0,
-        packed: "PackedEntries | None" = None,
+        **settings: Unpack[UpdateSettings],
     ) -> None:
         """Update one weight, or a part of it, and its state in place.
 
@@ -61,12 +76,7 @@ class Optimizer(Protocol):
             weight: `(float32 [n],)`, or `(high, low)` uint16 `[n]` of a split master.
             gradient: float32 `[n]` or bfloat16 patterns (uint16 `[n]`).
             state: an array for each of `roles`.
-            step: the number of this weight's update, from 1.
-            learning_rate, weight_decay: the values for this step and this weight's group.
-            gradient_scale: the factor that is applied to the gradient first (the clip factor).
-            key, position: seeds of the random rounding of 8-bit moments: a number of the weight,
-                and the offset of these elements in the weight, a multiple of `GROUP`.
-            packed: the entries of a sparse weight, to which the `n` elements belong.
+            settings: of this update.
         """
         ...
 
@@ -134,14 +144,7 @@ class AdamW:
         weight: tuple[np.ndarray, ...],
         gradient: np.ndarray,
         state: State,
-        *,
-        step: int,
-        learning_rate: float,
-        weight_decay: float,
-        gradient_scale: float = 1.0,
-        key: int = 0,
-        position: int = 0,
-        packed: "PackedEntries | None" = None,
+        **settings: Unpack[UpdateSettings],
     ) -> None:
         from penstock.kernels.adamw import adamw
 
@@ -150,16 +153,10 @@ class AdamW:
             gradient,
             _moment(state, "exp_avg"),
             _moment(state, "exp_avg_sq"),
-            step=step,
-            learning_rate=learning_rate,
             beta1=self.beta1,
             beta2=self.beta2,
             epsilon=self.epsilon,
-            weight_decay=weight_decay,
-            gradient_scale=gradient_scale,
-            key=key,
-            position=position,
-            packed=packed,
+            **settings,
         )
 
 
@@ -189,14 +186,7 @@ class SGD:
         weight: tuple[np.ndarray, ...],
         gradient: np.ndarray,
         state: State,
-        *,
-        step: int,
-        learning_rate: float,
-        weight_decay: float,
-        gradient_scale: float = 1.0,
-        key: int = 0,
-        position: int = 0,
-        packed: "PackedEntries | None" = None,
+        **settings: Unpack[UpdateSettings],
     ) -> None:
         from penstock.kernels.sgd import sgd, sgd_momentum
 
@@ -204,24 +194,18 @@ class SGD:
             sgd(
                 weight,
                 gradient,
-                learning_rate=learning_rate,
-                weight_decay=weight_decay,
-                gradient_scale=gradient_scale,
+                learning_rate=settings["learning_rate"],
+                weight_decay=settings["weight_decay"],
+                gradient_scale=settings.get("gradient_scale", 1.0),
             )
             return
         sgd_momentum(
             weight,
             gradient,
             _moment(state, "momentum"),
-            step=step,
-            learning_rate=learning_rate,
             momentum=self.momentum,
             nesterov=self.nesterov,
-            weight_decay=weight_decay,
-            gradient_scale=gradient_scale,
-            key=key,
-            position=position,
-            packed=packed,
+            **settings,
         )
 
 
@@ -250,14 +234,7 @@ class Lion:
         weight: tuple[np.ndarray, ...],
         gradient: np.ndarray,
         state: State,
-        *,
-        step: int,
-        learning_rate: float,
-        weight_decay: float,
-        gradient_scale: float = 1.0,
-        key: int = 0,
-        position: int = 0,
-        packed: "PackedEntries | None" = None,
+        **settings: Unpack[UpdateSettings],
     ) -> None:
         from penstock.kernels.lion import lion
 
@@ -265,15 +242,9 @@ class Lion:
             weight,
             gradient,
             _moment(state, "exp_avg"),
-            step=step,
-            learning_rate=learning_rate,
             beta1=self.beta1,
             beta2=self.beta2,
-            weight_decay=weight_decay,
-            gradient_scale=gradient_scale,
-            key=key,
-            position=position,
-            packed=packed,
+            **settings,
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate, page_lock
 from penstock.program import WeightSpec, largest_stage
+from penstock.spans import Spans
 from penstock.sparsity import MaskSize, PackedIndex, SparseWeight, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.content_hash import hash_read
@@ -241,6 +242,11 @@ class ShardedStore:
             for name in self._trainable
             if all(name in found[piece.shard] for piece in self.shard_map.pieces[name])
         )
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of the shards in this process."""
+        return [spans for shard in self.shards for spans in shard.spans]
 
     def take_traffic(self) -> Traffic:
         """Return bytes streamed and received, and waiting times, since the last call."""

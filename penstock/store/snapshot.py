@@ -9,13 +9,13 @@ so a slow disk costs time and never memory.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
 from penstock.errors import StorageError
 from penstock.kernels.memory import allocate
+from penstock.spans import Spans
 from penstock.store.codecs import decode
 from penstock.store.holding import Holding
 from penstock.store.roles import Stored, holds_weight
@@ -40,6 +40,7 @@ class Snapshot:
         memory: returns the memory of a tensor, which updates overwrite.
         awaited: weights whose update of this step is pending.
         buffer_bytes: most that copies may take at any time.
+        spans: measure for how long copies and waits delay updates.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Snapshot:
         memory: Callable[[str, str], Parts],
         awaited: Collection[str],
         buffer_bytes: int,
+        spans: Spans,
     ) -> None:
         self.program = program
         self.step = step
@@ -67,7 +69,7 @@ class Snapshot:
         self._reading: Tensor | None = None
         self._copies: dict[Tensor, Parts] = {}
         self._is_closed = False
-        self._waited_seconds = 0.0
+        self._spans = spans
         self._changed = threading.Condition()
 
     # For the reader
@@ -122,8 +124,7 @@ class Snapshot:
         """Wait until step `step`'s update may overwrite a weight and its state."""
         if step <= self.step:
             return
-        started = time.perf_counter()
-        with self._changed:
+        with self._spans.span("snapshot", name, step=step), self._changed:
             while not self._is_closed:
                 waiting = [t for t in self._unread - self._copies.keys() if t[0] == name]
                 if not waiting:
@@ -131,20 +132,12 @@ class Snapshot:
                 if self._reading not in waiting and self._copy(waiting):
                     break
                 self._changed.wait()
-            self._waited_seconds += time.perf_counter() - started
 
     def updated(self, name: str) -> None:
         """Record that a weight has been updated to this step or a later one."""
         with self._changed:
             self._awaited.discard(name)
             self._changed.notify_all()
-
-    def take_waited_seconds(self) -> float:
-        """Return the time for which updates were delayed, by copies and by waiting, since the last
-        call."""
-        with self._changed:
-            taken, self._waited_seconds = self._waited_seconds, 0.0
-        return taken
 
     def _copy(self, tensors: Collection[Tensor]) -> bool:
         """Copy tensors if they fit into the budget; return whether they did."""

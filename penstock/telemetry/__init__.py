@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.telemetry.metrics_writer import MetricsFile, read_metrics, stream_metrics
     from penstock.telemetry.run_files import open_run_files
     from penstock.telemetry.run_report import RunReport
-    from penstock.telemetry.spans import Measured, Spans
 
 __all__ = [
     "ClusterEvent",
@@ -30,14 +29,12 @@ __all__ = [
     "Event",
     "Finished",
     "Listener",
-    "Measured",
     "MetricsFile",
     "Notice",
     "RunMeasured",
     "RunReport",
     "RunStarted",
     "Saved",
-    "Spans",
     "StepDone",
     "Stopped",
     "broadcast",
@@ -55,14 +52,12 @@ __getattr__ = lazily(
         "Event": "events",
         "Finished": "events",
         "Listener": "events",
-        "Measured": "spans",
         "MetricsFile": "metrics_writer",
         "Notice": "events",
         "RunMeasured": "events",
         "RunReport": "run_report",
         "RunStarted": "events",
         "Saved": "events",
-        "Spans": "spans",
         "StepDone": "events",
         "Stopped": "events",
         "broadcast": "events",

@@ -62,7 +62,8 @@ class Watched:
     def pid_of(self, place: int) -> int:
         """The process of the engine at a place of the present view."""
         manager = self.trainer._runner.manager
-        return manager.launcher.pids[manager.worker_of(manager.coordinator.engines[place])]
+        node = manager.coordinator.engines[place]
+        return manager.launcher.pids[manager.registry.find(node).worker]
 
     def engines(self) -> int:
         return len(self.trainer._runner.manager.coordinator.engines)
@@ -275,7 +276,7 @@ def test_kills_and_stops_of_engines_and_replicated_shards(text, tmp_path):
             *manager.coordinator.engines,
             *(n for some in manager.coordinator.holders for n in some),
         ]
-        return manager.launcher.pids[manager.worker_of(chance.choice(nodes))]
+        return manager.launcher.pids[manager.registry.find(chance.choice(nodes)).worker]
 
     def await_whole() -> None:
         coordinator = manager.coordinator

@@ -15,6 +15,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     chunks,
 )
 from penstock.distributed.simulation import Network
+from penstock.step_schedule import ByStep
 
 RATE = 1e6  # bytes per second between engines
 ELEMENTS = 10_000  # of a stage; a weight has one byte, its gradient four
@@ -115,7 +116,7 @@ class Lines(Network):
 
 def step(stages: int, gradients: int) -> tuple[float, float]:
     """Make a step; return the most that waited to leave an engine, and how long the step took."""
-    plan, network, most = transfers(stages), Lines(), 0.0
+    plan, network, most = ByStep.always(transfers(stages)), Lines(), 0.0
     shard = ShardNode(1, 0, network.context(1), plan, NoShard(), gradients=gradients)
     network.add(1, shard)
     timeouts = Timeouts(silence=100.0, stall=100.0)

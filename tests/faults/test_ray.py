@@ -76,7 +76,7 @@ def test_ray_engines_with_one_killed_give_bits_of_one_engine(run):
     engines = run.engines()
     actors = run.manager.launcher.pids
     assert len(engines) == len(actors) == 2
-    killed = run.manager.worker_of(engines[1])
+    killed = run.manager.registry.find(engines[1]).worker
     os.kill(actors[killed], signal.SIGKILL)
     run.train(2)
     assert run.manager.event_queue.counts["engine lost"] == 1

@@ -93,7 +93,7 @@ class Run:
     def pid_of_shard(self, shard: int, place: int = 0) -> int:
         """The process of a node that holds a shard: of the first, which streams, or another."""
         node = self.manager.coordinator.holders[shard][place]
-        return self.manager.launcher.pids[self.manager.worker_of(node)]
+        return self.manager.launcher.pids[self.manager.registry.find(node).worker]
 
     def kill(self, shard: int, place: int = 0) -> int:
         pid = self.pid_of_shard(shard, place)
@@ -133,6 +133,37 @@ class Run:
             return self.losses, self.trainer.store.content_hash()
         finally:
             self.trainer.close()
+
+
+def test_spans_of_all_processes_are_collected_when_they_are_asked_for(text, tmp_path):
+    run = Run(settings(text, tmp_path / "run", steps=2))
+    runner, found = run.trainer._runner, []
+    runner._spans.keep = 1000
+    run.also = lambda step: found.append(runner.measured)
+    run.train()
+    operations = run.trainer._layout.schedule_of(1).operations
+    collector = runner.manager.span_collector
+    for number, measured in enumerate(found, 1):
+        own, lanes = {}, set()
+        for span in measured.spans:
+            own.setdefault((span.lane, span.what), []).append(span)
+            lanes.add(span.lane)
+        ((step,),) = [spans for key, spans in own.items() if key == ("trainer", "step")]
+        (engine,) = [lane for lane in lanes if lane.endswith(": compute")]
+        computed = [each for key, spans in own.items() if key[0] == engine for each in spans]
+        computed = [each for each in computed if each.op is not None]
+        assert sorted(each.op for each in computed) == [each.number for each in operations]
+        assert {each.step for each in computed} == {number}
+        for shard in (1, 2):
+            fetched = own[f"{shard}: store", "fetch"]
+            assert [each.op for each in fetched] == [each.number for each in operations]
+            assert len(own[f"{shard}: store", "commit"]) == 1
+        error = max(min(each)[0] for each in collector._estimates.values())
+        for each in computed:
+            assert step.begin - error <= each.begin <= each.end <= step.end + error
+        assert measured.dropped == 0
+    # The updates of the first step are made in the second.
+    assert any(span.lane.endswith(": update") for span in found[1].spans)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +261,7 @@ def once_a_copy_begins(run: Run, monkeypatch, act: Callable[[int, int], None]) -
 
 
 def signal_to(run: Run, node: int, what: signal.Signals) -> None:
-    os.kill(run.manager.launcher.pids[run.manager.worker_of(node)], what)
+    os.kill(run.manager.launcher.pids[run.manager.registry.find(node).worker], what)
 
 
 @pytest.mark.slow

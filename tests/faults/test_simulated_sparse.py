@@ -130,3 +130,22 @@ def test_masks_travel_only_when_they_have_changed():
     assert first - still > masks / 3
     assert changed - still > masks / 3
     assert cluster.bytes_of_weights(4) == still
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_gradients_are_those_of_the_schedule_of_the_step(dtype):
+    """Masks grow by dense gradients at the commits of steps 1, 3 and 5."""
+    cluster = SparseCluster("rigl", 1, 2, dtype, clip_norm=1.0)
+    cluster.train()
+    kept = sum(cluster.program.capacities.values())
+    absent = sum(w.elements for w in cluster.program.weights.values() if w.is_sparse) - kept
+    for step in range(1, 7):
+        planned = sum(each.gradient_bytes for each in cluster.schedules(step).operations)
+        sent = cluster.bytes_of_gradients(step - 1)
+        if step in (1, 3, 5):
+            assert sent == planned == cluster.plan(step).gradient_bytes
+            assert planned > 4 * absent
+        else:
+            # A chunk without an entry has one number.
+            chunks = sum(len(each.gradients) for each in cluster.plan(step).operations)
+            assert planned <= sent <= planned + 4 * chunks

@@ -37,6 +37,7 @@ from penstock.distributed.protocol.transfer_schedule import (
     chunks,
 )
 from penstock.distributed.simulation import Faults, Links, Network
+from penstock.step_schedule import ByStep
 
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared
@@ -355,7 +356,7 @@ class ToyCluster:
 
     def _add_shard(self, number: int, store: ToyShard) -> None:
         self.stores[number], context = store, self.network.context(number)
-        self._add(number, ShardNode(number, store.shard, context, self.plan, store))
+        self._add(number, ShardNode(number, store.shard, context, ByStep.always(self.plan), store))
 
     @property
     def shards(self) -> list[ToyShard]:
@@ -444,7 +445,8 @@ class ToyCluster:
         """Let one more engine come."""
         number, self._next = self._next, self._next + 1
         context = self.network.context(number)
-        self._add(number, EngineNode(number, context, self.plan, self.engine(number)))
+        plan = ByStep.always(self.plan)
+        self._add(number, EngineNode(number, context, plan, self.engine(number)))
         self.coordinator.joined(number)
         return number
 

@@ -104,7 +104,7 @@ def builder(family: str, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", quick_first(FAMILIES, ["llama", "gemma2"]))
+@pytest.mark.parametrize("family", quick_first(FAMILIES, ["gemma2"]))
 def test_position_ids_separate_sequences_of_packed_rows(family, tmp_path):
     case, recipe = packed_case(builder(family), packed=True), Recipe(steps=6)
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)

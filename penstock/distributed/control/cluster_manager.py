@@ -17,11 +17,12 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.distributed import rendezvous_file
-from penstock.distributed.control.event_queue import EventQueue
 from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, WorkerRegistry
+from penstock.distributed.control.span_collector import SpanCollector
 from penstock.distributed.control.worker_stats import HeartbeatStats
 from penstock.distributed.control.worker_supervisor import WorkerSupervisor
-from penstock.distributed.control_messages import Role, WorkerMetrics
+from penstock.distributed.control_messages import Role
+from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.launchers import Launcher, make_launcher
 from penstock.distributed.protocol import (
     COORDINATOR,
@@ -33,15 +34,14 @@ from penstock.distributed.protocol import (
     Timeouts,
 )
 from penstock.distributed.rendezvous_file import remove_record, write_record
-from penstock.distributed.replication import ManagerHooks, ReplicaManager
-from penstock.distributed.rpc import RpcClient, StoreClient
+from penstock.distributed.replication import ReplicaManager
+from penstock.distributed.rpc import InProcessShard, RpcClient, StoreClient
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
-from penstock.distributed.worker import InProcessShard, LocalShardExecutor
+from penstock.distributed.worker import LocalShardExecutor
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 from penstock.planning import ExecutionPlan
 from penstock.store import Store
-from penstock.store.flash import ShardedFlashStore
 from penstock.telemetry import ClusterEvent
 
 log = logging.getLogger("penstock.distributed")
@@ -73,8 +73,7 @@ class ClusterManager:
         should_stop: Callable[[], bool],
     ) -> None:
         self._config, self._layout, self._token = config, layout, token
-        self.should_stop = should_stop
-        self.event_queue, self.heartbeat_stats = EventQueue(tell), HeartbeatStats()
+        self.event_queue, self.heartbeat_stats = EventQueue(tell, should_stop), HeartbeatStats()
         self.spec, self.registry = RunSpec.of(config, layout), WorkerRegistry()
         self._local: list[ShardNode] = []
         with contextlib.ExitStack() as cleanup:
@@ -111,13 +110,22 @@ class ClusterManager:
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
         self._calls = RpcClient(self._send, self.event_queue.require_sound)
-        self._replicas = self._make_replica_manager()
-        self._assignment = self._replicas.assignment
+        self.span_collector = SpanCollector(self._send)
+        self.replicas = ReplicaManager(
+            config,
+            self.spec.parts if self.spec.has_shard_processes else [],
+            self._calls,
+            self.coordinator,
+            self.event_queue,
+            self._run_in_endpoint,
+            self.registry.addresses,
+        )
+        self._assignment = self.replicas.assignment
         self._rendezvous = Rendezvous(
             self.spec,
             self.registry,
             self.coordinator,
-            self._replicas,
+            self.replicas,
             self.event_queue,
             on_admitted=self._admit,
             engines_wanted=lambda: self._wanted_engines,
@@ -129,20 +137,6 @@ class ClusterManager:
         self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
-
-    def _make_replica_manager(self) -> ReplicaManager:
-        event_queue, spec = self.event_queue, self.spec
-        parts = spec.parts if spec.has_shard_processes else []
-        hooks = ManagerHooks(
-            self.coordinator,
-            event_queue.emit,
-            event_queue.fail,
-            event_queue.poll,
-            self._run_in_endpoint,
-            lambda: self.should_stop(),
-            self.registry.addresses.get,
-        )
-        return ReplicaManager(self._config, parts, self._calls, hooks)
 
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
@@ -161,17 +155,6 @@ class ClusterManager:
         """The address on which the run listens."""
         return self._endpoint.address
 
-    def figures(self) -> dict[int, WorkerMetrics]:
-        """Return the latest metrics of the engines of the current view."""
-        return self.heartbeat_stats.figures(self.coordinator.engines)
-
-    def worker_of(self, node: int) -> str:
-        """Return the name of the worker that runs a node."""
-        member = self.registry.find(node)
-        if member is None:
-            raise KeyError(node)
-        return member.worker
-
     def call(self, action: Callable[[], None]) -> None:
         """Run an action in the endpoint's thread."""
         self._endpoint.call(action)
@@ -184,15 +167,7 @@ class ClusterManager:
         Raises:
             PenstockError: a shard cannot be created.
         """
-        return self._replicas.remote() if self.spec.has_shard_processes else None
-
-    def copy_to_learners(self, store: Store) -> None:
-        """Between two steps, copy the state of a shard to the learners of its replicas.
-
-        Raises:
-            InterruptedError: a stop was requested.
-        """
-        self._replicas.copy_to_learners(store if isinstance(store, ShardedFlashStore) else None)
+        return self.replicas.remote() if self.spec.has_shard_processes else None
 
     def add_local_shards(self, stores: Sequence[Store]) -> None:
         """Add the shards of a store in this process to the run."""
@@ -200,17 +175,13 @@ class ClusterManager:
         def add() -> None:
             for shard, store in enumerate(stores):
                 number = self.spec.first_nodes[shard][0]
-                work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule)
+                work = LocalShardExecutor(InProcessShard(store), shard, self._layout.schedule_of)
                 context = self._endpoint.context(number)
                 node = ShardNode(number, shard, context, self.spec.transfers, work)
                 self._endpoint.add(number, node)
                 self._local.append(node)
 
         self._run_in_endpoint(add)
-
-    def is_replaced(self, node: int) -> bool:
-        """Tell whether a lost node's shard slot is being taken, or was taken, by another node."""
-        return self._assignment.is_replaced(node)
 
     def is_quiescent(self) -> bool:
         """Tell whether no shard still works on a step of an earlier epoch."""
@@ -229,7 +200,7 @@ class ClusterManager:
         wanted, deadline = self._config.engines, time.monotonic() + _ENGINES_SECONDS
         while len(self.coordinator.ready) < wanted:
             self.event_queue.poll()
-            if self.should_stop():
+            if self.event_queue.should_stop():
                 raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
                 text = f"{len(self.coordinator.ready)} of {wanted} engines have joined within "
@@ -369,12 +340,15 @@ class ClusterManager:
         member.connection.close()
         self.launcher.end(member.worker)
         if member.slot is not None:
-            self._replicas.lost(member.slot, number)
+            self.replicas.lost(member.slot, number)
 
     def _take(self, message: Message) -> None:
         """Dispatch a message of a node: to the coordinator, or as a reply to an RPC."""
         if message.kind is MessageType.RPC_REPLY:
             self._calls.take(message)
+            return
+        if message.kind is MessageType.SPANS:
+            self.span_collector.take(message)
             return
         if message.kind is MessageType.HEARTBEAT and self.registry.find(message.sender) is not None:
             self._calls.heard(message.sender)

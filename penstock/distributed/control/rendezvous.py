@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.distributed.control.event_queue import EventQueue
 from penstock.distributed.control_messages import Join, Opens, ReplicaSlot
+from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.protocol import COORDINATOR, Coordinator, Message, MessageType
 from penstock.distributed.replication import ReplicaManager
 from penstock.distributed.rpc import error_class

@@ -17,8 +17,9 @@ from penstock.distributed.protocol.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.distributed.protocol.node_context import BoundContext, NodeContext
+from penstock.distributed.protocol.node_context import BoundContext, Job, NodeContext
 from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardExecutor, ShardNode
+from penstock.distributed.protocol.span_messages import measured_of
 from penstock.distributed.protocol.step_request import (
     EngineInput,
     ProtocolEvent,
@@ -57,6 +58,7 @@ __all__ = [
     "EngineExecutor",
     "EngineInput",
     "EngineNode",
+    "Job",
     "Message",
     "MessageType",
     "NodeContext",
@@ -75,6 +77,7 @@ __all__ = [
     "WithoutMasks",
     "chunks",
     "lengths",
+    "measured_of",
     "message_validation",
     "message_with",
     "pack",

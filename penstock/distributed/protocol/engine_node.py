@@ -32,6 +32,7 @@ from penstock.distributed.protocol.transfer_schedule import (
 )
 from penstock.distributed.protocol.tree_topology import Summing, children, parent, root, summing
 from penstock.errors import ProtocolError
+from penstock.step_schedule import ByStep
 
 
 class EngineExecutor(Protocol):
@@ -107,6 +108,7 @@ class _EngineStep:
     """An engine's state of the step in flight."""
 
     number: int
+    transfers: TransferSchedule
     total: int | None = None  # its micro-batches; known after BEGIN
     sums_begin: int = 0  # this engine adds the sums of micro-batches sums_begin to sums_end
     sums_end: int = 0
@@ -143,15 +145,21 @@ class EngineNode(ProtocolNode[_EngineStep]):
     Args:
         number: its node number.
         context: carries its messages.
-        transfers: the operations of a step.
+        transfers: the operations of each step.
         work: computes the operations.
     """
 
+    lane = "compute"
+
     def __init__(
-        self, number: int, context: NodeContext, transfers: TransferSchedule, work: EngineExecutor
+        self,
+        number: int,
+        context: NodeContext,
+        transfers: ByStep[TransferSchedule],
+        work: EngineExecutor,
     ) -> None:
-        super().__init__(number, context, _EngineStep)
-        self._transfers, self._work = transfers, work
+        super().__init__(number, context, lambda step: _EngineStep(step, transfers(step)))
+        self._work = work
         self._position = _TreePosition(0, {}, (), Summing(None, 0, 0, None))
 
     def _takes_part(self, view: MembershipView) -> bool:
@@ -166,7 +174,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             return
         if message.step > self._step.number:
             # A step begins only after the previous step has ended on all nodes.
-            self._step = _EngineStep(message.step)
+            self._step = self._new_step(message.step)
         if message.kind is MessageType.BEGIN:
             self._begin(message)
         elif message.kind is MessageType.WEIGHTS:
@@ -205,14 +213,14 @@ class EngineNode(ProtocolNode[_EngineStep]):
                 self._work.place(operation, piece, payload)
             self._compute_next()
 
-        self._run(step, begin, ready)
+        self._run(step, "begin", begin, ready)
         early_gradients, step.early_gradients = step.early_gradients, []
         for gradient in early_gradients:
             self._take_gradient(gradient)
 
     def _take_weights(self, message: Message) -> None:
         step = self._step
-        operation, piece = message_validation.weights_of(self._transfers, message)
+        operation, piece = message_validation.weights_of(step.transfers, message)
         if message.op < step.computed or message.chunk in step.arrived[message.op]:
             return
         step.arrived[message.op].add(message.chunk)
@@ -232,9 +240,10 @@ class EngineNode(ProtocolNode[_EngineStep]):
     def _compute_next(self) -> None:
         """Compute the next operation, if its weights and rows are here and no job is running."""
         step = self._step
-        if not step.is_ready or step.is_busy or step.computed == len(self._transfers.operations):
+        operations = step.transfers.operations
+        if not step.is_ready or step.is_busy or step.computed == len(operations):
             return
-        operation = self._transfers.operations[step.computed]
+        operation = operations[step.computed]
         if len(step.arrived[operation.number]) < len(operation.weights):
             return
         step.is_busy = True
@@ -248,7 +257,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             step.is_busy = False
             step.computed += 1
             del step.arrived[operation.number]
-            for shard in range(self._transfers.shards):
+            for shard in range(step.transfers.shards):
                 self._send_credit(shard, self.number, step.computed)
             if losses is not None:
                 self._notify(MessageType.LOSSES, {"losses": [loss.hex() for loss in losses]})
@@ -256,7 +265,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
                 self._send_own(operation, node)
             self._compute_next()
 
-        self._run(step, compute, done)
+        self._run(step, operation.sweep, compute, done, operation.number)
 
     def _take_credit(self, message: Message) -> None:
         shard, count = message.chunk, message.op
@@ -265,7 +274,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             raise message_validation.refuse(
                 message, f"is not from a child of this node in the tree of shard {shard}"
             )
-        if count > len(self._transfers.operations):
+        if count > len(self._step.transfers.operations):
             raise message_validation.refuse(message, f"counts {count} operations")
         self._send_credit(shard, message.sender, count)
 
@@ -306,7 +315,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
         if step.total is None:
             step.early_gradients.append(message)
             return
-        message_validation.gradient_of(self._transfers, message)
+        message_validation.gradient_of(step.transfers, message)
         if message.level > step.total.bit_length():
             raise message_validation.refuse(
                 message, f"names level {message.level} of a tree over {step.total} micro-batches"
@@ -369,7 +378,7 @@ class EngineNode(ProtocolNode[_EngineStep]):
             self._add(op, chunk, node)
             return
         if target is None:
-            piece = self._transfers.operations[op].gradients[chunk]
+            piece = self._step.transfers.operations[op].gradients[chunk]
             to = view.shards[piece.shard]  # all replicas of the shard
         else:
             to = (view.engines[target],)

@@ -7,13 +7,16 @@ a job counts only if the job's step is still in flight.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
-from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.node_context import Job, NodeContext
+from penstock.distributed.protocol.span_messages import spans_message
 from penstock.errors import ProtocolError
+from penstock.spans import Spans, gather
 
 
 class StepState(Protocol):
@@ -34,12 +37,16 @@ class ProtocolNode(ABC, Generic[Step]):
         step: creates the state of a step from its number.
     """
 
+    lane: str
+    """The lane of its jobs."""
+
     def __init__(self, number: int, context: NodeContext, step: Callable[[int], Step]) -> None:
         self.number = number
         self.epoch = 0
         self.refused = 0  # messages of another epoch or step
         self.progress = 0  # grows with everything that this node completes in this epoch
         self.failure: Exception | None = None  # the last error of its own work
+        self.spans = Spans(context.clock)  # of its jobs
         self._context, self._new_step = context, step
         self._step = step(0)
         self._view: MembershipView | None = None  # of the epoch; None if this node is not in it
@@ -55,6 +62,8 @@ class ProtocolNode(ABC, Generic[Step]):
         try:
             if message.kind is MessageType.VIEW:
                 self._take_view(message)
+            elif message.kind is MessageType.SPANS:
+                self._send_spans(message)
             elif self._view is None or message.epoch != self.epoch:
                 self.refused += 1
             else:
@@ -101,9 +110,28 @@ class ProtocolNode(ABC, Generic[Step]):
             COORDINATOR, Message(MessageType.FAILURE, epoch, self.number, step, body=body)
         )
 
-    def _run(self, step: Step, job: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def _work_spans(self) -> Sequence[Spans]:
+        """Return what the node's work measures itself."""
+        return ()
+
+    def _send_spans(self, message: Message) -> None:
+        """Keep spans from now on, and send those that were kept so far."""
+        self.spans.keep = message_validation.integer(message, "keep", 0)
+        measured = gather(self.spans, self._work_spans())
+        answer = spans_message(message, self.number, self.spans.clock, measured)
+        self._context.send(COORDINATOR, answer)
+
+    def _run(
+        self,
+        step: Step,
+        what: str,
+        job: Callable[[], Any],
+        then: Callable[[Any], None],
+        op: int | None = None,
+    ) -> None:
         """Run a job; its result counts only while its step is in flight."""
         self._jobs += 1
+        span = self.spans.span(self.lane, what, step=step.number or None, op=op)
 
         def done(result: Any) -> None:
             self._jobs -= 1
@@ -120,4 +148,4 @@ class ProtocolNode(ABC, Generic[Step]):
             if step is self._step:
                 self._report(self.epoch, step.number, error)
 
-        self._context.work(job, done, failed)
+        self._context.work(Job(job, done, failed, span))

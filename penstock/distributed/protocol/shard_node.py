@@ -11,7 +11,8 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ from penstock.distributed.protocol.node_base import ProtocolNode
 from penstock.distributed.protocol.node_context import NodeContext
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
 from penstock.distributed.protocol.tree_topology import root
+from penstock.spans import Spans
+from penstock.step_schedule import ByStep
 
 WINDOW = 2  # operations in flight; a store on flash keeps the memory of this many fetches valid
 GRADIENTS = 4  # operations with gradients in progress or in flight: two computing, two going up
@@ -36,6 +39,11 @@ GRADIENTS = 4  # operations with gradients in progress or in flight: two computi
 
 class ShardExecutor(Protocol):
     """The store operations of a shard; the worker calls them one at a time."""
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of its store."""
+        ...
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps that this shard can roll back to, even after a crash.
@@ -90,11 +98,35 @@ class ShardExecutor(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _ShardTransfers:
+    """One shard's part of the transfers of a step.
+
+    `sends` are the numbers of the weight chunks that it sends, by operation. `receives` are the
+    operations of which it receives gradients, with the numbers of their gradient chunks.
+    """
+
+    schedule: TransferSchedule
+    sends: Sequence[Sequence[int]]
+    receives: Sequence[tuple[TransferOperation, Sequence[int]]]
+
+    @classmethod
+    def of(cls, schedule: TransferSchedule, shard: int) -> _ShardTransfers:
+        operations = schedule.operations
+        received = [(op, op.gradients_of(shard)) for op in operations]
+        return cls(
+            schedule,
+            [op.of_shard(shard) for op in operations],
+            [(op, numbers) for op, numbers in received if numbers],
+        )
+
+
 @dataclass
 class _ShardStep:
     """A shard's state of the step in flight; the number is 0 before the epoch's first step."""
 
     number: int
+    transfers: _ShardTransfers
     fetched: int = 0
     is_fetching: bool = False
     credit: int = 0
@@ -115,29 +147,28 @@ class ShardNode(ProtocolNode[_ShardStep]):
         number: its node number.
         shard: the shard that it holds.
         context: carries its messages.
-        transfers: the operations of a step.
+        transfers: the operations of each step.
         work: reads and writes the shard's store.
         window: how many operations' weights may be in flight; equal to the slots of an engine.
         gradients: how many operations may have gradients in progress or in flight.
     """
+
+    lane = "store"
 
     def __init__(
         self,
         number: int,
         shard: int,
         context: NodeContext,
-        transfers: TransferSchedule,
+        transfers: ByStep[TransferSchedule],
         work: ShardExecutor,
         window: int = WINDOW,
         gradients: int = GRADIENTS,
     ) -> None:
-        super().__init__(number, context, _ShardStep)
-        self._shard, self._transfers, self._work = shard, transfers, work
+        own = transfers.map(lambda schedule: _ShardTransfers.of(schedule, shard))
+        super().__init__(number, context, lambda step: _ShardStep(step, own(step)))
+        self._shard, self._work = shard, work
         self._window, self._most_gradients = window, gradients
-        operations = transfers.operations
-        self._sends = [operation.of_shard(shard) for operation in operations]
-        wanted = [(op, op.gradients_of(shard)) for op in operations]
-        self._wanted = [(op, numbers) for op, numbers in wanted if numbers]
         self._streams = False  # whether this replica streams the weights
         self._questions: set[MessageType] = set()  # the coordinator's questions in this epoch
         self.sent_bytes = 0  # weights sent since the node was created
@@ -177,18 +208,24 @@ class ShardNode(ProtocolNode[_ShardStep]):
         if kind is MessageType.HELD_STEPS:
             self._run(
                 step,
+                "held steps",
                 self._work.held_steps,
                 lambda steps: self._notify(kind, {"steps": [int(held) for held in steps]}),
             )
             return
         to = message_validation.integer(message, "to", 0)
-        self._run(step, lambda: self._work.roll_back(to), lambda _: self._notify(kind, {"to": to}))
+        self._run(
+            step,
+            "rollback",
+            lambda: self._work.roll_back(to),
+            lambda _: self._notify(kind, {"to": to}),
+        )
 
     def _begin(self, message: Message) -> None:
         if message.step <= self._step.number:
             return
         is_first = not self._step.number
-        step = self._step = _ShardStep(message.step)
+        step = self._step = self._new_step(message.step)
 
         def ready(_: object) -> None:
             step.begun = True
@@ -202,19 +239,20 @@ class ShardNode(ProtocolNode[_ShardStep]):
             if not self._streams:
                 self._work.settle()
 
-        self._run(step, begin, ready)
+        self._run(step, "begin", begin, ready)
 
     def _fetch_next(self) -> None:
         """Fetch the next operation, if the two limits allow it."""
         step = self._step
         if not self._streams or not step.begun or step.is_fetching:
             return
-        if step.fetched == len(self._transfers.operations):
+        operations = step.transfers.schedule.operations
+        if step.fetched == len(operations):
             return
         if step.fetched >= step.credit + self._window:
             return
-        operation = self._transfers.operations[step.fetched]
-        earlier = sum(op.number < operation.number for op, _ in self._wanted)
+        operation = operations[step.fetched]
+        earlier = sum(op.number < operation.number for op, _ in step.transfers.receives)
         if earlier - step.stored >= self._most_gradients:
             return
         step.is_fetching = True
@@ -225,15 +263,16 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._send_weights(operation, parts)
             self._fetch_next()
 
-        self._run(step, lambda: self._work.fetch(operation), fetched)
+        job = functools.partial(self._work.fetch, operation)
+        self._run(step, "fetch", job, fetched, operation.number)
 
     def _send_weights(
         self, operation: TransferOperation, parts: Sequence[np.ndarray | None]
     ) -> None:
-        view = self._view
+        view, sends = self._view, self._step.transfers.sends
         assert view is not None
         engines, shards = view.engines, len(view.shards)
-        for chunk, part in zip(self._sends[operation.number], parts, strict=True):
+        for chunk, part in zip(sends[operation.number], parts, strict=True):
             size = operation.weights[chunk].size if part is None else part.nbytes
             message = Message(
                 MessageType.WEIGHTS,
@@ -250,14 +289,14 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._context.send(engines[begin], message)
 
     def _take_credit(self, message: Message) -> None:
-        if message.op > len(self._transfers.operations):
+        if message.op > len(self._step.transfers.schedule.operations):
             raise message_validation.refuse(message, f"counts {message.op} operations")
         self._step.credit = max(self._step.credit, message.op)
         self._fetch_next()
 
     def _take_gradient(self, message: Message) -> None:
         step = self._step
-        _, piece = message_validation.gradient_of(self._transfers, message)
+        _, piece = message_validation.gradient_of(step.transfers.schedule, message)
         if piece.shard != self._shard:
             raise message_validation.refuse(
                 message, f"is for shard {piece.shard}, but was sent to shard {self._shard}"
@@ -281,23 +320,25 @@ class ShardNode(ProtocolNode[_ShardStep]):
             step.stored += 1
             self._fetch_next()
 
-        while step.received < len(self._wanted):
-            operation, numbers = self._wanted[step.received]
+        receives = step.transfers.receives
+        while step.received < len(receives):
+            operation, numbers = receives[step.received]
             arrived = step.gradients.get(operation.number, {})
             if len(arrived) < len(numbers):
                 return
             step.gradients[operation.number] = dict.fromkeys(numbers)  # the job owns the memory
             step.received += 1
-            self._run(step, self._receiving(operation, arrived), stored)
+            job = functools.partial(self._work.receive, operation, arrived)
+            self._run(step, "receive", job, stored, operation.number)
         if step.is_prepared:
             return
         step.is_prepared = True
-        self._run(step, self._work.prepare, lambda body: self._notify(MessageType.PREPARED, body))
-
-    def _receiving(
-        self, operation: TransferOperation, arrived: Mapping[int, np.ndarray | None]
-    ) -> Callable[[], None]:
-        return lambda: self._work.receive(operation, arrived)
+        self._run(
+            step,
+            "prepare",
+            self._work.prepare,
+            lambda body: self._notify(MessageType.PREPARED, body),
+        )
 
     def _count_entries(self, message: Message) -> None:
         step = self._step
@@ -313,7 +354,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             sent = message_with(histograms, kind=kind, body=body, **fields)
             self._context.send(COORDINATOR, sent)
 
-        self._run(step, lambda: self._work.histograms(message.payload), counted)
+        job = functools.partial(self._work.histograms, message.payload)
+        self._run(step, "histograms", job, counted)
 
     def _require_prepared(self, message: Message) -> None:
         if not self._step.is_prepared:
@@ -336,4 +378,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             step.answer = answer
             self._notify(MessageType.COMMITTED, answer)
 
-        self._run(step, lambda: self._work.commit(step.number, decision, masks), committed)
+        job = functools.partial(self._work.commit, step.number, decision, masks)
+        self._run(step, "commit", job, committed)
+
+    def _work_spans(self) -> Sequence[Spans]:
+        return self._work.spans

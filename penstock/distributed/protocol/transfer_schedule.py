@@ -18,7 +18,7 @@ from penstock.step_schedule import Sweep
 
 CHUNK_BYTES = 4 << 20
 GRADIENT_WIDTH = 4  # bytes of a float32
-SPARSE_HEADER_BYTES = 48  # of a chunk of a sparse weight, besides its values and its mask
+SPARSE_HEADER_BYTES = 40  # of a chunk of a sparse weight, besides its values and its mask
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class SparseChunk(Chunk):
     """The entries of a sparse weight in elements `begin` to `end`, which are whole granules.
 
     Its bytes depend on the mask: values, and the mask unless the engines have it. `size` is the
-    most of them. A gradient has one number per entry, or per element if the store asks for it.
+    most of them. A gradient has one number per entry; in steps with dense gradients it is a
+    `Chunk`.
     """
 
     @property
@@ -83,13 +84,15 @@ class TransferSchedule:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes that the shards send in a step, whatever the number of engines."""
+        """The bytes that the shards send in a step, whatever the number of engines; the most of
+        them, for sparse weights."""
         return sum(piece.size for op in self.operations for piece in op.weights)
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes that the shards receive in a step."""
-        return sum(piece.size for op in self.operations for piece in op.gradients)
+        """The bytes that the shards receive in a step; the most of them, for sparse weights."""
+        pieces = (piece for op in self.operations for piece in op.gradients)
+        return sum(GRADIENT_WIDTH * (piece.end - piece.begin) for piece in pieces)
 
 
 def chunks(pieces: Sequence[Chunk], chunk_bytes: int = CHUNK_BYTES) -> tuple[Chunk, ...]:

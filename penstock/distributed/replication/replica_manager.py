@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.config import Config, size_above
 from penstock.distributed.control_messages import ReplicaSlot, Role
+from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.protocol import Coordinator
 from penstock.distributed.rendezvous_file import NAME
 from penstock.distributed.replication.rebuild import (
@@ -24,7 +24,7 @@ from penstock.distributed.replication.rebuild import (
 from penstock.distributed.replication.replica_assignment import ReplicaAssignment
 from penstock.distributed.rpc import InvalidResponseError, RpcClient, ShardLostError, StoreClient
 from penstock.distributed.transport import Address
-from penstock.errors import PenstockError, StorageError
+from penstock.errors import StorageError
 from penstock.planning import store_factory
 from penstock.store import Holding
 from penstock.store.flash import DurableStore
@@ -34,37 +34,31 @@ _ATTEMPTS = 3  # attempts at a copy whose failure is not due to either node
 _RESUME = "give the same command again; the run resumes from the last saved step"
 
 
-@dataclass(frozen=True)
-class ManagerHooks:
-    """The functions of the cluster manager that the replica manager calls.
-
-    `report` reports an event, by its kind. `fail` ends the run. `poll` reports queued events in the
-    trainer's thread and raises the error that ended the run. `run_in_endpoint` runs an action in
-    the endpoint's thread. `address` returns the address of a node, None once the node is lost.
-    """
-
-    coordinator: Coordinator
-    report: Callable[[str, str, int | None], None]
-    fail: Callable[[PenstockError], None]
-    poll: Callable[[], None]
-    run_in_endpoint: Callable[[Callable[[], object]], None]
-    should_stop: Callable[[], bool]
-    address: Callable[[int], Address | None]
-
-
 class ReplicaManager:
     """The shards of one run.
 
     Args:
         parts: the part of the program that each shard holds.
         calls: sends RPCs to shards.
-        hooks: functions of the cluster manager.
+        coordinator: decides which nodes take part.
+        event_queue: receives events and the error that ends the run.
+        run_in_endpoint: runs an action in the endpoint's thread, and waits for its end.
+        addresses: those of the nodes that are not lost.
     """
 
     def __init__(
-        self, config: Config, parts: Sequence[Holding], calls: RpcClient, hooks: ManagerHooks
+        self,
+        config: Config,
+        parts: Sequence[Holding],
+        calls: RpcClient,
+        coordinator: Coordinator,
+        event_queue: EventQueue,
+        run_in_endpoint: Callable[[Callable[[], object]], None],
+        addresses: Mapping[int, Address],
     ) -> None:
-        self._config, self._parts, self._calls, self._hooks = config, parts, calls, hooks
+        self._config, self._parts, self._calls = config, parts, calls
+        self._coordinator, self._event_queue = coordinator, event_queue
+        self._run_in_endpoint, self._addresses = run_in_endpoint, addresses
         self.assignment = ReplicaAssignment(len(parts), config.store.replicas)
 
     # In the trainer's thread
@@ -72,7 +66,7 @@ class ReplicaManager:
     def remote(self) -> list[StoreClient]:
         """Return the shards' clients once all shards have joined."""
         while not self.assignment.wait(_POLL_SECONDS):
-            self._hooks.poll()
+            self._event_queue.poll()
         return [
             StoreClient(
                 part,
@@ -89,13 +83,13 @@ class ReplicaManager:
 
     def _evict(self, node: int, error: InvalidResponseError) -> None:
         """Remove a node that has sent a malformed reply."""
-        self._hooks.run_in_endpoint(lambda: self._hooks.coordinator.lost(node, str(error)))
+        self._run_in_endpoint(lambda: self._coordinator.lost(node, str(error)))
 
     def _await_holder(self, shard: int) -> None:
         """Wait until a node holds a shard. Raises `StorageError` if a stop is requested."""
         while not self.assignment.nodes(shard):
-            self._hooks.poll()
-            if self._hooks.should_stop():
+            self._event_queue.poll()
+            if self._event_queue.should_stop():
                 raise StorageError(f"stopped while a shard of the store was lost; {_RESUME}")
             self.assignment.wait_for_holder(shard, _POLL_SECONDS)
 
@@ -110,7 +104,7 @@ class ReplicaManager:
             InterruptedError: a stop was requested.
         """
         learners = self.assignment.learners
-        if not learners or not self._hooks.coordinator.is_agreed:
+        if not learners or not self._coordinator.is_agreed:
             return
         try:
             if on_flash is not None:
@@ -130,7 +124,7 @@ class ReplicaManager:
             except InvalidResponseError as error:
                 self._evict(nodes[0], error)
                 continue
-            self._hooks.run_in_endpoint(functools.partial(self._admit, node))
+            self._run_in_endpoint(functools.partial(self._admit, node))
 
     def _copy(self, shard: int, source: int, target: int) -> None:
         """Copy the state of a shard from one node to another.
@@ -147,8 +141,8 @@ class ReplicaManager:
                     text = f"{attempt} copies in a row failed; the last error: {error}"
                     raise ReplicaRejectedError(text) from error
                 text = f"shard {shard}: a copy failed, and is started again: {error}"
-                self._hooks.report("replica copied again", text, target)
-        self._hooks.report(
+                self._event_queue.emit("replica copied again", text, target)
+        self._event_queue.emit(
             "replica copied",
             f"shard {shard}: node {target} received {size_above(copied)} from node {source} in "
             f"{time.monotonic() - began:.1f} s, and is a replica now",
@@ -163,52 +157,51 @@ class ReplicaManager:
                 raise ShardLostError(lost)
             self._raise_if_stopped()
 
-        address = self._hooks.address(source)
+        address = self._addresses.get(source)
         if address is None:
             raise ShardLostError(lost)
         return copy_shard(self._calls, source, address, target, meanwhile)
 
     def _raise_if_stopped(self) -> None:
-        self._hooks.poll()
-        if self._hooks.should_stop():
+        self._event_queue.poll()
+        if self._event_queue.should_stop():
             raise InterruptedError("stopped while a shard of the store was copied")
 
     def _refuse(self, shard: int, node: int, why: str) -> None:
         """Continue without a replica that could not be built: another attempt would fail too."""
-        hooks = self._hooks
 
         def refuse() -> None:
             self.assignment.retire(node)
             text = f"shard {shard} continues without node {node} as a replica: {why}"
-            hooks.report("replica refused", text, node)
-            hooks.coordinator.lost(node, why)
+            self._event_queue.emit("replica refused", text, node)
+            self._coordinator.lost(node, why)
 
-        hooks.run_in_endpoint(refuse)
+        self._run_in_endpoint(refuse)
 
     # In the endpoint's thread
 
     def _admit(self, node: int) -> None:
-        if self._hooks.coordinator.promote(node):
+        if self._coordinator.promote(node):
             self.assignment.promote(node)
 
     def lost(self, slot: ReplicaSlot, number: int) -> None:
         """Make a lost node's slot vacant; end the run if no state of the shard is left."""
-        hooks, shard, why = self._hooks, slot.shard, f"shard {slot.shard} of the store was lost"
+        shard, why = slot.shard, f"shard {slot.shard} of the store was lost"
         was_complete = self.assignment.was_complete
         self.assignment.lose(number)
         if not was_complete:
-            hooks.fail(
+            self._event_queue.fail(
                 StorageError(f"{why} before all shards had joined; give the same command again")
             )
         elif not self.assignment.is_held(shard) and self._config.store.flash.path is None:
-            hooks.fail(
+            self._event_queue.fail(
                 StorageError(
                     f"{why}, and the state in its memory; give the same command again; the run "
                     "resumes from the last checkpoint"
                 )
             )
         elif self._config.cluster.start == "listen":
-            hooks.report("shard wanted", self._how_to_start(shard), number)
+            self._event_queue.emit("shard wanted", self._how_to_start(shard), number)
         self._calls.lost(number, f"{why}; {_RESUME}")
 
     def _how_to_start(self, shard: int) -> str:

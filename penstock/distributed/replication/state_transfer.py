@@ -17,26 +17,20 @@ import numpy as np
 
 from penstock.distributed.control_messages import address_of
 from penstock.distributed.protocol import (
+    Job,
     Message,
     MessageType,
     NodeContext,
     message_validation,
     message_with,
 )
-from penstock.distributed.rpc import RpcMessage
+from penstock.distributed.rpc import OwnedShard, RpcMessage
 from penstock.distributed.transport import Address
 from penstock.errors import ClusterError
-from penstock.store import Portions, Store, portions_of
+from penstock.store import Portions, portions_of
 
 WINDOW = 4  # portions that are requested and not written yet
 SILENCE = 60.0  # seconds in which a requested portion must arrive
-
-
-class HeldStore(Protocol):
-    """The store of a node."""
-
-    @property
-    def store(self) -> Store: ...
 
 
 class PeerDirectory(Protocol):
@@ -52,7 +46,7 @@ class SnapshotSender:
     """Sends this node's state to another node, portion by portion."""
 
     def __init__(
-        self, number: int, storage: HeldStore, context: NodeContext, network: PeerDirectory
+        self, number: int, storage: OwnedShard, context: NodeContext, network: PeerDirectory
     ) -> None:
         self._number, self._storage, self._context = number, storage, context
         self._network = network
@@ -80,7 +74,7 @@ class SnapshotSender:
         def failed(error: Exception) -> None:
             answer(None, body={"error": type(error).__name__, "text": str(error)})
 
-        self._context.work(read, lambda found: answer(*found), failed)
+        self._context.work(Job(read, lambda found: answer(*found), failed))
 
     def _read(self, number: int) -> np.ndarray:
         if self._portions is None or number == 0:
@@ -118,7 +112,7 @@ class SnapshotReceiver:
     def __init__(
         self,
         number: int,
-        storage: HeldStore,
+        storage: OwnedShard,
         context: NodeContext,
         network: PeerDirectory,
         answer: Callable[[int, RpcMessage], None],
@@ -159,7 +153,7 @@ class SnapshotReceiver:
             copy.received_at = time.monotonic()
             self._request_more(copy)
 
-        self._context.work(open_portions, opened, lambda error: self._fail(copy, "target", error))
+        self._work(copy, open_portions, opened)
 
     def cancel(self, why: str) -> None:
         """Cancel the running copy, if any."""
@@ -224,7 +218,11 @@ class SnapshotReceiver:
                 copy.count = len(portions.sizes)  # the first portion may announce the others
                 self._request_more(copy)
 
-        self._context.work(write, written, lambda error: self._fail(copy, "target", error))
+        self._work(copy, write, written)
+
+    def _work(self, copy: _Copy, run: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Run a job of a copy, which fails if the job fails."""
+        self._context.work(Job(run, then, lambda error: self._fail(copy, "target", error)))
 
     def tick(self, now: float) -> None:
         """Fail the copy if a requested portion is overdue."""

@@ -25,17 +25,21 @@ from penstock.distributed.rpc.rpc import (
     error_class,
     frames,
 )
+from penstock.distributed.rpc.shard_storage import InProcessShard, OwnedShard, ShardStorage
 from penstock.distributed.rpc.store_client import StoreClient
 
 __all__ = [
     "WRITE_BYTES",
     "FrameAssembler",
+    "InProcessShard",
     "InvalidResponseError",
+    "OwnedShard",
     "PendingCall",
     "RpcClient",
     "RpcMessage",
     "ShardLostError",
     "ShardReport",
+    "ShardStorage",
     "StoreClient",
     "body_of_decision",
     "body_of_report",

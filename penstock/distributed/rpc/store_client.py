@@ -96,7 +96,7 @@ class StoreClient:
         self.step = 0  # of the shard's last response
         self.memory_bytes: Mapping[str, int] = {}
         self.flash_bytes = 0
-        self.flash_rule = FlashTraffic()
+        self.flash_rule, self.spans = FlashTraffic(), ()  # those of its nodes come by message
         self._calls, self._nodes, self._await_node, self._copy = calls, nodes, await_node, copy
         self._refuse, self._rule, self._replicas = refuse, rule, replicas
         self._roles: dict[str, dict[str, Stored]] = {}

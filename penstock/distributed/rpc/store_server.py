@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,21 +20,11 @@ from penstock.distributed.rpc.mask_codec import (
     open_selections_of,
 )
 from penstock.distributed.rpc.rpc import Arrays, RpcMessage
+from penstock.distributed.rpc.shard_storage import OwnedShard
 from penstock.errors import ClusterError, PenstockError
 from penstock.sparsity import StreamedWeight, compact_bytes
-from penstock.store import Store, portions_of, sparse_shard
+from penstock.store import portions_of, sparse_shard
 from penstock.store.flash import FlashStore
-
-
-class OpenableShard(Protocol):
-    """The storage of a shard: its store can be opened, closed, and opened again."""
-
-    @property
-    def store(self) -> Store: ...
-
-    def open(self, must_hold: bool = False) -> Store: ...
-
-    def close(self) -> None: ...
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -45,7 +35,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return flat.numpy()
 
 
-def respond(storage: OpenableShard, content: RpcMessage) -> RpcMessage:
+def respond(storage: OwnedShard, content: RpcMessage) -> RpcMessage:
     """Execute a call, and return the response.
 
     An error is a response, too. Every other response except to `close` has the store's step after
@@ -65,7 +55,7 @@ def respond(storage: OpenableShard, content: RpcMessage) -> RpcMessage:
         return RpcMessage({"error": "ClusterError", "text": f"{type(error).__name__}: {error}"})
 
 
-def _open(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _open(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store = storage.open()
     rule = store.flash_rule
     return RpcMessage(
@@ -78,12 +68,12 @@ def _open(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) 
     )
 
 
-def _close(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _close(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     storage.close()
     return RpcMessage()
 
 
-def _status(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _status(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store = storage.store
     if not isinstance(store, FlashStore):
         return RpcMessage()
@@ -92,14 +82,14 @@ def _status(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
     )
 
 
-def _fetch(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _fetch(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     positions = arguments["positions"]
     if positions is not None:
         positions = [int(position) for position in positions]
     return _numbered(storage.store.fetch(int(arguments["stage"]), positions))
 
 
-def _stream(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _stream(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     return _numbered(storage.store.stream([str(name) for name in arguments["names"]]))
 
 
@@ -116,7 +106,7 @@ def _numbered(weights: Sequence[StreamedWeight]) -> RpcMessage:
     return RpcMessage(body, arrays)
 
 
-def _mask(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _mask(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     index = sparse_shard(storage.store).mask(str(arguments["name"]))
     if index is None:
         raise ClusterError(f"{arguments['name']} is dense and has no mask")
@@ -124,13 +114,13 @@ def _mask(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) 
     return RpcMessage({"kept": index.kept}, {"mask": data})
 
 
-def _histograms(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _histograms(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     selections = open_selections_of(arrays.get("selections"))
     histograms = sparse_shard(storage.store).histograms(selections)
     return RpcMessage({}, {"histograms": bytes_of_histograms(histograms)})
 
 
-def _receive(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _receive(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store, gradients = storage.store, []
     for name in arguments["names"]:
         found = arrays.get(str(name))
@@ -141,34 +131,32 @@ def _receive(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Array
     return RpcMessage()
 
 
-def _prepare(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _prepare(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     return RpcMessage(body_of_report(storage.store.prepare()))
 
 
-def _decide(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _decide(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     changes, replaces_update = masks_of_payload(arrays.get("masks"))
     decision = replace(decision_of(arguments), masks=changes, replaces_update=replaces_update)
     storage.store.decide(decision)
     return RpcMessage()
 
 
-def _discard(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _discard(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     storage.store.discard()
     return RpcMessage()
 
 
-def _flush(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _flush(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     storage.store.flush()
     return RpcMessage()
 
 
-def _unchanged(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _unchanged(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     return RpcMessage({"unchanged": list(storage.store.unchanged())})
 
 
-def _take_traffic(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
-) -> RpcMessage:
+def _take_traffic(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     taken = storage.store.take_traffic()
     return RpcMessage(
         {
@@ -179,7 +167,7 @@ def _take_traffic(
 
 
 def _take_flash_traffic(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+    storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays
 ) -> RpcMessage:
     taken = storage.store.take_flash_traffic()
     return RpcMessage(
@@ -187,7 +175,7 @@ def _take_flash_traffic(
     )
 
 
-def _roles(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _roles(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     roles = storage.store.roles(str(arguments["name"]))
     return RpcMessage(
         {
@@ -199,34 +187,30 @@ def _roles(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays)
     )
 
 
-def _read(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _read(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     begin, end = int(arguments["begin"]), int(arguments["end"])
     values = storage.store.read(str(arguments["name"]), str(arguments["role"]), begin, end)
     return RpcMessage({}, {"values": values})
 
 
-def _begin_restore(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
-) -> RpcMessage:
+def _begin_restore(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     storage.store.begin_restore()
     return RpcMessage()
 
 
-def _write(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _write(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     begin = int(arguments["begin"])
     storage.store.write(str(arguments["name"]), str(arguments["role"]), begin, arrays["values"])
     return RpcMessage()
 
 
-def _clear_state(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
-) -> RpcMessage:
+def _clear_state(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     storage.store.clear_state(str(arguments["name"]))
     return RpcMessage()
 
 
 def _finish_restore(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
+    storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays
 ) -> RpcMessage:
     step, updates = int(arguments["step"]), arguments.get("updates")
     if updates is None:
@@ -236,24 +220,20 @@ def _finish_restore(
     return RpcMessage()
 
 
-def _content_hash(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
-) -> RpcMessage:
+def _content_hash(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     return RpcMessage({"hash": storage.store.content_hash()})
 
 
-def _checksum(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _checksum(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     return RpcMessage({"checksum": portions_of(storage.store).checksum()})
 
 
-def _remember(storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
+def _remember(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     storage.store.remember(dict(arguments["extra"]))
     return RpcMessage()
 
 
-def _make_durable(
-    storage: OpenableShard, arguments: Mapping[str, Any], arrays: Arrays
-) -> RpcMessage:
+def _make_durable(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     store = storage.store
     if not isinstance(store, FlashStore):
         raise ClusterError("a shard in memory was asked to make its step durable")
@@ -261,7 +241,7 @@ def _make_durable(
     return RpcMessage()
 
 
-METHODS: Mapping[str, Callable[[OpenableShard, Mapping[str, Any], Arrays], RpcMessage]] = {
+METHODS: Mapping[str, Callable[[OwnedShard, Mapping[str, Any], Arrays], RpcMessage]] = {
     "open": _open,
     "close": _close,
     "status": _status,

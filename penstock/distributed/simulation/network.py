@@ -20,6 +20,7 @@ from penstock.distributed.protocol import (
     HEADER_BYTES,
     BoundContext,
     Coordinator,
+    Job,
     Message,
     MessageType,
     sent_on,
@@ -38,9 +39,6 @@ class Links:
     def seconds(self, size: int) -> float:
         """Return for how many seconds a message of `size` bytes occupies a card."""
         return (HEADER_BYTES + size) / self.bytes_per_second
-
-
-_Job = tuple[Callable[[], Any], Callable[[Any], None], Callable[[Exception], None]]
 
 
 class Node(Protocol):
@@ -85,7 +83,7 @@ class Network:
         self._order = itertools.count()
         self._sending_until: dict[int, float] = defaultdict(float)  # when a card is free to send
         self._receiving_until: dict[int, float] = defaultdict(float)
-        self._jobs: dict[int, deque[_Job]] = defaultdict(deque)
+        self._jobs: dict[int, deque[Job]] = defaultdict(deque)
         self._working: set[int] = set()  # the nodes whose worker is running a job
         self._dead: set[int] = set()
         self._cut_off: set[int] = set()  # dead nodes whose process continues
@@ -154,6 +152,10 @@ class Network:
 
     # The node context
 
+    def clock(self) -> float:
+        """Return the simulated time."""
+        return self.now
+
     def send(self, sender: int, to: int, message: Message) -> None:
         """Send a message, subject to the faults."""
         if sender in self._dead:
@@ -170,19 +172,13 @@ class Network:
             arguments = (sender, to, self.now, carried)
             self._at(arrival, self._unless_stopped, (to, self._deliver, arguments))
 
-    def work(
-        self,
-        number: int,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def work(self, number: int, job: Job) -> None:
         """Run a job when the node's worker is free; the job takes `cost` seconds.
 
         The effects of the job happen at its start. The node receives the result at its end, if the
         node is still alive.
         """
-        self._jobs[number].append((job, then, failed))
+        self._jobs[number].append(job)
         if number not in self._working:
             self._begin_job(number)
 
@@ -190,22 +186,24 @@ class Network:
         heapq.heappush(self._events, (when, next(self._order), action, arguments))
 
     def _begin_job(self, number: int) -> None:
-        job, then, failed = self._jobs[number].popleft()
+        job = self._jobs[number].popleft()
         self._working.add(number)
         report: Callable[[], None]
+        job.span.__enter__()
         try:
-            result = job()
+            result = job.run()
         except Exception as error:  # the node reports the error, as with a real worker
-            report = functools.partial(failed, error)
+            report = functools.partial(job.failed, error)
         else:
-            report = functools.partial(then, result)
+            report = functools.partial(job.then, result)
         end = self.now + self._cost(number)
-        self._at(end, self._unless_stopped, (number, self._end_job, (number, report)))
+        self._at(end, self._unless_stopped, (number, self._end_job, (number, job, report)))
 
-    def _end_job(self, number: int, report: Callable[[], None]) -> None:
+    def _end_job(self, number: int, job: Job, report: Callable[[], None]) -> None:
         if number in self._dead:
             return
         self._working.discard(number)
+        job.span.__exit__(None, None, None)
         report()
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)

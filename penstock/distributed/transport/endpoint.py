@@ -8,6 +8,7 @@ actions for this thread. A peer is accepted after it has proved that it has the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import random
@@ -16,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from penstock.distributed.protocol import COORDINATOR, BoundContext, Message, MessageType
+from penstock.distributed.protocol import COORDINATOR, BoundContext, Job, Message, MessageType
 from penstock.distributed.transport import handshake
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.connection import Connection
@@ -48,7 +49,7 @@ class _LocalNode:
     """A node of this process, and the thread that runs its jobs."""
 
     node: EndpointNode
-    jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None], Any] | None]
+    jobs: queue.SimpleQueue[Job | None]
     is_removed: bool = False  # jobs that have not begun are dropped
     thread: threading.Thread | None = None
 
@@ -234,17 +235,15 @@ class Endpoint:
             arguments = (sender, to, self._addresses[to], message.epoch)
             threading.Thread(target=self._open, args=arguments, daemon=True).start()
 
-    def work(
-        self,
-        number: int,
-        job: Callable[[], Any],
-        then: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Run a job of a local node after its earlier jobs; then call `then` or `failed`."""
+    def clock(self) -> float:
+        """Return the time by this host's clock."""
+        return time.perf_counter()
+
+    def work(self, number: int, job: Job) -> None:
+        """Run a job of a local node after its earlier jobs."""
         local = self._local_nodes.get(number)
         if local is not None:
-            local.jobs.put((job, then, failed))
+            local.jobs.put(job)
 
     def _open(self, sender: int, to: int, address: Address, epoch: int) -> None:
         """Open a connection to a node; messages to the node wait meanwhile."""
@@ -376,16 +375,16 @@ class Endpoint:
             self._add_connection(stream)
 
     def _do_jobs(self, local: _LocalNode) -> None:
-        while (task := local.jobs.get()) is not None:
-            job, then, failed = task
+        while (job := local.jobs.get()) is not None:
             if local.is_removed:
                 return
             try:
-                result = job()
+                with job.span:
+                    result = job.run()
             except Exception as error:  # the node reports the error
-                self.call(lambda error=error, failed=failed: failed(error))  # type: ignore[misc]
+                self.call(functools.partial(job.failed, error))
             else:
-                self.call(lambda result=result, then=then: then(result))  # type: ignore[misc]
+                self.call(functools.partial(job.then, result))
 
 
 def own_host(address: Address) -> str:

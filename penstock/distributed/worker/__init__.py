@@ -8,14 +8,12 @@ if TYPE_CHECKING:
     from penstock.distributed.worker.main import NAME, TOKEN, Worker
     from penstock.distributed.worker.node_adapters import WorkerShard
     from penstock.distributed.worker.shard_executor import LocalShardExecutor
-    from penstock.distributed.worker.shard_storage import InProcessShard
 
-__all__ = ["NAME", "TOKEN", "InProcessShard", "LocalShardExecutor", "Worker", "WorkerShard"]
+__all__ = ["NAME", "TOKEN", "LocalShardExecutor", "Worker", "WorkerShard"]
 
 __getattr__ = lazily(
     __name__,
     {
-        "InProcessShard": "shard_storage",
         "LocalShardExecutor": "shard_executor",
         "NAME": "main",
         "TOKEN": "main",

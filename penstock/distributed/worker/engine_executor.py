@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,9 @@ from penstock.distributed.worker.sparse_transfer import ReceivedMasks, entries_i
 from penstock.engine import Batch, Engine, compute, micro_batches, target_of
 from penstock.kernels.memory import allocate
 from penstock.program import Program, WeightSpec, largest_stage
+from penstock.spans import Spans
 from penstock.sparsity import StreamedWeight
-from penstock.step_schedule import StepSchedule
-from penstock.telemetry import Spans
+from penstock.step_schedule import ByStep, StepSchedule
 
 _ALIGNMENT = 64
 
@@ -25,19 +25,21 @@ class LocalEngineExecutor:
     """Feeds an engine with received weights and returns its gradients.
 
     The weights of an operation are assembled in one of `WINDOW` buffers, each as large as the
-    largest stage. At most `WINDOW` operations are in flight.
+    largest stage. At most `WINDOW` operations are in flight. The operations of every step read the
+    same weights.
     """
 
     def __init__(
         self,
         engine: Engine,
         program: Program,
-        schedule: StepSchedule,
+        schedules: ByStep[StepSchedule],
         device: str = "cpu",
     ) -> None:
-        self._engine, self._schedule = engine, schedule
+        self._engine = engine
+        self._schedules, self._schedule = schedules, schedules.usual  # and that of the step
         self._places: list[list[tuple[int, WeightSpec]]] = []
-        for operation in schedule.operations:
+        for operation in schedules.usual.operations:
             begin, places = 0, []
             for spec in (program.weights[name] for name in operation.weights):
                 places.append((begin, spec))
@@ -48,7 +50,7 @@ class LocalEngineExecutor:
         self._micro_batches = 0
         self._spans, self._computed = Spans(), 0  # and the number of micro-batches computed so far
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
-        self._weights, self._masks = program.weights, ReceivedMasks()
+        self._masks = ReceivedMasks()
         # Chunks of sparse weights, whose places follow from their masks, by operation.
         self._chunks: dict[int, dict[SparseChunk, np.ndarray]] = {}
 
@@ -66,6 +68,7 @@ class LocalEngineExecutor:
         """Begin a step with these rows."""
         first, total, count = int(part["first"]), int(part["total"]), int(part["count"])
         self._micro_batches = count
+        self._schedule = self._schedules(step)
         self._chunks.clear()
         tensors = {name: torch.from_numpy(array) for name, array in rows.items()}
         self._engine.begin(
@@ -99,16 +102,22 @@ class LocalEngineExecutor:
 
     def _compute(self, operation: TransferOperation) -> Sequence[PartialSum]:
         engine = self._engine
-        engine.load(operation.stage, self._received(operation))
-        pending = compute(engine, self._schedule.operations[operation.number])
+        scheduled = self._schedule.operations[operation.number]
+        engine.load(operation.stage, self._received(operation, scheduled.dense_gradients))
+        pending = compute(engine, scheduled)
         nodes: Sequence[PartialSum] = [] if pending is None else pending.wait()
         if self._target.has_own_memory:
             self._target.synchronize()  # the buffer is reused when this returns
             nodes = [_kept(node) for node in nodes]
         return nodes
 
-    def _received(self, operation: TransferOperation) -> list[StreamedWeight]:
-        """Return the weights of an operation, all of whose chunks are placed."""
+    def _received(
+        self, operation: TransferOperation, dense_gradients: Collection[str]
+    ) -> list[StreamedWeight]:
+        """Return the weights of an operation, all of whose chunks are placed.
+
+        **Arguments:** `dense_gradients` are the sparse weights whose dense gradients are computed.
+        """
         buffer = self._buffers[operation.number % WINDOW]
         payloads = self._chunks.pop(operation.number, {})
         weights: list[StreamedWeight] = []
@@ -117,7 +126,9 @@ class LocalEngineExecutor:
             if spec.is_sparse:
                 pieces = (piece for piece in operation.weights if piece.tensor == tensor)
                 chunks = [piece for piece in pieces if isinstance(piece, SparseChunk)]
-                weights.append(self._masks.weight(spec, chunks, payloads, place))
+                weight = self._masks.weight(spec, chunks, payloads, place)
+                is_dense = spec.name in dense_gradients
+                weights.append(replace(weight, dense_gradient=True) if is_dense else weight)
             else:
                 weights.append(torch.from_numpy(place).view(spec.stream_dtype).view(spec.shape))
         return weights
@@ -128,8 +139,6 @@ class LocalEngineExecutor:
         """Return the part of a sparse weight's flat gradient that is in a chunk."""
         assert isinstance(piece, SparseChunk)
         name = self._schedule.operations[operation.number].gradients[piece.tensor]
-        if gradient.numel() == self._weights[name].elements:
-            return gradient[piece.begin : piece.end]
         part = gradient[entries_in(self._masks.index(name), piece)]
         return part if part.numel() else torch.zeros(1)
 

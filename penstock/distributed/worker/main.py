@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.distributed.control_messages import Assignment, Role
-from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
+from penstock.distributed.protocol import (
+    COORDINATOR,
+    EngineNode,
+    Job,
+    Message,
+    MessageType,
+    ShardNode,
+)
 from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.transport import Connection, Endpoint, own_host
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
@@ -180,7 +187,7 @@ class Worker:
             log.error("the store was not closed cleanly: %s", error)
             closed.set()
 
-        self._endpoint.context(self._number).work(close, lambda _: None, failed)
+        self._endpoint.context(self._number).work(Job(close, lambda _: None, failed))
         if not closed.wait(timeout=_CLOSE_SECONDS):
             log.error("the store was not closed within %.0f s", _CLOSE_SECONDS)
 

@@ -6,11 +6,17 @@ A shard's adapter also serves RPCs on the store and sends and receives snapshots
 from __future__ import annotations
 
 from penstock.distributed.control_messages import addresses_of
-from penstock.distributed.protocol import COORDINATOR, EngineNode, Message, MessageType, ShardNode
+from penstock.distributed.protocol import (
+    COORDINATOR,
+    EngineNode,
+    Job,
+    Message,
+    MessageType,
+    ShardNode,
+)
 from penstock.distributed.replication import SnapshotReceiver, SnapshotSender
-from penstock.distributed.rpc import FrameAssembler, RpcMessage, frames, store_server
+from penstock.distributed.rpc import FrameAssembler, OwnedShard, RpcMessage, frames, store_server
 from penstock.distributed.transport import Endpoint
-from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import ClusterError, CorruptionError, PenstockError
 
 
@@ -108,7 +114,7 @@ class WorkerShard(WorkerNode):
             text = f"{type(error).__name__}: {error}"
             self._answer_error(number, ClusterError(text))
 
-        self._context.work(pack, send, failed)
+        self._context.work(Job(pack, send, failed))
 
     def _answer_error(self, number: int, error: PenstockError) -> None:
         self._answer(number, RpcMessage({"error": type(error).__name__, "text": str(error)}))

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import size_above
 from penstock.distributed.control_messages import Opens, ReplicaSlot
 from penstock.distributed.protocol import EngineNode, NodeContext, ShardNode, TransferSchedule
-from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
+from penstock.distributed.rpc import OwnedShard
+from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.distributed.worker.shard_storage import OwnedShard
 from penstock.errors import UnfitHostError
 from penstock.program import Program
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import ByStep, StepSchedule
 
 if TYPE_CHECKING:
     from penstock.compiler import Products
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class EngineRole:
     """The engine role."""
 
-    def __init__(self, work: LocalEngineExecutor, transfers: TransferSchedule) -> None:
+    def __init__(self, work: LocalEngineExecutor, transfers: ByStep[TransferSchedule]) -> None:
         self.work, self.transfers = work, transfers
 
     def node(self, number: int, context: NodeContext) -> EngineNode:
@@ -48,7 +48,11 @@ class ShardRole:
     """The role of a shard of the store: keeps weights and optimizer state."""
 
     def __init__(
-        self, shard: int, storage: OwnedShard, work: LocalShardExecutor, transfers: TransferSchedule
+        self,
+        shard: int,
+        storage: OwnedShard,
+        work: LocalShardExecutor,
+        transfers: ByStep[TransferSchedule],
     ) -> None:
         self.storage, self.transfers = storage, transfers
         self._shard, self._work = shard, work
@@ -76,15 +80,15 @@ class _Compiled:
     config: Config
     program: Program
     recompute: frozenset[int]
-    schedule: StepSchedule
-    transfers: TransferSchedule
+    schedules: ByStep[StepSchedule]
+    transfers: ByStep[TransferSchedule]
 
 
 def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compiled:
     """Compile the run's model for one kind of device, as the run specification says."""
     from penstock.config import Config
     from penstock.engine import set_threads
-    from penstock.planning import builders
+    from penstock.planning import builders, mask_rule_of
 
     config = Config.from_mapping(spec["config"])
     set_threads(spec["threads"])
@@ -106,9 +110,10 @@ def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compi
     )
     recompute = frozenset(spec["recompute"])
     shards = int(spec["shards"])
-    schedule = StepSchedule.of(program, recompute)
-    transfers = transfers_of(program, schedule, placement_of(program, shards), shards)
-    return _Compiled(config, program, recompute, schedule, transfers)
+    rule = mask_rule_of(config, program)
+    schedules = StepSchedule.by_step(program, recompute, rule.policy if rule else None)
+    transfers = transfers_by_step(program, schedules, shards)
+    return _Compiled(config, program, recompute, schedules, transfers)
 
 
 def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
@@ -134,7 +139,7 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
         budget_bytes=spec["engine_bytes"],
         sparse=sparse,
     )
-    work = LocalEngineExecutor(engine, compiled.program, compiled.schedule, device)
+    work = LocalEngineExecutor(engine, compiled.program, compiled.schedules, device)
     digest = engine_digest(compiled.program, compiled.transfers, device, products, record)
     return BuiltRole(dict(spec), EngineRole(work, compiled.transfers), digest)
 
@@ -155,7 +160,7 @@ def build_shard(spec: Mapping[str, Any], slot: ReplicaSlot, opens: Opens) -> Bui
     elif opens == "empty":
         owned.open_empty()
     has_replica = compiled.config.store.replicas > 1
-    work = LocalShardExecutor(owned, shard, compiled.schedule, has_replica)
+    work = LocalShardExecutor(owned, shard, compiled.schedules, has_replica)
     digest = shard_digest(compiled.program, compiled.transfers)
     return BuiltRole(dict(spec), ShardRole(shard, owned, work, compiled.transfers), digest)
 

@@ -15,18 +15,19 @@ import torch
 
 from penstock.distributed.protocol import SparseChunk, TransferOperation
 from penstock.distributed.rpc import (
+    ShardStorage,
     body_of_report,
     bytes_of_histograms,
     decision_of,
     masks_of_payload,
     open_selections_of,
 )
-from penstock.distributed.worker.shard_storage import ShardStorage
 from penstock.distributed.worker.sparse_transfer import entries_in, packed_chunk
 from penstock.errors import ClusterError, ProtocolError
 from penstock.program import WeightSpec
+from penstock.spans import Spans
 from penstock.sparsity import SparseWeight
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import ByStep, StepSchedule
 from penstock.store import (
     HeldSparseShard,
     ReplicatedStore,
@@ -48,16 +49,21 @@ class LocalShardExecutor:
         self,
         storage: ShardStorage,
         shard: int,
-        schedule: StepSchedule,
+        schedules: ByStep[StepSchedule],
         has_replica: bool = False,
     ) -> None:
-        self._schedule = schedule
+        self._schedules, self._schedule = schedules, schedules.usual  # and that of the step
         self._storage, self._shard, self._has_replica = storage, shard, has_replica
         self._sent_masks: dict[str, int] = {}  # versions that the engines of this epoch have
 
     @property
     def _store(self) -> Store:
         return self._storage.store
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of the store."""
+        return self._storage.spans
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back."""
@@ -78,6 +84,7 @@ class LocalShardExecutor:
                 f"shard {self._shard}: step {step} expects the state of step {step - 1}, the "
                 f"store has step {self._store.step}"
             )
+        self._schedule = self._schedules(step)
         self._store.discard()
 
     def settle(self) -> None:
@@ -125,6 +132,8 @@ class LocalShardExecutor:
             if gradient is None:
                 continue
             spec = held.weights[trained[piece.tensor]]
+            if spec.is_sparse:
+                self._require_due(spec.name, is_dense=not isinstance(piece, SparseChunk))
             if isinstance(piece, SparseChunk):
                 self._put_entries(tensors, spec, piece, gradient)
                 continue
@@ -142,13 +151,9 @@ class LocalShardExecutor:
         gradient: np.ndarray,
     ) -> None:
         """Put a chunk of a sparse weight's gradient into its place."""
-        store = self._sparse_store
-        index = store.mask(spec.name)
+        index = self._sparse_store.mask(spec.name)
         assert index is not None
-        is_dense = store.needs_dense_gradient(spec.name)
         place = entries_in(index, chunk)
-        if is_dense:
-            place = slice(chunk.begin - index.begin, chunk.end - index.begin)
         count = place.stop - place.start
         if gradient.size != max(1, count):
             raise ProtocolError(
@@ -156,8 +161,18 @@ class LocalShardExecutor:
                 f"{chunk.end}, got {gradient.size}; do all nodes have the same masks?"
             )
         if spec.name not in tensors:
-            tensors[spec.name] = torch.empty(spec.shape if is_dense else index.kept)
-        tensors[spec.name].view(-1)[place] = torch.from_numpy(gradient[:count])
+            tensors[spec.name] = torch.empty(index.kept)
+        tensors[spec.name][place] = torch.from_numpy(gradient[:count])
+
+    def _require_due(self, name: str, is_dense: bool) -> None:
+        """Check that the store expects the kind of gradient that the step's schedule names."""
+        store, kinds = self._sparse_store, ("the gradient of its entries", "the dense gradient")
+        expected = store.needs_dense_gradient(name)
+        if expected != is_dense:
+            raise ProtocolError(
+                f"{name}: step {store.step + 1} expects {kinds[expected]}, got {kinds[is_dense]}; "
+                "do all nodes have the same settings of sparsity?"
+            )
 
     @property
     def _sparse_store(self) -> HeldSparseShard:

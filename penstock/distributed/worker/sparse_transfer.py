@@ -1,8 +1,7 @@
 """Sparse weights on the wire: chunks of values, with the mask where the engines do not have it.
 
-A chunk has a header (the mask's version, the numbers of entries and of bytes of its mask, and
-whether the store asks for the dense gradient), its part of the mask in compact form if it is sent,
-and the values.
+A chunk has a header (the mask's version, and the numbers of entries and of bytes of its mask), its
+part of the mask in compact form if it is sent, and the values.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from penstock.sparsity import (
     joined,
 )
 
-_HEADER = struct.Struct("<QQQQ")
+_HEADER = struct.Struct("<QQQ")
 _LENGTH = struct.Struct("<Q")  # of a part of a mask, which zeros follow up to the alignment
 _ALIGNMENT = 8
 assert _HEADER.size + _LENGTH.size + _ALIGNMENT == SPARSE_HEADER_BYTES
@@ -51,8 +50,7 @@ def packed_chunk(weight: SparseWeight, chunk: SparseChunk, with_mask: bool) -> n
         compact = compact_bytes(weight.index.cut(*range_of(weight.index, chunk)))
         mask = _LENGTH.pack(len(compact)) + compact + bytes(-len(compact) % _ALIGNMENT)
     values = weight.values[held].view(torch.uint8).numpy()
-    asks = int(weight.dense_gradient)
-    header = _HEADER.pack(weight.version, held.stop - held.start, len(mask), asks)
+    header = _HEADER.pack(weight.version, held.stop - held.start, len(mask))
     return np.concatenate([np.frombuffer(header + mask, np.uint8), values])
 
 
@@ -61,27 +59,21 @@ class _Part:
     version: int
     kept: int
     mask: np.ndarray  # empty if it was not sent
-    dense_gradient: bool
     values: np.ndarray
-
-    @property
-    def kind(self) -> tuple[int, bool]:
-        """What all chunks of a weight have in common."""
-        return self.version, self.dense_gradient
 
     @classmethod
     def read(cls, name: str, payload: np.ndarray, width: int) -> _Part:
         if payload.nbytes < _HEADER.size:
             raise ProtocolError(f"{name}: expected a header of {_HEADER.size} bytes in a chunk")
-        version, kept, size, asks = _HEADER.unpack_from(payload.data)
+        version, kept, size = _HEADER.unpack_from(payload.data)
         values = payload[_HEADER.size + size :]
-        if asks > 1 or size > payload.nbytes - _HEADER.size or values.nbytes != kept * width:
+        if size > payload.nbytes - _HEADER.size or values.nbytes != kept * width:
             raise ProtocolError(
                 f"{name}: expected a chunk with {kept} values of {width} bytes after {size} bytes "
                 f"of its mask, got {payload.nbytes} bytes in all; do all nodes run the same "
                 "version of Penstock?"
             )
-        return cls(version, kept, payload[_HEADER.size : _HEADER.size + size], bool(asks), values)
+        return cls(version, kept, payload[_HEADER.size : _HEADER.size + size], values)
 
 
 class ReceivedMasks:
@@ -116,7 +108,7 @@ class ReceivedMasks:
         width = spec.stream_dtype.itemsize
         parts = [_Part.read(spec.name, payloads[chunk], width) for chunk in chunks]
         first = parts[0]
-        if any(part.kind != first.kind for part in parts):
+        if any(part.version != first.version for part in parts):
             raise ProtocolError(
                 f"{spec.name}: expected chunks of one version of its mask, got those of versions "
                 f"{sorted({part.version for part in parts})}; do all shards hold the same step?"
@@ -138,8 +130,7 @@ class ReceivedMasks:
         data = place[: kept * width]
         np.concatenate([part.values for part in parts], out=data)
         values = torch.from_numpy(data).view(spec.stream_dtype)
-        asks = first.dense_gradient
-        return SparseWeight(spec.name, spec.shape, values, index, version, asks)
+        return SparseWeight(spec.name, spec.shape, values, index, version)
 
 
 def _mask_of(name: str, chunks: Sequence[SparseChunk], parts: Sequence[_Part]) -> PackedIndex:

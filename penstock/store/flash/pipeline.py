@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ import xxhash
 
 from penstock.errors import PenstockError, StorageError
 from penstock.io import failpoints
+from penstock.spans import Spans
 from penstock.sparsity import PackedIndex
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.changing_weight import ChangedWeight
@@ -95,7 +95,7 @@ class Pipeline:
         self._requested: Sequence[int] = ()
         self._is_urgent = False  # the caller waits for updates: any unit may be evicted
         self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
-        self._read_bytes, self._written_bytes, self._waited_seconds = 0, 0, 0.0
+        self._read_bytes, self._written_bytes, self.spans = 0, 0, Spans()
         self._to_update: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writing = 0  # unfinished jobs of the writer
@@ -239,8 +239,9 @@ class Pipeline:
     def take_traffic(self) -> FlashTraffic:
         """Return the bytes moved and the caller's waiting time since the last call."""
         with self._changed:
-            taken = FlashTraffic(self._read_bytes, self._written_bytes, self._waited_seconds)
-            self._read_bytes, self._written_bytes, self._waited_seconds = 0, 0, 0.0
+            waited_seconds = self.spans.take_seconds("flash")
+            taken = FlashTraffic(self._read_bytes, self._written_bytes, waited_seconds)
+            self._read_bytes, self._written_bytes = 0, 0
         return taken
 
     def close(self) -> None:
@@ -273,9 +274,8 @@ class Pipeline:
     def _wait(self, is_so: Callable[[], bool]) -> None:
         """Wait for a condition under the lock; raise the error of a stopped thread."""
         if not is_so():
-            started = time.perf_counter()
-            self._changed.wait_for(lambda: self._error is not None or is_so())
-            self._waited_seconds += time.perf_counter() - started
+            with self.spans.span("flash", "wait"):
+                self._changed.wait_for(lambda: self._error is not None or is_so())
         if self._error is not None:
             if isinstance(self._error, PenstockError):
                 raise self._error

@@ -142,6 +142,7 @@ class FlashStore:
             opened.callback(self._spill.close)
             self._writes = ExtentWrites(self._file, self._version, self._journal, keep_steps)
             self._pipeline = self._make_pipeline()
+            self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
             self._content = FlashContent(
                 program,

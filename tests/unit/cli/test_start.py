@@ -64,8 +64,8 @@ def test_help_imports_nothing_heavy():
     "arguments",
     [
         ["train", "run.yaml"],
-        ["train", "run.yaml", "optimzer.name=sgd"],
-        ["train", "absent.yaml"],
+        pytest.param(["train", "run.yaml", "optimzer.name=sgd"], marks=pytest.mark.long),
+        pytest.param(["train", "absent.yaml"], marks=pytest.mark.long),
         ["program", "gpt22"],
         ["eval", "absent"],
         ["export", "absent", "out"],

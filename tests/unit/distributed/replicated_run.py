@@ -19,12 +19,14 @@ from store_programs import (
 
 from penstock.config import Config
 from penstock.distributed.control_messages import ReplicaSlot
+from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.distributed.replication.replica_manager import ManagerHooks, ReplicaManager
+from penstock.distributed.replication.replica_manager import ReplicaManager
 from penstock.distributed.replication.state_transfer import SnapshotReceiver, SnapshotSender
 from penstock.distributed.rpc import store_server
 from penstock.distributed.rpc.rpc import RpcMessage, ShardLostError, error_class
 from penstock.store import AdamW
+from penstock.telemetry import ClusterEvent
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
 PROGRAM = make_program(
@@ -69,6 +71,9 @@ class Nodes:
         self.ends: dict[int, tuple[SnapshotSender, SnapshotReceiver]] = {}
         self.reached: set[tuple[int, int]] = set()
         self.most_waiting = 0
+
+    def address_of(self, node: int):
+        return None if node in self.gone else self.address
 
     def of(self, node: int) -> tuple[SnapshotSender, SnapshotReceiver]:
         """The two ends of copies at a node."""
@@ -154,18 +159,18 @@ class _NetworkOf:
         assert (self._node, to) in self._nodes.reached
         self._nodes.todo.append(lambda: self._nodes.deliver(self._node, to, message))
 
-    def work(self, job, then, failed) -> None:
+    def work(self, job) -> None:
         def do() -> None:
             if self._node in self._nodes.gone:
                 return
             try:
-                found = job()
+                found = job.run()
             except Exception as error:
-                failed(error)
+                job.failed(error)
             else:
-                if "write" in getattr(job, "__qualname__", ""):
+                if "write" in getattr(job.run, "__qualname__", ""):
                     self._nodes.came[self._node, "written"] += 1
-                then(found)
+                job.then(found)
 
         self._nodes.todo.append(do)
 
@@ -191,20 +196,11 @@ class Run:
     def __init__(self, make, **store) -> None:
         self.stores = {1: make(1), 2: make(2)}
         self.make = make
-        self.said: list[tuple[str, str]] = []
-        self.failed: list[Exception] = []
+        self._events: list[ClusterEvent] = []
+        self.event_queue = EventQueue(self._events.append, lambda: self.is_stopped)
         self.is_stopped = False
         self.coordinator = Coordinator()
         self.calls = Nodes(self.stores)
-        hooks = ManagerHooks(
-            self.coordinator,
-            lambda kind, text, node=None: self.said.append((kind, text)),
-            self.failed.append,
-            self.look,
-            lambda action: action(),
-            lambda: self.is_stopped,
-            lambda node: None if node in self.calls.gone else self.calls.address,
-        )
         config = Config.from_mapping(
             {
                 "model": "gpt2",
@@ -212,15 +208,28 @@ class Run:
                 "store": {"replicas": 2, **store},
             }
         )
-        self.apart = ReplicaManager(config, [PROGRAM], self.calls, hooks)
+        self.apart = ReplicaManager(
+            config,
+            [PROGRAM],
+            self.calls,
+            self.coordinator,
+            self.event_queue,
+            lambda action: action(),
+            SimpleNamespace(get=self.calls.address_of),
+        )
         for node in (1, 2):
             self.apart.assignment.take(ReplicaSlot(0, node - 1), node)
         (self.shard,) = self.apart.remote()
         self.shard.open()
 
-    def look(self) -> None:
-        if self.failed:
-            raise self.failed[0]
+    @property
+    def said(self) -> list[tuple[str, str]]:
+        self.event_queue.report_all()
+        return [(event.kind, event.text) for event in self._events]
+
+    @property
+    def failed(self) -> bool:
+        return self.event_queue.has_failed
 
     def lose(self, node: int) -> None:
         place = ReplicaSlot(0, self.stores[node].number)

@@ -24,8 +24,11 @@ from penstock.engine import (
 )
 from penstock.engine.lanes import HostLanes
 from penstock.engine.slots import DeviceSlots
+from penstock.engine.sparse_weights import EmptySparse, dense_gradient_bytes
 from penstock.errors import BudgetError, ConfigError
+from penstock.planning.step_flops import StepFlops
 from penstock.sparsity import SparseWeight
+from penstock.step_schedule import StepSchedule
 
 CHOICES = {"kernels": KERNELS, "tiles": TILES}
 
@@ -169,6 +172,26 @@ def test_steps_with_dense_gradients_need_more_and_the_plan_says_so():
     with pytest.raises(BudgetError, match=r"Raise engine\.memory to at least"):
         plan_engine(model.program, len(batches), dense - 1, "never", dense_gradients=True)
     plan_engine(model.program, len(batches), dense - 1, "never")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_schedule_with_dense_gradients_has_the_bytes_of_the_engine_and_the_operations_of_a_step(
+    precision,
+):
+    model, batches = setting("gpt2", precision, n_embd=64)
+    program, kept = model.program, model.program.capacities
+    for is_dense in (False, True):
+        schedule = StepSchedule.of(program, dense_gradients=is_dense)
+        flops = len(batches) * sum(each.flops for each in schedule.operations)
+        assert flops == StepFlops(program, len(batches)).of(kept, is_dense)
+    usual = StepSchedule.of(program).operations
+    for before, after in zip(usual, schedule.operations, strict=True):
+        streamed = [
+            EmptySparse.of(program.weights[name], True) for name in before.gradients if name in kept
+        ]
+        more = sum(map(dense_gradient_bytes, streamed))
+        assert after.transient_bytes - before.transient_bytes == more
+    assert any(each.dense_gradients for each in schedule.operations)
 
 
 def test_devices_with_their_own_memory_refuse_sparse_weights():

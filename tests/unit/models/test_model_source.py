@@ -93,7 +93,9 @@ def test_exported_loss_equals_the_plain_model(family: str, seed: int) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    "family", quick_first(["gpt2", "opt", "llama", "qwen3"], ["gpt2", "llama"])
+)
 def test_causal_attention_needs_no_mask(family: str) -> None:
     tokens = 23  # a size that nothing else has
     graph = export(ModelSource.from_hf_config(fields(family)), tokens=tokens).graph

@@ -10,13 +10,19 @@ import torch
 from penstock.errors import ConfigError
 from penstock.sparsity import Choice, DenseTiles, SparseKernel, choose_product, measurement
 
-CHOICE = Choice(64, SparseKernel(96), SparseKernel(192, 40), DenseTiles(256), bfloat16="dots")
+CHOICE = Choice(SparseKernel(96), SparseKernel(192, 40, 128, "dots"), DenseTiles(256))
 
 
 def test_a_choice_comes_back_from_its_record():
     record = json.loads(json.dumps(CHOICE.as_record()))
     assert Choice.from_record(record) == CHOICE
-    assert record["input_gradient"] == {"way": "sparse", "block_columns": 192, "band_rows": 40}
+    assert record["input_gradient"] == {
+        "way": "sparse",
+        "block_columns": 192,
+        "band_rows": 40,
+        "panel_tokens": 128,
+        "bfloat16": "dots",
+    }
 
 
 @pytest.mark.parametrize(
@@ -25,7 +31,8 @@ def test_a_choice_comes_back_from_its_record():
         {"forward": {"way": "guessed"}},
         {"forward": {"way": "sparse"}},
         {"forward": None},
-        {"panel_tokens": "many"},
+        {"forward": {"way": "sparse", "block_columns": "many"}},
+        {"forward": {"way": "sparse", "block_columns": 16, "bfloat16": "quads"}},
     ],
 )
 def test_a_record_of_something_else_is_refused(change):
@@ -35,8 +42,8 @@ def test_a_record_of_something_else_is_refused(change):
 
 def test_a_record_that_lacks_something_is_refused():
     record = CHOICE.as_record()
-    del record["bfloat16"]
-    with pytest.raises(ConfigError, match="bfloat16"):
+    del record["weight_gradient"]
+    with pytest.raises(ConfigError, match="weight_gradient"):
         Choice.from_record(record)
 
 
@@ -51,7 +58,7 @@ def clock(monkeypatch):
             now[0] += 1.0
         else:
             distance = abs(product.block_columns - 48) + abs(product.band_rows - 64)
-            now[0] += 0.1 + distance + abs(choice.panel_tokens - 64) / 1000
+            now[0] += 0.1 + distance + abs(product.panel_tokens - 64) / 1000
 
     measurement._measured.cache_clear()
     monkeypatch.setattr(measurement._Case, "run", run)
@@ -64,7 +71,7 @@ def clock(monkeypatch):
 def test_the_fastest_way_is_chosen(clock):
     # Panels of 64 tokens of 4 bytes: 48 columns are half of the first cache, 64 rows a band.
     choice = choose_product((100, 300), torch.float32, 0.5, 1000)
-    assert choice == Choice(64, *3 * [SparseKernel(48, 64)])
+    assert choice == Choice(*3 * [SparseKernel(48, 64)])
 
 
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
@@ -82,7 +89,8 @@ def test_a_choice_is_measured_once(clock):
 
 def test_a_choice_of_this_machine_is_one_that_products_take():
     choice = choose_product((48, 64), torch.float32, 0.9, 40)
-    assert choice.panel_tokens == 32
+    ways = (choice.forward, choice.input_gradient, choice.weight_gradient)
+    assert all(way.panel_tokens == 32 for way in ways if isinstance(way, SparseKernel))
     assert Choice.from_record(choice.as_record()) == choice
 
 

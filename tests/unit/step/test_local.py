@@ -19,7 +19,7 @@ from penstock.engine.slots import Arrived
 from penstock.errors import NoTrainingError
 from penstock.planning.step_flops import StepFlops
 from penstock.step.local import StepRunner
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import ByStep, StepSchedule
 
 LAYERS = (
     {"embed": (40, 3), "position": (7, 3)},
@@ -167,8 +167,8 @@ def test_distributed_step_equals_local_step(recompute):
 
     there = store()
     engine = RecordingEngine(weights_of(there))
-    shard = LocalShardExecutor(SimpleNamespace(store=there), 0, schedule)
-    work = LocalEngineExecutor(engine, PROGRAM, schedule)
+    shard = LocalShardExecutor(SimpleNamespace(store=there), 0, ByStep.always(schedule))
+    work = LocalEngineExecutor(engine, PROGRAM, ByStep.always(schedule))
     transfers = transfers_of(PROGRAM, schedule, placement_of(PROGRAM, 1), 1)
     shard.begin(1)
     part = {"first": 0, "total": 1, "count": 1, "seed": 0, "scale": 1.0}

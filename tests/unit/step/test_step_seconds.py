@@ -1,14 +1,12 @@
 """The seconds of a step by a simulated clock: each part is what its calls took, to the bit."""
 
-from types import SimpleNamespace
-
 import pytest
 from plain_training import Recipe, trainer_of
 from tiny_models import language_model
 
 from penstock.errors import NonFiniteError
+from penstock.spans import Spans
 from penstock.step import Batches, StepRunner
-from penstock.telemetry import Spans
 
 RECIPE = Recipe(steps=3, warmup_steps=0, size=4, micro=2)
 COSTS = {"fetch": 2.0, "receive": 4.0, "commit": 8.0, "forward": 16.0, "turn": 32.0, "backward": 64}
@@ -28,8 +26,8 @@ def timed(tmp_path, monkeypatch):
     case = language_model("gpt2")
     trainer, _ = trainer_of(case, RECIPE, tmp_path)
     clock, calls = Clock(), []
-    stopped = SimpleNamespace(perf_counter=lambda: 0.0)  # the store's own, of its updates
-    monkeypatch.setattr("penstock.store.dram.time", stopped)
+    for own in trainer.store.spans:  # of its updates
+        own.clock = lambda: 0.0
 
     def slow(target, name):
         method = getattr(target, name)
@@ -73,8 +71,11 @@ def test_the_parts_of_a_step_are_the_sums_of_its_spans(timed):
         assert done.update_seconds == 0.0
         measured = runner.measured
         assert measured.seconds == {"store": at_store, "engine 0": computing, "gradients": 0.0}
-        assert {span.step for span in measured.spans} == {step}
-        did = [(span.lane, span.what) for span in measured.spans if span.lane != "gradients"]
+        updates = [span for span in measured.spans if span.lane == "update"]
+        assert {span.step for span in updates} == ({step - 1} if step > 1 else set())
+        spans = [span for span in measured.spans if span.lane != "update"]
+        assert {span.step for span in spans} == {step}
+        did = [(span.lane, span.what) for span in spans if span.lane != "gradients"]
         assert [COSTS[what] for _, what in did] == [COSTS[name] for name in calls]
         assert {span.what for span in measured.spans if span.lane == "engine 0"} == {
             "forward",
@@ -88,7 +89,7 @@ def test_the_parts_of_a_step_are_the_sums_of_its_spans(timed):
         assert moved == {"fetch": done.streamed_bytes, "receive": done.gradient_bytes}
         ops = [span.op for span in measured.spans if span.lane == "engine 0"]
         assert ops == list(range(len(ops)))
-        assert measured.spans[-1].end == clock.now
+        assert spans[-1].end == clock.now
 
 
 def test_time_of_an_interrupted_step_is_not_counted_in_the_next(timed, monkeypatch):

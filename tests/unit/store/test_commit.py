@@ -118,7 +118,7 @@ def test_a_shard_refuses_a_commit_whose_decision_is_for_another_step():
     store = training_store(program)
     store.load(random_weights(program, 1).items())
     send(store, gradients_of(program, 1))
-    work = LocalShardExecutor(SimpleNamespace(store=store), 0, StepSchedule.of(program))
+    work = LocalShardExecutor(SimpleNamespace(store=store), 0, StepSchedule.by_step(program))
     decision = CommitRule(LINEAR).decide(program, 1, store.prepare()).decision
     with pytest.raises(ProtocolError, match="expected a decision for step 2, got one for step 1"):
         work.commit(2, body_of_decision(decision))

@@ -24,7 +24,7 @@ from penstock.step_schedule import StepSchedule
 from penstock.store import AdamW, comparing
 
 PROGRAM = make_program(LAYERS, frozen=("position",), stream_dtype=torch.bfloat16)
-SCHEDULE = StepSchedule.of(PROGRAM)
+SCHEDULES = StepSchedule.by_step(PROGRAM)
 STAGE_OF = {name: n for n, layer in reversed([*enumerate(LAYERS)]) for name in layer}
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
 
@@ -46,7 +46,7 @@ class Shard:
         store.load(random_weights(PROGRAM, 0).items())
         self.generator = np.random.default_rng(3)
         place = type("Place", (), {"store": store})
-        self.work = LocalShardExecutor(place, 0, SCHEDULE, has_replica=True)
+        self.work = LocalShardExecutor(place, 0, SCHEDULES, has_replica=True)
 
     def step(self) -> ShardReport:
         """Make a step; return what is said of it before it is decided."""
@@ -149,7 +149,7 @@ def test_replicas_on_flash_agree_and_a_flipped_bit_is_found_one_step_later(tmp_p
 
 def test_shard_without_replica_reports_only_its_gradients():
     shard = Shard(in_memory(), streams=True)
-    shard.work = LocalShardExecutor(type("Place", (), {"store": shard.store}), 0, SCHEDULE)
+    shard.work = LocalShardExecutor(type("Place", (), {"store": shard.store}), 0, SCHEDULES)
     assert shard.step().held == ()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,7 +17,7 @@ from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager
 from penstock.distributed.control_messages import Assignment
-from penstock.distributed.protocol import EngineNode, ShardNode
+from penstock.distributed.protocol import EngineNode, Job, ShardNode
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.protocol.node_context import BoundContext
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
@@ -145,13 +146,15 @@ class PretendEndpoint:
     def send(self, sender: int, to: int, message: Message) -> None:
         """Nobody is there."""
 
-    def work(self, number: int, job: Callable, then: Callable, failed: Callable) -> None:
+    clock = staticmethod(time.perf_counter)
+
+    def work(self, number: int, job: Job) -> None:
         try:
-            result = job()
+            result = job.run()
         except Exception as error:
-            failed(error)
+            job.failed(error)
         else:
-            then(result)
+            job.then(result)
 
     def context(self, number: int) -> BoundContext:
         return BoundContext(self, number)

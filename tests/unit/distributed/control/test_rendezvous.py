@@ -6,7 +6,7 @@ import pytest
 from waiting import wait_until
 
 from penstock.distributed.protocol.messages import MessageType
-from penstock.distributed.run_spec import engine_digest, placement_of, shard_digest, transfers_of
+from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
 from penstock.errors import ClusterError, ConfigError
 
 
@@ -146,7 +146,7 @@ def test_unfit_host_is_refused_and_run_continues(open_manager, role):
 
 def test_device_and_library_change_engine_digest(layout):
     program = layout.program
-    transfers = transfers_of(program, layout.schedule, placement_of(program, 2), 2)
+    transfers = transfers_by_step(program, layout.schedule_of, 2)
     ways = [("cpu", "torch"), ("cpu", "onednn"), ("cuda", "torch")]
     digests = {engine_digest(program, transfers, device, products) for device, products in ways}
     assert len(digests) == len(ways)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
 from penstock.collectives.tree_reduce import PartialSum
-from penstock.distributed.protocol import COORDINATOR, EngineNode, ShardNode
+from penstock.distributed.protocol import COORDINATOR, EngineNode, Job, ShardNode
 from penstock.distributed.protocol.messages import Message, MessageType, message_with, pack_arrays
 from penstock.distributed.protocol.transfer_schedule import (
     Chunk,
     TransferOperation,
     TransferSchedule,
 )
+from penstock.step_schedule import ByStep
 
 # Two stages of six weights on two shards; operations: forward of 0, turn of 1, backward of 0.
 PIECES = (Chunk(0, 0, 0, 3, 4), Chunk(1, 0, 3, 6, 4))
@@ -36,24 +39,27 @@ class Runtime:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Message]] = []
-        self.jobs: list[tuple] = []
+        self.jobs: list[Job] = []
 
     def send(self, to: int, message: Message) -> None:
         self.sent.append((to, message))
 
-    def work(self, job, then, failed) -> None:
-        self.jobs.append((job, then, failed))
+    clock = staticmethod(time.perf_counter)
+
+    def work(self, job) -> None:
+        self.jobs.append(job)
 
     def do(self, count: int = 1000) -> None:
         while self.jobs and count:
-            job, then, failed = self.jobs.pop(0)
+            job = self.jobs.pop(0)
             count -= 1
             try:
-                result = job()
+                with job.span:
+                    result = job.run()
             except Exception as error:
-                failed(error)
+                job.failed(error)
             else:
-                then(result)
+                job.then(result)
 
     def kinds(self) -> list[MessageType]:
         return [message.kind for _, message in self.sent]
@@ -153,13 +159,13 @@ def gradient(op: int, chunk: int, level: int = 0, index: int = 0, **changes) -> 
 
 def engine(number: int = 100, engines=ENGINES) -> tuple[EngineNode, Runtime, Engine]:
     context, work = Runtime(), Engine()
-    node = EngineNode(number, context, PLAN, work)
+    node = EngineNode(number, context, ByStep.always(PLAN), work)
     node.handle(view(engines=engines))
     return node, context, work
 
 
 def shard(place: int = 0) -> tuple[ShardNode, Runtime, Shard]:
     context, work = Runtime(), Shard()
-    node = ShardNode(1 + place, place, context, PLAN, work)
+    node = ShardNode(1 + place, place, context, ByStep.always(PLAN), work)
     node.handle(view())
     return node, context, work

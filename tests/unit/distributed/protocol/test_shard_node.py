@@ -17,6 +17,7 @@ from lone_nodes import (
 from penstock.distributed.protocol import COORDINATOR, ShardNode
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
+from penstock.step_schedule import ByStep
 
 
 def whole_step(node: ShardNode, context: Runtime, step: int = 1) -> None:
@@ -71,7 +72,7 @@ def test_first_of_repeated_gradients_counts():
 def test_shard_without_gradients_is_prepared_at_begin():
     context, work = Runtime(), Shard()
     forward = TransferOperation(0, 0, "forward", PIECES, ())
-    node = ShardNode(1, 0, context, TransferSchedule((forward,), 2), work)
+    node = ShardNode(1, 0, context, ByStep.always(TransferSchedule((forward,), 2)), work)
     node.handle(view())
     node.handle(begin())
     assert MessageType.PREPARED not in context.kinds()

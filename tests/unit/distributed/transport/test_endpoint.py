@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from recording_endpoints import greet
 from waiting import SECONDS, wait_until
 
+from penstock.distributed.protocol import Job
 from penstock.distributed.protocol.messages import (
     HEADER_BYTES,
     Message,
@@ -136,8 +137,8 @@ def test_removed_node_runs_no_more_jobs(endpoints):
         may_end.wait(SECONDS)
         done.append("long")
 
-    context.work(long, lambda _: None, lambda _: None)
-    context.work(lambda: done.append("next"), lambda _: None, lambda _: None)
+    for run in (long, lambda: done.append("next")):
+        context.work(Job(run, lambda _: None, lambda _: None))
     assert began.wait(SECONDS)
     threading.Timer(0.1, may_end.set).start()
     here.endpoint.remove(1)

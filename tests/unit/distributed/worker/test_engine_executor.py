@@ -9,7 +9,7 @@ import torch
 from penstock.collectives.tree_reduce import PartialSum
 from penstock.distributed.protocol.transfer_schedule import Chunk, TransferOperation
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
-from penstock.step_schedule import Operation, StepSchedule
+from penstock.step_schedule import ByStep, Operation, StepSchedule
 
 
 class RingEngine:
@@ -36,7 +36,7 @@ def test_gpu_gradients_are_copied_before_buffer_reuse(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     operation = TransferOperation(0, 0, "backward", (), (Chunk(0, 0, 0, 3, 4),))
     schedule = StepSchedule((Operation(0, 0, "backward", (), (), ("weight",), 0, 0),))
-    work = LocalEngineExecutor(RingEngine(), NO_WEIGHTS, schedule, "cuda")
+    work = LocalEngineExecutor(RingEngine(), NO_WEIGHTS, ByStep.always(schedule), "cuda")
     first, second = work.compute(operation), work.compute(operation)
     assert first[0].tensors[0].tolist() == [1, 1, 1]
     assert second[0].tensors[0].tolist() == [2, 2, 2]

@@ -7,10 +7,11 @@ from typing import Protocol
 
 from penstock.config import Config
 from penstock.distributed.protocol import GRADIENT_WIDTH
-from penstock.distributed.rpc import WRITE_BYTES
+from penstock.distributed.rpc.rpc import WRITE_BYTES
 from penstock.errors import ClusterError, StorageError
 from penstock.planning import mask_rule_of, store_factory
 from penstock.program import Program, largest_stage
+from penstock.spans import Spans
 from penstock.store import (
     ShardMap,
     Store,
@@ -93,6 +94,11 @@ class OwnedShard:
         if store is not None:
             store.close()
 
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of the store, if it is open."""
+        return () if self._open is None else self._open.spans
+
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back: the current step and durable steps."""
         store = self.store
@@ -111,10 +117,15 @@ class OwnedShard:
 
 
 class ShardStorage(Protocol):
-    """The location of a shard's store."""
+    """The store of a shard, wherever it is: what the step protocol needs of it."""
 
     @property
     def store(self) -> Store: ...
+
+    @property
+    def spans(self) -> Sequence[Spans]:
+        """The measurements of the store, if it is open."""
+        ...
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back."""
@@ -129,7 +140,7 @@ class InProcessShard:
     """The store of a shard in the trainer's process; ends with this process."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self.store, self.spans = store, store.spans
 
     def held_steps(self) -> Sequence[int]:
         """Return the current step of the store."""

@@ -1,4 +1,5 @@
-"""Queued events of a run's processes for the trainer's thread, and the run's fatal error."""
+"""What the trainer's thread and the threads of a run's connections tell each other: events, the
+run's fatal error, and a request to stop."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ class EventQueue:
 
     Args:
         tell: called with one line per event, by the thread that polls.
+        should_stop: returns whether waiting for other processes should end.
     """
 
-    def __init__(self, tell: Callable[[ClusterEvent], None]) -> None:
+    def __init__(
+        self, tell: Callable[[ClusterEvent], None], should_stop: Callable[[], bool]
+    ) -> None:
         self.step = 0  # the run's current step
         self.counts: Counter[str] = Counter()
-        self._on_event = tell
+        self._on_event, self.should_stop = tell, should_stop
         self._queued: queue.SimpleQueue[ClusterEvent] = queue.SimpleQueue()
         self._error: PenstockError | None = None
         self.is_closed = False  # whether the processes have been released

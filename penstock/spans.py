@@ -8,14 +8,15 @@ the work measures it:
 
 The sum of a lane is always kept, for the metrics of a step, at the cost of two clock readings. The
 spans themselves are kept only on request, up to a number, and `drain` removes them at the commit.
-Spans beyond the limit are dropped and counted.
+Spans beyond the limit are dropped and counted. The nodes and the store of a process measure their
+own spans; `distributed/control/span_collector.py` puts those of all processes on one clock.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -70,10 +71,11 @@ class Spans:
     def __init__(self, clock: Clock = time.perf_counter, keep: int = 0) -> None:
         if keep < 0:
             raise ValueError(f"keep: expected 0 or more spans, got {keep}")
-        self.clock = clock
-        self._keep = keep
+        self.clock, self.keep = clock, keep
         self._lock = threading.Lock()
-        self._seconds: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
+        self._taken: dict[str, float] = {}  # the totals at the last `take_seconds` of each lane
+        self._seconds: dict[str, float] = {}  # since the last drain
         self._spans: list[Span] = []
         self._dropped = 0
 
@@ -85,13 +87,21 @@ class Spans:
         step: int | None = None,
         op: int | None = None,
         bytes: int = 0,
-    ) -> _Running:
+    ) -> RunningSpan:
         """Measure the block of a `with` statement, even if it ends with an error."""
-        return _Running(self, lane, what, step, op, bytes)
+        return RunningSpan(self, lane, what, step, op, bytes)
 
     def seconds(self, lane: str) -> float:
-        """Return the sum of a lane's spans that have ended since the last drain."""
-        return self._seconds.get(lane, 0.0)
+        """Return the sum of all spans of a lane that have ended."""
+        return self._totals.get(lane, 0.0)
+
+    def take_seconds(self, lane: str) -> float:
+        """Return the sum of a lane's spans that have ended since the last call for this lane;
+        independent of `drain`."""
+        with self._lock:
+            total = self._totals.get(lane, 0.0)
+            taken, self._taken[lane] = total - self._taken.get(lane, 0.0), total
+        return taken
 
     def drain(self) -> Measured:
         """Return the measurements since the last drain, and reset them.
@@ -103,11 +113,12 @@ class Spans:
             self._seconds, self._spans, self._dropped = {}, [], 0
         return found
 
-    def _add(self, running: _Running, end: float) -> None:
-        lane = running.lane
+    def _add(self, running: RunningSpan, end: float) -> None:
+        lane, seconds = running.lane, end - running.begin
         with self._lock:
-            self._seconds[lane] = self._seconds.get(lane, 0.0) + end - running.begin
-            if len(self._spans) < self._keep:
+            for sums in (self._totals, self._seconds):
+                sums[lane] = sums.get(lane, 0.0) + seconds
+            if len(self._spans) < self.keep:
                 self._spans.append(
                     Span(
                         lane,
@@ -119,12 +130,12 @@ class Spans:
                         running.bytes,
                     )
                 )
-            elif self._keep:
+            elif self.keep:
                 self._dropped += 1
 
 
-class _Running:
-    """A span that has not ended."""
+class RunningSpan:
+    """A span that has not ended; a context manager."""
 
     __slots__ = ("_spans", "begin", "bytes", "lane", "op", "step", "what")
 
@@ -144,3 +155,18 @@ class _Running:
         trace: TracebackType | None,
     ) -> None:
         self._spans._add(self, self._spans.clock())
+
+
+def gather(own: Spans, parts: Iterable[Spans]) -> Measured:
+    """Return what was measured since the last call, with the spans of other parts of a process.
+
+    Args:
+        own: has the seconds to return, and the number of spans that every part keeps from now on.
+        parts: measured by the same clock.
+    """
+    found = [own.drain()]
+    for each in parts:
+        each.keep = own.keep
+        found.append(each.drain())
+    spans = tuple(span for each in found for span in each.spans)
+    return Measured(found[0].seconds, spans, sum(each.dropped for each in found))

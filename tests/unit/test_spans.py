@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from penstock.telemetry import Measured, Spans
-from penstock.telemetry.spans import Span
+from penstock.spans import Measured, Span, Spans, gather
 
 
 class Clock:
@@ -114,3 +113,45 @@ def test_negative_limit_is_refused():
 def test_default_clock_is_host_clock():
     before = time.perf_counter()
     assert before <= Spans().clock() <= time.perf_counter()
+
+
+def test_taken_seconds_do_not_depend_on_drains():
+    clock = Clock()
+    spans = Spans(clock)
+    for seconds in (1.0, 2.0):
+        with spans.span("update", "weight"):
+            clock.now += seconds
+        spans.drain()
+    assert spans.take_seconds("update") == 3.0
+    assert spans.take_seconds("update") == 0.0
+    assert spans.take_seconds("never") == 0.0
+    assert spans.seconds("update") == 3.0
+    with spans.span("update", "weight"):
+        clock.now += 4.0
+    assert spans.take_seconds("update") == 4.0
+    assert spans.drain() == Measured({"update": 4.0})
+
+
+def test_gathered_parts_keep_as_many_spans_as_their_owner():
+    clock = Clock(0.0)
+    own, store, flash = (Spans(clock) for _ in range(3))
+
+    def measure():
+        for spans, lane in ((own, "store"), (store, "update"), (flash, "flash")):
+            with spans.span(lane, "work"):
+                clock.now += 1
+
+    own.keep = 1
+    measure()
+    first = gather(own, (store, flash))
+    assert first == Measured({"store": 1.0}, (Span("store", "work", 0.0, 1.0),))
+    measure()
+    measure()
+    second = gather(own, (store, flash))
+    assert second.seconds == {"store": 2.0}
+    assert [span.lane for span in second.spans] == ["store", "update", "flash"]
+    assert second.dropped == 3
+    own.keep = 0
+    gather(own, (store, flash))
+    measure()
+    assert gather(own, (store, flash)).spans == ()
