@@ -369,7 +369,7 @@ class StoreClient:
         most = max(1, WRITE_BYTES // values.itemsize)
         for first in range(0, values.size, most):  # the server has memory for one part at a time
             part = values[first : first + most]
-            where = {"name": name, "role": role, "begin": begin + first}
+            where: dict[str, Any] = {"name": name, "role": role, "begin": begin + first}
             self._ask_all("write", responses.nothing, {"values": part}, **where)
 
     def clear_state(self, name: str) -> None:
