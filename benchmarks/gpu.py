@@ -7,6 +7,8 @@ PyTorch loop (fused AdamW, bf16 autocast) in turns, each loop in a process of it
 the weights' copying hides behind computation; the rate of the copies; the device memory of the
 engine against what was predicted; how fast weights arrive at all GPUs as a group, which each fetch
 a part and gather the rest, beside how fast they arrive at one. With one GPU it is a group of one.
+Sparse weights, which a GPU expands for its dense products: each product beside the dense one, with
+a check of its bits, and whole steps with 90 % sparse blocks beside dense steps.
 
     python benchmarks/gpu.py [--quick]
 
@@ -42,7 +44,12 @@ RUNS = [("gpt2", 64, 16, 5), ("gpt3-1.3b", 64, 8, 3)]
 QUICK_RUNS = [("gpt2", 16, 8, 2)]
 # A sequence per GPU: so little to compute that weights are waited for.
 GROUP_RUN, QUICK_GROUP_RUN = ("gpt3-1.3b", 5), ("gpt2", 2)
+SPARSITY = 0.9
+SPARSE_RUN, QUICK_SPARSE_RUN = ("gpt3-1.3b", 64, 8, 3), ("gpt2", 16, 8, 2)
+SPARSE_SHAPES = [(2048, 2048), (8192, 2048), (2048, 8192), (12288, 12288)]
+SPARSE_TOKENS, QUICK_SPARSE_TOKENS = (1024, 8192), (1024,)
 TESTS = ["integration/test_devices.py", "integration/test_device_group.py"]
+TESTS += ["integration/test_sparse_devices.py", "unit/sparsity/test_expanded_products.py"]
 TESTS += ["unit/collectives/test_process_group.py"]
 
 
@@ -76,6 +83,10 @@ def main() -> None:
         checks[f"bf16 loss of {row['model']}"] = row["loss_difference"] < 0.05
     group = compare_group(*(QUICK_GROUP_RUN if options.quick else GROUP_RUN))
     checks["losses of the group are those of one"] = group["same_losses"]
+    products = compare_products(QUICK_SPARSE_TOKENS if options.quick else SPARSE_TOKENS)
+    checks["sparse products have the bits of dense ones"] = all(row["same"] for row in products)
+    sparse = compare_sparse(*(QUICK_SPARSE_RUN if options.quick else SPARSE_RUN))
+    checks["sparse engine is within its prediction"] = sparse["is_predicted"]
     for name, passed in checks.items():
         print(f"{name:40} {'passed' if passed else 'FAILED'}")
     print_result(
@@ -88,6 +99,8 @@ def main() -> None:
         checks=checks,
         rows=rows,
         group=group,
+        sparse=sparse,
+        sparse_products=products,
     )
     if not all(checks.values()):
         sys.exit(1)
@@ -181,15 +194,61 @@ def compare_group(model: str, rounds: int) -> dict:
     }
 
 
+def compare_products(tokens: tuple[int, ...]) -> list[dict]:
+    """Time and print the products of sparse weights beside those of dense ones."""
+    from side_by_side.expanded_products import print_products, time_products
+
+    rows = [time_products(shape, count, SPARSITY) for shape in SPARSE_SHAPES for count in tokens]
+    print_products(rows)
+    return rows
+
+
+def compare_sparse(model: str, size: int, micro: int, rounds: int) -> dict:
+    """Let runs with dense and with sparse blocks take turns; print times, bytes and memory."""
+    jobs = {
+        "dense": Job("penstock", model, size, micro),
+        "sparse": Job("penstock", model, size, micro, sparsity=SPARSITY),
+    }
+    workers = {name: Worker(job, __file__) for name, job in jobs.items()}
+    seconds = take_turns(workers, rounds)
+    finals = {name: worker.finish() for name, worker in workers.items()}
+    print(f"\n{model}, bf16, {size} x {LENGTH} tokens per step, blocks dense and {SPARSITY} sparse")
+    print_table(
+        {"blocks": 8, "step s": 8, "streamed GiB": 13, "copied GB/s": 12, "store GiB": 10}
+        | {"device GiB": 11, "predicted GiB": 14},
+        (
+            (
+                name,
+                f"{statistics.median(seconds[name]):.3f}",
+                f"{found['streamed_bytes'] / 2**30:.2f}",
+                f"{found['copy_gb_per_second']:.1f}",
+                f"{found['store_bytes'] / 2**30:.2f}",
+                f"{found['peak_bytes'] / 2**30:.2f}",
+                f"{found['predicted_bytes'] / 2**30:.2f}",
+            )
+            for name, found in finals.items()
+        ),
+    )
+    return {
+        "model": model,
+        "sparsity": SPARSITY,
+        "step_ratio": median_ratio(seconds["dense"], seconds["sparse"]),
+        "is_predicted": finals["sparse"]["account_bytes"] <= finals["sparse"]["predicted_bytes"],
+        **finals,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker does: which loop, on what; `devices` GPUs as a group, 0: one alone."""
+    """What one worker does: which loop, on what; `devices` GPUs as a group, 0: one alone; the
+    `sparsity` of the blocks, 0: dense."""
 
     loop: str
     model: str
     size: int
     micro: int
     devices: int = 0
+    sparsity: float = 0.0
 
 
 def work(job: Job) -> None:
@@ -225,6 +284,7 @@ def settings(job: Job) -> dict:
             "betas": [0.9, 0.999],
             "schedule": {"name": "constant"},
         },
+        "sparsity": {"method": "static", "sparsity": job.sparsity} if job.sparsity else {},
         "engine": {"device": "cuda", "devices": group or None},
         "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
     }
@@ -255,11 +315,15 @@ def penstock_loop(job: Job) -> Loop:
     def finish() -> dict:
         found = trace(trainer.run_step)
         share = -(-layout.micro_batches // max(1, job.devices))
-        sharing = Sharing(job.devices, layout.micro_batches) if job.devices else None
+        dense = layout.plan.dense_gradients
+        sharing = Sharing(job.devices, layout.micro_batches, dense) if job.devices else None
         predicted = predict_bytes(layout.program, share, layout.plan, "cuda", sharing)
+        last = trainer.run_step()
         trainer.close()
         return {
             **found,
+            "streamed_bytes": last.streamed_bytes,
+            "store_bytes": last.store_bytes,
             "account_bytes": max(e.memory.peak_bytes for e in trainer.engines),
             "predicted_bytes": predicted.peak_bytes,
             "reserved_bytes": torch.cuda.max_memory_reserved(),

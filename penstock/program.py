@@ -66,9 +66,14 @@ class WeightSpec:
         return self.format.stream_dtype
 
     @property
+    def value_bytes(self) -> int:
+        """The most bytes of the values of one fetch."""
+        return self.entries * self.stream_dtype.itemsize
+
+    @property
     def stream_bytes(self) -> int:
         """The most bytes of one fetch: the values, and the mask of a sparse weight."""
-        return self.entries * self.stream_dtype.itemsize + self.index_bytes
+        return self.value_bytes + self.index_bytes
 
     @property
     def stored_bytes(self) -> int:

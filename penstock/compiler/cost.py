@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
-from penstock.compiler.fused_head import chunk_rows, scratch_bytes
+from penstock.compiler.fused_head import chunk_bytes, chunk_rows, scratch_bytes
 from penstock.compiler.products import onednn_flops
 from penstock.compiler.sparse_lowering import (
     head_scratch_bytes,
@@ -155,5 +155,5 @@ def _scratch(node: fx.Node) -> int:
         return scratch_bytes(hidden, weight, gradients)
     element_bytes = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element_bytes)
-    logits = rows * weight.shape[0] * element_bytes
+    logits = chunk_bytes(hidden, weight.shape[0])
     return head_scratch_bytes(sparse, rows, logits, element_bytes, gradients)

@@ -265,10 +265,15 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
     float32."""
     element = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
-    logits = rows * weight.shape[0] * element
-    if hidden.device.type != "cpu":
-        logits += 2 * rows * weight.shape[0] * 4  # the float32 copies for the losses
+    logits = chunk_bytes(hidden, weight.shape[0])
     if not gradients or rows == hidden.shape[0]:
         return logits
     parts = element if weight.dtype == torch.float32 else 4 + element
     return logits + weight.numel() * parts
+
+
+def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:
+    """Return the bytes of a chunk's logits, and of the float32 copies for its losses."""
+    rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
+    copies = 0 if hidden.device.type == "cpu" else 2 * 4
+    return rows * vocabulary * (hidden.element_size() + copies)

@@ -18,7 +18,13 @@ from penstock.compiler import sparse_calls
 from penstock.compiler.sparse_substitution import WEIGHT_PLACES, reads_sparse
 from penstock.errors import ProgramError
 from penstock.program import SparseUse
-from penstock.sparsity import product_bytes
+from penstock.sparsity import (
+    expanded_product_bytes,
+    expansion_bytes,
+    matrix_shape,
+    product_bytes,
+    selection_bytes,
+)
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
@@ -81,17 +87,35 @@ def share_of(node: fx.Node) -> tuple[int, int]:
     return weight.meta[_CAPACITY], weight.meta["val"].numel()
 
 
+def is_expanded(weight: fx.Node) -> bool:
+    """Return whether a sparse weight is expanded for dense products: on every device but the
+    CPU."""
+    return weight.meta["val"].device.type != "cpu"
+
+
 def sparse_scratch_bytes(node: fx.Node) -> int:
-    """Return the bytes that a product with a sparse weight allocates besides its result."""
+    """Return the bytes that a node with a sparse weight allocates besides its result."""
     weight = sparse_weight_of(node)
-    if weight is None or node.target not in _PRODUCTS:
+    if weight is None:
         return 0
-    x: Any = node.args[0]
-    shape = weight.meta["val"].shape
-    tokens = x.meta["val"].numel() // x.meta["val"].shape[-1]
-    return product_bytes(
-        shape.numel(), sum(shape), weight.meta[_CAPACITY], tokens, weight.meta["val"].dtype
-    )
+    if node.target in _PRODUCTS:
+        x: Any = node.args[0]
+        return _product_bytes(weight, x.meta["val"].numel() // x.meta["val"].shape[-1])
+    if not is_expanded(weight):
+        return 0
+    value = weight.meta["val"]
+    shape = matrix_shape(value.shape)
+    if node.target is penstock.sparse_to_dense.default:
+        return expansion_bytes(shape)
+    return selection_bytes(shape, weight.meta[_CAPACITY], value.dtype)
+
+
+def _product_bytes(weight: fx.Node, tokens: int) -> int:
+    """Return the bytes that a product allocates besides its result."""
+    value, capacity = weight.meta["val"], weight.meta[_CAPACITY]
+    if is_expanded(weight):
+        return expanded_product_bytes(matrix_shape(value.shape), capacity, value.dtype)
+    return product_bytes(value.numel(), sum(value.shape), capacity, tokens, value.dtype)
 
 
 def head_scratch_bytes(
@@ -101,12 +125,12 @@ def head_scratch_bytes(
 
     Args:
         tokens: rows of a chunk.
-        logits: bytes of a chunk's logits.
+        logits: bytes of a chunk's logits, and of what their losses need.
         element_bytes: of the logits.
         gradients: whether gradients are computed.
     """
     value, capacity = weight.meta["val"], weight.meta[_CAPACITY]
-    product = product_bytes(value.numel(), sum(value.shape), capacity, tokens, value.dtype)
+    product = _product_bytes(weight, tokens)
     hidden = tokens * value.shape[1] * element_bytes if gradients else 0
     return logits + product + hidden + (4 * capacity if gradients else 0)
 

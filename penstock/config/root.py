@@ -34,7 +34,6 @@ from penstock.config.sparsity import (
     places_as_steps,
 )
 from penstock.config.store import StoreConfig
-from penstock.constants import SPARSE_RUNS
 from penstock.errors import ConfigError
 
 
@@ -168,16 +167,6 @@ class Config(Section):
                 "expected weights with zeros for initial_mask: zeros, such as those of model.hf; "
                 "this model starts with random weights: choose another initial_mask",
             )
-        unlike = [
-            text
-            for text, is_unlike in (
-                ("engine.device cuda", self.engine.device == "cuda"),
-                ("engine.devices", self.engine.devices is not None),
-            )
-            if is_unlike
-        ]
-        if unlike:
-            raise refuse("sparsity", SPARSE_RUNS.format(got=", ".join(unlike)))
 
     @classmethod
     def from_mapping(

@@ -1,6 +1,7 @@
 """The engine: computes one stage at a time and holds activations; stateless between steps."""
 
 from penstock.engine.device_threads import DeviceThread, Member, Rounds
+from penstock.engine.expanded_weights import mask_staging_bytes
 from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return_freed_pages
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
@@ -41,6 +42,7 @@ __all__ = [
     "choose_target",
     "compute",
     "keep_freed_pages",
+    "mask_staging_bytes",
     "measured_sparsity",
     "micro_batches",
     "plan_engine",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.collectives import PartialSum
+from penstock.engine.expanded_weights import most_bitmap_bytes
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import Arrived
@@ -31,10 +32,18 @@ _META = torch.device("meta")
 
 
 class NullEngine(TorchEngine):
-    """Accepts the weights, keeps the shapes, and returns zero gradients and a zero loss."""
+    """Accepts the weights, keeps the shapes, and returns zero gradients and a zero loss.
+
+    `expands_sparse` says that it stands for an engine whose device expands sparse weights.
+    """
 
     def __init__(
-        self, program: Program, plan: EnginePlan, *, budget_bytes: int | None = None
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        budget_bytes: int | None = None,
+        expands_sparse: bool = False,
     ) -> None:
         super().__init__(
             _without_work(program),
@@ -43,7 +52,8 @@ class NullEngine(TorchEngine):
             budget_bytes=budget_bytes,
             sparse=SparseWeights(SparseProducts()),
         )
-        self._most_layout_bytes = most_layout_bytes(program)
+        kept = most_bitmap_bytes if expands_sparse else most_layout_bytes
+        self._most_layout_bytes = kept(program)
 
     def losses(self) -> list[float]:
         """Return a loss of zero per micro-batch."""
@@ -53,7 +63,9 @@ class NullEngine(TorchEngine):
         """Return true: nothing is computed, so nothing is infinite."""
         return True
 
-    def _prepare(self, weight: Any) -> Any:
+    def _prepared(self, weight: Any) -> Any:
+        if isinstance(weight, torch.Tensor):
+            return weight
         return _GradientShape(gradient_shape(weight))
 
     def _kept_layout_bytes(self) -> int:
@@ -74,9 +86,11 @@ class NullEngine(TorchEngine):
         return Arrived(zeros)
 
 
-def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAccount:
+def dry_run(
+    program: Program, micro_batches: int, plan: EnginePlan, expands_sparse: bool = False
+) -> MemoryAccount:
     """Run one step of the null engine and return its memory account."""
-    engine = NullEngine(program, plan)
+    engine = NullEngine(program, plan, expands_sparse=expands_sparse)
     inputs = {
         name: _empty(program.values[name].tensor)
         for name in program.inputs
@@ -97,16 +111,19 @@ def dry_run(program: Program, micro_batches: int, plan: EnginePlan) -> MemoryAcc
     for operation in schedule.operations:
         dense = operation.dense_gradients
         weights: list[Any] = [
-            _empty_weight(program.weights[name], name in dense) for name in operation.weights
+            _empty_weight(program.weights[name], name in dense, expands_sparse)
+            for name in operation.weights
         ]
         engine.load(operation.stage, weights)
         compute(engine, operation)
     return engine.memory
 
 
-def _empty_weight(spec: WeightSpec, dense_gradient: bool) -> torch.Tensor | EmptySparse:
+def _empty_weight(
+    spec: WeightSpec, dense_gradient: bool, is_expanded: bool
+) -> torch.Tensor | EmptySparse:
     if spec.is_sparse:
-        return EmptySparse.of(spec, dense_gradient)
+        return EmptySparse.of(spec, dense_gradient, is_expanded)
     return _empty(TensorSpec(spec.shape, spec.stream_dtype))
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.config import size_above
 from penstock.engine.interface import EnginePlan
 from penstock.engine.null_engine import dry_run
-from penstock.engine.sharing import Sharing
+from penstock.engine.sharing import Sharing, largest_slot
 from penstock.engine.targets import target_of
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage, largest_stage
@@ -40,13 +40,17 @@ def predict_bytes(
 
     `sharing` is the sharing of the engine's group of devices, if it belongs to one.
     """
-    memory = dry_run(program, micro_batches, plan)
+    target = target_of(device)
+    memory = dry_run(program, micro_batches, plan, target.expands_sparse)
     if sharing is not None:
         held = sharing.device_bytes(program, plan.slots)
         return Prediction(memory.peak_bytes + held, memory.peak_at)
     # Slots on a device are allocated permanently, including the slot of the computing stage.
-    slots = plan.slots if target_of(device).has_own_memory else plan.slots - 1
-    waiting = largest_stage(program, lambda weight: weight.stream_bytes)[1] * slots
+    if target.has_own_memory:
+        slots, size = plan.slots, largest_slot(program)
+    else:
+        slots, size = plan.slots - 1, largest_stage(program, lambda weight: weight.stream_bytes)[1]
+    waiting = size * slots
     return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
 
 

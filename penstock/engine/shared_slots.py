@@ -17,12 +17,15 @@ from collections.abc import Sequence
 import torch
 
 from penstock.collectives import PartialSum, TreeReduction
+from penstock.engine.expanded_weights import DeviceMasks
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes
 from penstock.engine.peers import Peers
 from penstock.engine.sharing import FlatSums, Sharing, aligned, sends
 from penstock.engine.slots import Arrived, SlotsInTurn
+from penstock.engine.sparse_weights import gradient_shape
 from penstock.program import Program
+from penstock.sparsity import SparseWeight, StreamedWeight
 
 
 class SharedSlots(SlotsInTurn):
@@ -36,6 +39,7 @@ class SharedSlots(SlotsInTurn):
         peers: the other devices.
         returns: host buffers, uint8 [`sharing.return_bytes`] each, the same for all devices; as
             many as stages may be returning at once.
+        masks: of sparse weights, if the device expands them.
     """
 
     def __init__(
@@ -46,8 +50,9 @@ class SharedSlots(SlotsInTurn):
         sharing: Sharing,
         peers: Peers,
         returns: Sequence[torch.Tensor],
+        masks: DeviceMasks | None = None,
     ) -> None:
-        super().__init__(sharing.slot_bytes(program), count, lanes)
+        super().__init__(sharing.slot_bytes(program), count, lanes, masks)
         self._stages, self._sharing, self._peers = program.stages, sharing, peers
         self._outgoing = lanes.device_memory(sharing.outgoing_bytes(program)).view(torch.float32)
         self._incoming = lanes.device_memory(sharing.incoming_bytes(program)).view(torch.float32)
@@ -56,6 +61,18 @@ class SharedSlots(SlotsInTurn):
         self._returns = [memory.view(torch.float32) for memory in returns]
         self._arrived: list[Arrived | None] = [None] * len(returns)
         self._next_return = 0
+        self._gradient_shapes: dict[str, tuple[int, ...]] = {}  # of sparse weights, at present
+
+    def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
+        """Start copying a stage's weights into the next slot.
+
+        The weights must stay valid until the next load has returned.
+        """
+        # All devices get the same weights, so all know the sizes of what they exchange.
+        for weight in weights:
+            if isinstance(weight, SparseWeight):
+                self._gradient_shapes[weight.name] = gradient_shape(weight)
+        super().load(stage, weights)
 
     def _fill(
         self, slot: torch.Tensor, tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
@@ -80,7 +97,7 @@ class SharedSlots(SlotsInTurn):
         waiting. The pieces of all devices together are the sum."""
         if not nodes:
             return Arrived([])
-        flat = self._sharing.flat_sums(self._stages[stage].kind)
+        flat = self._sharing.flat_sums(self._stages[stage], self._gradient_shapes)
         self._pack(flat, nodes)
         return self._exchange(flat, [t is not None for t in nodes[0].tensors])
 
@@ -92,7 +109,7 @@ class SharedSlots(SlotsInTurn):
         """
         self._loaded.pop(stage, None)
         if returns_gradients and sends(self._stages[stage]):
-            flat = self._sharing.flat_sums(self._stages[stage].kind)
+            flat = self._sharing.flat_sums(self._stages[stage], self._gradient_shapes)
             self._exchange(flat, [False] * len(flat.shapes))
 
     def _pack(self, flat: FlatSums, nodes: Sequence[PartialSum]) -> None:

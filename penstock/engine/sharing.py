@@ -10,18 +10,19 @@ device needs to ask another.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from penstock.collectives import partial_sums, partition, root_level
-from penstock.program import Kind, Program, Stage, largest_stage
+from penstock.program import Program, Stage, largest_stage
 
 ALIGNMENT = 512  # bytes; the alignment of device allocations
 _ELEMENTS = ALIGNMENT // 4  # of float32
 _ELEMENT_BYTES = 4
+_NO_SHAPES: Mapping[str, Sequence[int]] = {}
 
 
 def aligned(size: int) -> int:
@@ -30,8 +31,8 @@ def aligned(size: int) -> int:
 
 
 def largest_slot(program: Program) -> int:
-    """Return the bytes of the largest stage in a slot, each weight aligned."""
-    return largest_stage(program, lambda weight: aligned(weight.stream_bytes))[1]
+    """Return the bytes of the largest stage in a slot, the values of each weight aligned."""
+    return largest_stage(program, lambda weight: aligned(weight.value_bytes))[1]
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,14 @@ class FlatSums:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The number of devices in a group, and the number of micro-batches that a step sums over."""
+    """The number of devices in a group, and the number of micro-batches that a step sums over.
+
+    `dense_gradients` says that some steps compute the gradient of every element of sparse weights.
+    """
 
     devices: int
     micro_batches: int
+    dense_gradients: bool = False
 
     @cached_property
     def held(self) -> Sequence[Sequence[tuple[int, int]]]:
@@ -84,14 +89,23 @@ class Sharing:
         """Return the bytes of a slot: the largest stage, padded to equal pieces."""
         return self.devices * self.piece_bytes(largest_slot(program))
 
-    def flat_sums(self, kind: Kind) -> FlatSums:
-        """Return the layout of a kind's weight gradients in a row."""
-        trained = [w for w, trains in zip(kind.weights, kind.trainable, strict=True) if trains]
-        shapes, begins, end = [], [], 0
-        for spec in trained:
-            shapes.append(torch.Size(spec.shape))
+    def flat_sums(
+        self, stage: Stage, gradient_shapes: Mapping[str, Sequence[int]] = _NO_SHAPES
+    ) -> FlatSums:
+        """Return the layout of a stage's weight gradients in a row.
+
+        `gradient_shapes` are the shapes of the gradients of sparse weights, by name; another
+        gradient has the shape of its weight.
+        """
+        kind, begins, end = stage.kind, [], 0
+        shapes = [
+            torch.Size(gradient_shapes.get(name, spec.shape))
+            for name, spec, trains in zip(stage.weights, kind.weights, kind.trainable, strict=True)
+            if trains
+        ]
+        for shape in shapes:
             begins.append(end)
-            end += math.prod(spec.shape)
+            end += math.prod(shape)
         piece = -(-end // (self.devices * _ELEMENTS)) * _ELEMENTS
         return FlatSums(tuple(shapes), tuple(begins), max(piece, _ELEMENTS))
 
@@ -114,7 +128,12 @@ class Sharing:
         return slots * self.slot_bytes(program) + buffers
 
     def _largest_piece(self, program: Program) -> int:
-        pieces = [self.flat_sums(stage.kind).piece for stage in program.stages if sends(stage)]
+        largest = {
+            name: spec.shape if self.dense_gradients else (spec.capacity,)
+            for name, spec in program.weights.items()
+            if spec.is_sparse
+        }
+        pieces = [self.flat_sums(stage, largest).piece for stage in program.stages if sends(stage)]
         return max(pieces, default=0)
 
 

@@ -3,7 +3,8 @@
 On the CPU, weights are read in place in the store's memory. On a GPU there are a few slots of
 device memory, each as large as the largest stage. They are filled in turn on a copy lane while the
 previous stage computes. Gradients return on a third lane into a circular set of page-locked
-buffers. All memory is allocated in large blocks and reused, never per tensor.
+buffers. All memory is allocated in large blocks and reused, never per tensor. Only the masks of
+sparse weights have memory of their own on a GPU, where they stay between stages.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from penstock.collectives import PartialSum
+from penstock.engine.expanded_weights import DeviceMasks, ExpandedWeight
 from penstock.engine.interface import PendingGradients
 from penstock.engine.lanes import Lanes, Mark
 from penstock.engine.sharing import aligned
-from penstock.engine.sparse_weights import require_dense
-from penstock.sparsity import StreamedWeight
+from penstock.sparsity import SparseWeight, StreamedWeight
+
+PlacedWeight = torch.Tensor | SparseWeight | ExpandedWeight
+"""A weight that an engine computes with."""
 
 
 class WeightSlots(Protocol):
@@ -28,12 +33,13 @@ class WeightSlots(Protocol):
 
     resident: Sequence[torch.Tensor]  # device memory that the slots hold permanently
     ahead: int  # stages whose weights may be loading while another stage computes
+    expands_sparse: bool  # sparse weights arrive as `ExpandedWeight`
 
     def reset(self) -> None: ...
 
     def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None: ...
 
-    def use(self, stage: int) -> AbstractContextManager[Sequence[StreamedWeight]]: ...
+    def use(self, stage: int) -> AbstractContextManager[Sequence[PlacedWeight]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
 
@@ -66,6 +72,7 @@ class InPlace:
 
     resident: Sequence[torch.Tensor] = ()
     ahead = 0  # nothing is copied: a later request for weights gives the store more time
+    expands_sparse = False
 
     def __init__(self) -> None:
         self._loaded: dict[int, Sequence[StreamedWeight]] = {}
@@ -92,11 +99,16 @@ class SlotsInTurn(ABC):
     """`count` slots of `size_bytes` on a device, filled in turn.
 
     A slot is refilled only after the last computation that reads it; a stage computes only after
-    the copy of its weights. With two slots, one stage computes while the next one loads.
+    the copy of its weights. With two slots, one stage computes while the next one loads. `masks`
+    are those of sparse weights, if the device expands these; otherwise the engine gets their masks
+    as the store has sent them.
     """
 
-    def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(
+        self, size_bytes: int, count: int, lanes: Lanes, masks: DeviceMasks | None = None
+    ) -> None:
+        self._lanes, self._masks = lanes, masks
+        self.expands_sparse = masks is not None
         self._slots = [lanes.device_memory(size_bytes) for _ in range(count)]
         self.ahead = count - 1
         self.resident: Sequence[torch.Tensor] = self._slots
@@ -104,7 +116,8 @@ class SlotsInTurn(ABC):
         self._read = [lanes.mark("compute") for _ in range(count)]
         self._next_slot = 0
         self._last_copy: Mark | None = None
-        self._loaded: dict[int, tuple[int, list[torch.Tensor], Mark]] = {}
+        self._loaded: dict[int, tuple[int, list[PlacedWeight], Mark]] = {}
+        self._copied_masks: list[torch.Tensor] = []  # host memory of the copies of the last load
 
     def reset(self) -> None:
         """Discard the loads of an aborted step."""
@@ -115,7 +128,6 @@ class SlotsInTurn(ABC):
 
         The weights must stay valid until the next load has returned.
         """
-        dense = require_dense(weights)
         slot = self._next_slot
         for waiting, (taken, _, _) in self._loaded.items():
             if taken == slot:
@@ -125,21 +137,38 @@ class SlotsInTurn(ABC):
                 )
         self._next_slot = (slot + 1) % len(self._slots)
         self._lanes.wait("copy", self._read[slot])
-        tensors = side_by_side(self._slots[slot], dense)
-        self._fill(self._slots[slot], tensors, dense)
+        values = [w if isinstance(w, torch.Tensor) else w.values for w in weights]
+        tensors = side_by_side(self._slots[slot], values)
+        copied: list[torch.Tensor] = []
+        placed = [self._place(w, t, copied) for w, t in zip(weights, tensors, strict=True)]
+        self._fill(self._slots[slot], tensors, values)
         there = self._lanes.mark("copy")
-        self._loaded[stage] = (slot, tensors, there)
+        self._loaded[stage] = (slot, placed, there)
         if self._last_copy is not None:
             self._last_copy.synchronize()
-        self._last_copy = there
+        self._last_copy, self._copied_masks = there, copied
+
+    def _place(
+        self, weight: StreamedWeight, values: torch.Tensor, copied: list[torch.Tensor]
+    ) -> PlacedWeight:
+        """Return a weight whose values are in the slot; add to `copied` the host memory of a mask
+        that is on its way."""
+        if isinstance(weight, torch.Tensor):
+            return values
+        if self._masks is None:
+            return replace(weight, values=values)
+        mask, source = self._masks.load(weight)
+        if source is not None:
+            copied.append(source)
+        return ExpandedWeight(weight, values, mask)
 
     @contextmanager
-    def use(self, stage: int) -> Iterator[Sequence[torch.Tensor]]:
+    def use(self, stage: int) -> Iterator[Sequence[PlacedWeight]]:
         """Provide a stage's weights to computation that is queued within the context."""
-        slot, tensors, there = self._loaded.pop(stage)
+        slot, placed, there = self._loaded.pop(stage)
         self._lanes.wait("compute", there)
         try:
-            yield tensors
+            yield placed
         finally:
             self._read[slot] = self._lanes.mark("compute")
 
@@ -154,8 +183,10 @@ class SlotsInTurn(ABC):
 class DeviceSlots(SlotsInTurn):
     """The slots of a device with its own link to the store, and as many return buffers."""
 
-    def __init__(self, size_bytes: int, count: int, lanes: Lanes) -> None:
-        super().__init__(size_bytes, count, lanes)
+    def __init__(
+        self, size_bytes: int, count: int, lanes: Lanes, masks: DeviceMasks | None = None
+    ) -> None:
+        super().__init__(size_bytes, count, lanes, masks)
         self._buffers = [lanes.host_memory(0) for _ in range(count)]
         self._sent: list[Arrived | None] = [None] * count
         self._next_buffer = 0

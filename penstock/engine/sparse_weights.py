@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,9 +20,9 @@ from penstock.sparsity import (
     Choice,
     SparseLayout,
     SparseWeight,
-    StreamedWeight,
     entries_of,
     forward,
+    matrix_shape,
     max_building_bytes,
     max_bytes,
     max_layout_bytes,
@@ -52,6 +52,11 @@ class PreparedSparse:
     @property
     def name(self) -> str:
         return self._weight.name
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are derived from the mask and stay between stages."""
+        return self.layout.nbytes
 
     @property
     def gradient_shape(self) -> tuple[int, ...]:
@@ -144,18 +149,25 @@ def layout_of(weight: SparseWeight) -> SparseLayout:
     return SparseLayout.of(row_starts, columns, shape)
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of a weight as a matrix: its first dimension, and the product of the
-    others."""
-    rows = shape[0] if len(shape) > 1 else 1
-    return rows, math.prod(shape) // rows
+class SparseSizes(Protocol):
+    """What decides the sizes of a sparse weight's gradient."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def values(self) -> torch.Tensor: ...
+
+    @property
+    def dense_gradient(self) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False)
 class EmptySparse:
     """A sparse weight without memory, with all the entries that its mask may keep.
 
-    It stands for the weight in a run without arithmetic.
+    It stands for the weight in a run without arithmetic. `index_bytes` is the size of the mask that
+    is streamed with it.
     """
 
     name: str
@@ -165,10 +177,13 @@ class EmptySparse:
     dense_gradient: bool
 
     @classmethod
-    def of(cls, spec: WeightSpec, dense_gradient: bool) -> EmptySparse:
-        """Return the largest weight that a specification allows."""
+    def of(cls, spec: WeightSpec, dense_gradient: bool, is_expanded: bool = False) -> EmptySparse:
+        """Return the largest weight that a specification allows.
+
+        If it `is_expanded` on a device, the device has the mask already.
+        """
         values = torch.empty(spec.capacity, dtype=spec.stream_dtype, device="meta")
-        index_bytes = max_bytes(spec.capacity, spec.elements)
+        index_bytes = 0 if is_expanded else max_bytes(spec.capacity, spec.elements)
         return cls(spec.name, spec.shape, values, index_bytes, dense_gradient)
 
     @property
@@ -177,12 +192,12 @@ class EmptySparse:
         return gradient_shape(self)
 
 
-def gradient_shape(weight: SparseWeight | EmptySparse) -> tuple[int, ...]:
+def gradient_shape(weight: SparseSizes) -> tuple[int, ...]:
     """Return the shape of a sparse weight's gradient: of the entries, or of all elements."""
     return weight.shape if weight.dense_gradient else tuple(weight.values.shape)
 
 
-def dense_gradient_bytes(weight: SparseWeight | EmptySparse) -> int:
+def dense_gradient_bytes(weight: SparseSizes) -> int:
     """Return the bytes of a weight's gradient beyond those of its entries' gradient, while it is
     computed."""
     if not weight.dense_gradient:
@@ -191,9 +206,14 @@ def dense_gradient_bytes(weight: SparseWeight | EmptySparse) -> int:
     return extra_gradient_bytes(elements, values.numel(), values.itemsize)
 
 
-def held_bytes(weight: SparseWeight | EmptySparse) -> int:
-    """Return the bytes of a weight's mask as it is streamed."""
-    return weight.index_bytes if isinstance(weight, EmptySparse) else weight.index.nbytes
+class _WithIndex(Protocol):
+    @property
+    def index_bytes(self) -> int: ...
+
+
+def held_bytes(weight: SparseWeight | _WithIndex) -> int:
+    """Return the bytes of a weight's mask that is streamed with it."""
+    return weight.index.nbytes if isinstance(weight, SparseWeight) else weight.index_bytes
 
 
 def most_layout_bytes(program: Program) -> int:
@@ -220,21 +240,3 @@ def require_sparse_weights(program: Program, sparse: SparseWeights | None) -> No
             f"sparsity: expected SparseWeights for the sparse weights of {program.name}, "
             f"{few(names)}, got none; give the engine those of the run"
         )
-
-
-def require_dense(weights: Sequence[StreamedWeight]) -> list[torch.Tensor]:
-    """Return weights that are copied to a device; sparse ones cannot be yet.
-
-    Raises:
-        ConfigError: naming a sparse weight.
-    """
-    dense = []
-    for weight in weights:
-        if isinstance(weight, SparseWeight):
-            raise ConfigError(
-                f"sparsity: expected engines that read weights in host memory, got {weight.name!r} "
-                "for a device with memory of its own; set engine.device: cpu and remove "
-                "engine.devices, or remove sparsity"
-            )
-        dense.append(weight)
-    return dense

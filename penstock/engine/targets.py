@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 
 from penstock.compiler import Products, has_onednn, products_for
+from penstock.engine.expanded_weights import DeviceMasks
 from penstock.engine.interface import Engine, EnginePlan
 from penstock.engine.lanes import CudaLanes, HostLanes, Lanes
 from penstock.engine.null_engine import NullEngine
@@ -22,7 +23,7 @@ from penstock.engine.sharing import largest_slot
 from penstock.engine.slots import DeviceSlots, WeightSlots
 from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.torch_engine import TorchEngine
-from penstock.errors import ConfigError, few
+from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.program import Program
 
@@ -36,6 +37,8 @@ class Target(ABC):
         products: the libraries for products of large float32 matrices, the default first.
         has_own_memory: weights are copied to the device; otherwise they are read in the store's
             memory.
+        expands_sparse: sparse weights are expanded for dense products; otherwise their products are
+            chosen by a measurement.
         micro_batch_tokens: a micro-batch with more tokens is no faster: products are large enough.
         survives_fork: a process that has queried the device may be forked.
         gpus: GPUs that one engine takes from a scheduler's resources.
@@ -46,6 +49,7 @@ class Target(ABC):
     trace_device: ClassVar[str]
     products: ClassVar[tuple[Products, ...]] = ("torch",)
     has_own_memory: ClassVar[bool] = False
+    expands_sparse: ClassVar[bool] = False
     micro_batch_tokens: ClassVar[int] = 4096
     survives_fork: ClassVar[bool] = True
     gpus: ClassVar[int] = 0
@@ -72,11 +76,8 @@ class Target(ABC):
             device: a device of the target; None: the current one.
             budget_bytes: limit of its memory.
             slots: the path of weights and gradients, if it is not the device's default.
-            sparse: the layouts and choices of sparse weights, for a program with such; the engines
-                of a process share them.
-
-        Raises:
-            ConfigError: the target does not compute with the program's sparse weights.
+            sparse: the layouts and choices of sparse weights, for a program with such on a target
+                that does not expand them; the engines of a process share them.
         """
 
     @property
@@ -111,23 +112,14 @@ class Target(ABC):
             )
         return recorded
 
-    def refuse_sparse(self, program: Program) -> None:
-        """Refuse a program with sparse weights, for a target without sparse products.
-
-        Raises:
-            ConfigError: naming the target and a weight.
-        """
-        names = [name for name, spec in program.weights.items() if spec.is_sparse]
-        if names:
-            raise ConfigError(
-                f"engine.device: expected cpu for a model with sparse weights ({few(names)}), got "
-                f"{self.name}, which has no sparse products yet; set engine.device: cpu, or remove "
-                "sparsity"
-            )
-
     def make_lanes(self, device: str) -> Lanes:
         """Return the queues of a device."""
         return HostLanes()
+
+    def make_masks(self, lanes: Lanes) -> DeviceMasks | None:
+        """Return the memory of an engine's masks on its device; None if the target does not expand
+        sparse weights."""
+        return DeviceMasks(lanes) if self.expands_sparse else None
 
     def make_current(self, device: str) -> None:  # noqa: B027  most have one device
         """Make this the default device of the calling thread."""
@@ -172,6 +164,7 @@ class CudaTarget(Target):
     name = "cuda"
     trace_device = "cuda"
     has_own_memory = True
+    expands_sparse = True
     micro_batch_tokens = 32768
     survives_fork = False  # the CUDA driver does not survive a fork
     gpus = 1
@@ -195,11 +188,11 @@ class CudaTarget(Target):
         slots: WeightSlots | None = None,
         sparse: SparseWeights | None = None,
     ) -> Engine:
-        self.refuse_sparse(program)
         choose_repeatable_kernels(program)
         device = device or self.name
         if slots is None:
-            slots = DeviceSlots(largest_slot(program), plan.slots, self.make_lanes(device))
+            lanes = self.make_lanes(device)
+            slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
         return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
 
     def make_lanes(self, device: str) -> Lanes:

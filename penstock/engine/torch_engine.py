@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.collectives import PartialSum, TreeReduction
+from penstock.engine.expanded_weights import ExpandedWeight
 from penstock.engine.flow import Flow, check_inputs
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
@@ -27,14 +28,14 @@ from penstock.engine.sparse_weights import (
     require_sparse_weights,
 )
 from penstock.program import Program, Stage
-from penstock.sparsity import StreamedWeight
+from penstock.sparsity import SparseWeight, StreamedWeight
 
 
 class TorchEngine:
     """Runs a program's stages with PyTorch on `device` within `budget_bytes`.
 
     `slots` transfer weights and gradients; without slots, weights are read in place. `sparse` keeps
-    what is derived from masks, for a program with sparse weights.
+    what is derived from masks, for a program with sparse weights that the slots do not expand.
     """
 
     def __init__(
@@ -47,14 +48,15 @@ class TorchEngine:
         slots: WeightSlots | None = None,
         sparse: SparseWeights | None = None,
     ) -> None:
-        require_sparse_weights(program, sparse)
+        self._slots = slots or InPlace()
+        if not self._slots.expands_sparse:
+            require_sparse_weights(program, sparse)
         self.program = program
         self._sparse = sparse
         self._layout_bytes: dict[str, int] = {}  # of sparse weights, by name
         self.memory = MemoryAccount(budget_bytes)
         self._plan = plan
         self._device = torch.device(device)
-        self._slots = slots or InPlace()
         self._last_use = program.last_use()
         self._flows: list[Flow] = []
         self._batch: Batch | None = None
@@ -223,7 +225,7 @@ class TorchEngine:
             masks = sum(map(held_bytes, sparse))
             self.memory.hold(held, place.name)
             self.memory.reserve(masks, place.name)
-            weights = [w if isinstance(w, torch.Tensor) else self._prepare(w) for w in given]
+            weights = [self._prepared(weight) for weight in given]
             self._dense_bytes = sum(map(dense_gradient_bytes, sparse))
             self._transient = 0
             yield weights
@@ -231,8 +233,10 @@ class TorchEngine:
             self.memory.give_back(masks)
             self.memory.release(held)
 
-    def _prepare(self, weight: Any) -> Any:
-        """Return a sparse weight as executables take it."""
+    def _prepared(self, weight: Any) -> Any:
+        """Return a weight as executables take it."""
+        if not isinstance(weight, SparseWeight):
+            return weight
         assert self._sparse is not None
         return self._sparse.prepare(weight)
 
@@ -249,8 +253,8 @@ class TorchEngine:
         """Account for what the products of a stage have derived from masks and kept."""
         grown = 0
         for weight in weights:
-            if isinstance(weight, PreparedSparse):
-                size = weight.layout.nbytes
+            if isinstance(weight, PreparedSparse | ExpandedWeight):
+                size = weight.kept_bytes
                 grown += size - self._layout_bytes.get(weight.name, 0)
                 self._layout_bytes[weight.name] = size
         if grown:

@@ -14,7 +14,12 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.planning import builders, store_factory
 from penstock.planning.machine import Machine, ReadMachine
-from penstock.planning.memory_budget import Budget, HostCapacity, MemoryShares
+from penstock.planning.memory_budget import (
+    Budget,
+    HostCapacity,
+    MemoryShares,
+    computes_dense_gradients,
+)
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
 from penstock.planning.sparse_weights import SparsePlan
@@ -177,7 +182,8 @@ def _planned(
             f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
             f"of {micro_batch}; set batch.micro to {_largest_shared(config)}, or lower {key}"
         )
-    sharing = Sharing(len(devices), micro_batches) if devices else None
+    dense = computes_dense_gradients(config)
+    sharing = Sharing(len(devices), micro_batches, dense) if devices else None
     least = _least_engines(config)
     per_engine = -(-micro_batches // least)
     roles = store_factory.optimizer_of(config).roles

@@ -22,6 +22,7 @@ from penstock.engine import (
     EnginePlan,
     Sharing,
     bytes_of_choice,
+    mask_staging_bytes,
     plan_engine,
     predict_bytes,
     target_of,
@@ -294,12 +295,15 @@ class Budget:
         return predict_bytes(program, micro_batches, plan, self._device, self._sharing).peak_bytes
 
     def _host_bytes(self, peak: int) -> int:
-        """Return one engine's host memory: all of its memory, or its copy buffers."""
+        """Return one engine's host memory: all of its memory, or its copy buffers and masks that
+        are on their way to the device."""
         if not self._target.has_own_memory:
             return peak
+        masks = mask_staging_bytes(self._program)
         if self._sharing is not None:
-            return 0
-        return 2 * _largest_moved(self._program) + self._transfer_bytes
+            return masks
+        moved = _largest_moved(self._program, computes_dense_gradients(self._config))
+        return 2 * moved + self._transfer_bytes + masks
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
         """Return the host memory of all devices of a group together."""
@@ -439,15 +443,17 @@ def _floor(size: int) -> str:
     return f"{max(1, size >> 20)}MiB"
 
 
-def _largest_moved(program: Program) -> int:
-    """Return the largest transfer of a stage one way: streamed weights, or gradients in float32."""
+def _largest_moved(program: Program, dense_gradients: bool = False) -> int:
+    """Return the largest transfer of a stage one way: streamed weights, or gradients in float32;
+    those of every element of sparse weights, if some steps compute `dense_gradients`."""
     _, streamed = largest_stage(program, lambda weight: weight.stream_bytes)
-    _, returned = largest_stage(program, _gradient_bytes)
+    _, returned = largest_stage(program, lambda weight: _gradient_bytes(weight, dense_gradients))
     return max(streamed, returned)
 
 
-def _gradient_bytes(weight: WeightSpec) -> int:
-    return 4 * weight.entries if weight.trainable else 0
+def _gradient_bytes(weight: WeightSpec, dense_gradients: bool) -> int:
+    elements = weight.elements if dense_gradients else weight.entries
+    return 4 * elements if weight.trainable else 0
 
 
 def _shared_bytes(config: Config, program: Program) -> int:

@@ -1,7 +1,8 @@
 """How the products of a run's sparse weights are computed: measured, or taken from the record.
 
-Every case that the masks of the run can reach is measured before the first step, because the ways
-differ in the last bits. Evaluation and generation add the cases of their own programs.
+A device that expands sparse weights has one way, and nothing is measured. On others, every case
+that the masks of the run can reach is measured before the first step, because the ways differ in
+the last bits. Evaluation and generation add the cases of their own programs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def with_products(
     if plan.sparse is None:
         return plan
     products = SparseProducts() if recorded is None else SparseProducts.from_record(recorded)
+    if target_of(plan.device).expands_sparse:
+        return replace(plan, sparse_weights=SparseWeights(products))
     cases = products.cases(plan.program, plan.sparse.reachable_sparsities(run_steps))
     if recorded is None and cases:
         notice(
@@ -48,6 +51,8 @@ def with_products(
 def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None:
     """Measure what another program of the model needs for its products with the present masks."""
     if plan.sparse is None or plan.sparse_weights is None:
+        return
+    if target_of(plan.device).expands_sparse:
         return
     elements, products = plan.sparse.elements, plan.sparse_weights.products
     kept = kept_entries(store)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +38,13 @@ class SparseWeight:
     def nbytes(self) -> int:
         """Bytes on the wire: values and mask."""
         return self.values.nbytes + self.index.nbytes
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a weight as a matrix: its first dimension, and the product of the
+    others."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, math.prod(shape) // rows
 
 
 StreamedWeight = torch.Tensor | SparseWeight

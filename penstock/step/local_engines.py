@@ -24,6 +24,7 @@ from penstock.engine import (
     Rounds,
     SharedSlots,
     Sharing,
+    SparseWeights,
     accelerators,
     set_threads,
     target_of,
@@ -94,6 +95,7 @@ def make_local_engines(
             micro_batches=layout.micro_batches,
             budget_bytes=layout.budget_bytes,
             threads=config.engine.threads,
+            sparse=layout.sparse_weights,
         )
     return SingleDevice(
         builders.make_engines(
@@ -126,6 +128,7 @@ class DeviceGroup:
         micro_batches: of a step.
         budget_bytes: of one device.
         threads: CPU threads of one engine (`engine.threads`).
+        sparse: the layouts and choices of sparse weights, which the engines share.
 
     Raises:
         GroupError: the devices cannot connect to each other.
@@ -140,10 +143,12 @@ class DeviceGroup:
         micro_batches: int,
         budget_bytes: int | None,
         threads: int | None,
+        sparse: SparseWeights | None = None,
     ) -> None:
         self._program, self._plan = program, plan
         self._budget_bytes, self._threads = budget_bytes, threads
-        self._sharing = Sharing(len(devices), micro_batches)
+        self._sparse = sparse
+        self._sharing = Sharing(len(devices), micro_batches, plan.dense_gradients)
         self._meeting = DeviceRendezvous(target_of(devices[0]).collectives, len(devices))
         self._returns = self._make_returns()
         self._rounds = Rounds(self._meeting.abort)
@@ -184,13 +189,15 @@ class DeviceGroup:
         target.make_current(name)
         set_threads(self._threads)  # Numba's thread count is per thread
         peers = self._meeting.join(rank)
+        lanes = target.make_lanes(name)
         slots = SharedSlots(
             self._program,
             self._plan.slots,
-            target.make_lanes(name),
+            lanes,
             self._sharing,
             peers,
             self._returns,
+            target.make_masks(lanes),
         )
         constants = {n: value.to(name) for n, value in self._program.constants.items()}
         engine = target.make_engine(
@@ -199,5 +206,6 @@ class DeviceGroup:
             device=name,
             budget_bytes=self._budget_bytes,
             slots=slots,
+            sparse=self._sparse,
         )
         return Member(engine, slots, peers.leave)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from penstock.config import Config, check_same_sparsity
-from penstock.constants import SPARSE_RUNS
 from penstock.data import Source
 from penstock.engine import choose_target, target_of
 from penstock.errors import ConfigError
@@ -84,7 +83,6 @@ def set_up(
     found = builders.source_of(config, model, is_resumed, notice, needs_base)
     devices = choose_devices(config.engine)
     target = target_of(devices[0]) if devices else choose_target(config.engine.device)
-    _require_cpu(config, target.name)
     if recorded is not None:
         check_same_sparsity(config, recorded.trajectory)
     if source is None:
@@ -107,19 +105,6 @@ def set_up(
     products = recorded.sparse_products if recorded else None
     plan = with_products(plan, config.run.steps, products, notice)
     return RunSetup(found, data, devices, target.name, plan)
-
-
-def _require_cpu(config: Config, target: str) -> None:
-    """Refuse sparse weights on a device that `engine.device: auto` has chosen.
-
-    **Raises:** `ConfigError`.
-    """
-    if config.sparsity.method is not None and target != "cpu":
-        raise ConfigError(
-            "sparsity: "
-            + SPARSE_RUNS.format(got=f"engine.device {target}, chosen by auto")
-            + "; to compute on the CPU, set engine.device to cpu"
-        )
 
 
 def require_known_elsewhere(has_given_model: bool) -> None:

@@ -15,17 +15,14 @@ from sweeps import sweep, sweep_and_let_go
 from tiny_models import language_model
 
 from penstock.engine import (
-    TARGETS,
     EnginePlan,
     NullEngine,
     TorchEngine,
     plan_engine,
     predict_bytes,
 )
-from penstock.engine.lanes import HostLanes
-from penstock.engine.slots import DeviceSlots
 from penstock.engine.sparse_weights import EmptySparse, dense_gradient_bytes
-from penstock.errors import BudgetError, ConfigError
+from penstock.errors import BudgetError
 from penstock.planning.step_flops import StepFlops
 from penstock.sparsity import SparseWeight
 from penstock.step_schedule import StepSchedule
@@ -192,17 +189,3 @@ def test_schedule_with_dense_gradients_has_the_bytes_of_the_engine_and_the_opera
         more = sum(map(dense_gradient_bytes, streamed))
         assert after.transient_bytes - before.transient_bytes == more
     assert any(each.dense_gradients for each in schedule.operations)
-
-
-def test_devices_with_their_own_memory_refuse_sparse_weights():
-    model, _ = setting()
-    with pytest.raises(
-        ConfigError,
-        match=r"^engine\.device: expected cpu for a model with sparse weights \(transformer\.h"
-        r".*\), got cuda, which has no sparse products yet; set engine\.device: cpu, or remove",
-    ):
-        TARGETS["cuda"].make_engine(model.program, EnginePlan(), sparse=model.products())
-    weight = model.weights()["transformer.h.0.mlp.c_fc.weight"]
-    slots = DeviceSlots(1 << 20, 2, HostLanes())
-    with pytest.raises(ConfigError, match=r"expected engines that read weights in host memory"):
-        slots.load(0, [weight])

@@ -199,7 +199,7 @@ def test_oversized_request_gets_error_and_next_is_served():
     sent: list[Message] = []
     context = SimpleNamespace(
         send=lambda to, message: sent.append(message),
-        work=lambda job, then, failed: then(job()),
+        work=lambda job: job.then(job.run()),
     )
     endpoint = SimpleNamespace(context=lambda number: context)
     place = SimpleNamespace(most_bytes=4000, store=SimpleNamespace(step=7))

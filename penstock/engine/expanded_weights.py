@@ -1,0 +1,147 @@
+"""Sparse weights on a device that expands them for its dense products.
+
+Values arrive in a slot with every fetch. A mask is copied to the device when it is new and stays
+there, as a bitmap.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.engine.lanes import Lanes
+from penstock.engine.sparse_weights import gradient_shape
+from penstock.program import Program, WeightSpec, largest_stage
+from penstock.sparsity import (
+    MaskBitmap,
+    SparseWeight,
+    bitmap_bytes,
+    entry_gradient,
+    expand,
+    host_bitmap,
+    matrix_shape,
+    multiply_expanded,
+    select_entries,
+)
+
+_COLUMN_BYTES, _ROW_START_BYTES = 4, 8
+
+
+class ExpandedWeight:
+    """A sparse weight that executables compute with (`penstock.compiler.sparse_calls`).
+
+    Args:
+        weight: what the store has sent.
+        values: its values, on the device.
+        mask: its mask, on the device.
+    """
+
+    index_bytes = 0  # the mask is not streamed with the weight
+
+    def __init__(self, weight: SparseWeight, values: torch.Tensor, mask: MaskBitmap) -> None:
+        self.name, self.shape = weight.name, weight.shape
+        self.dense_gradient = weight.dense_gradient
+        self.values, self._mask = values, mask
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on the device that stay there between stages."""
+        return self._mask.bits.nbytes
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        """Shape of the weight's gradient."""
+        return gradient_shape(self)
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Return `x W^T + bias`, or `x W + bias` if `transposed`; `x` is [..., features]."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = multiply_expanded(self._mask, self.values, rows, bias, transposed=transposed)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def gradient(
+        self, x: torch.Tensor, gradient: torch.Tensor, transposed: bool, tokens: int | None = None
+    ) -> torch.Tensor:
+        """Return the gradient of the entries, float32 [kept], from inputs and outputs' gradient;
+        of all elements, in the weight's shape, if the store has asked for it."""
+        x, gradient = (value.reshape(-1, value.shape[-1]) for value in (x, gradient))
+        of_rows, of_columns = (x, gradient) if transposed else (gradient, x)
+        if self.dense_gradient:
+            return torch.mm(of_rows.t(), of_columns).float()
+        return entry_gradient(self._mask, of_rows, of_columns)
+
+    def to_dense(self) -> torch.Tensor:
+        """Return the weight expanded, of the type of its values."""
+        return expand(self._mask, self.values).view(self.shape)
+
+    def entries(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the entries from that of the expanded weight."""
+        if self.dense_gradient:
+            return gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return select_entries(self._mask, gradient.reshape(self._mask.shape))
+
+
+class DeviceMasks:
+    """The masks of an engine's sparse weights on its device, each in memory of its own.
+
+    A bitmap has the same size for every mask of a weight, so a new mask overwrites the old one.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._masks: dict[str, tuple[int, MaskBitmap]] = {}
+
+    def load(self, weight: SparseWeight) -> tuple[MaskBitmap, torch.Tensor | None]:
+        """Return the mask of a weight on the device, and the host memory that is being copied.
+
+        If the mask is new, its copy is queued in the copy lane; the host memory must stay until the
+        copy is complete.
+
+        Raises:
+            ValueError: the values are not those of the mask.
+        """
+        version, mask = self._masks.get(weight.name, (-1, None))
+        copied = None
+        if mask is None or version != weight.version:
+            here = host_bitmap(weight.index, matrix_shape(weight.shape))
+            copied = here.bits
+            bits = self._memory(copied) if mask is None else mask.bits
+            # Computation that is queued already may read the former content of the memory.
+            self._lanes.wait("copy", self._lanes.mark("compute"))
+            self._lanes.copy("copy", bits, copied)
+            mask = MaskBitmap(here.shape, here.row_starts, bits)
+            self._masks[weight.name] = weight.version, mask
+        if weight.values.shape != (mask.entries,) or weight.index.kept != mask.entries:
+            raise ValueError(
+                f"{weight.name}: expected {mask.entries} values and kept entries, as version "
+                f"{weight.version} of its mask has, got {list(weight.values.shape)} values and "
+                f"{weight.index.kept} kept entries; a changed mask needs a new version"
+            )
+        return mask, copied
+
+    def _memory(self, like: torch.Tensor) -> torch.Tensor:
+        return self._lanes.device_memory(like.nbytes).view(like.shape)
+
+
+def most_bitmap_bytes(program: Program) -> int:
+    """Return the bytes of the masks of a program's sparse weights on a device."""
+    return sum(map(_bitmap_bytes, program.weights.values()))
+
+
+def mask_staging_bytes(program: Program) -> int:
+    """Return the most bytes of host memory that an engine needs for masks on their way to its
+    device: bitmaps of two stages, the columns of one mask, and the row starts of all."""
+    sparse = [spec for spec in program.weights.values() if spec.is_sparse]
+    _, stage = largest_stage(program, _bitmap_bytes)
+    columns = max((_COLUMN_BYTES * spec.capacity for spec in sparse), default=0)
+    rows = sum(1 + matrix_shape(spec.shape)[0] for spec in sparse)
+    return 2 * stage + columns + _ROW_START_BYTES * rows
+
+
+def _bitmap_bytes(spec: WeightSpec) -> int:
+    return bitmap_bytes(matrix_shape(spec.shape)) if spec.is_sparse else 0
