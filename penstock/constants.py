@@ -2,9 +2,3 @@
 
 IGNORED_LABEL = -100
 """The label of a token that the loss ignores; the same number as in PyTorch."""
-
-SPARSE_RUNS = (
-    "expected one shard on flash, with engines in this process, got {got}; other runs cannot have "
-    "sparse weights yet"
-)
-"""The runs that can have sparse weights; `got` names what another run has."""

@@ -7,7 +7,7 @@ import torch
 from store_programs import CONSTANT, flash_store, training_store
 
 from penstock.store import AdamW, CommitRule, ShardedDramStore, ShardMap
-from penstock.store.flash import ShardedFlashStore
+from penstock.store.flash import ShardedFlashStore, SingleFlashShard
 
 LARGE = (
     {"embed": (500, 61), "position": (7, 16)},
@@ -32,17 +32,23 @@ def sharded_dram(program, count, precision="fp32", **settings):
     return ShardedDramStore(program, shard_map, shards, optimizer.roles, rule_of(settings))
 
 
-def sharded_flash(program, folder: Path, count, *, optimizer=None, **settings):
-    """Return a store on flash in `count` shards, with the settings of `flash_store`."""
+def sharded_flash(program, folder: Path, count, *, optimizer=None, single=False, **settings):
+    """Return a store on flash in `count` shards, with the settings of `flash_store`; with `single`,
+    of one shard in the files of a store without shards."""
     optimizer = optimizer or AdamW(0.9, 0.95, 1e-8)
     settings = {"dram_bytes": 900_000, **settings}
     shard_map = ShardMap.of(program, count)
-    openers = [
-        partial(flash_store, part, optimizer=optimizer, **settings)
-        for part in shard_map.parts(program)
-    ]
-    return ShardedFlashStore(
-        program, folder, shard_map, openers, optimizer.roles, rule_of(settings)
+    parts = [shard_map.whole(program)] if single else shard_map.parts(program)
+    openers = [partial(flash_store, part, optimizer=optimizer, **settings) for part in parts]
+    make = SingleFlashShard if single else ShardedFlashStore
+    return make(
+        program,
+        folder,
+        shard_map,
+        openers,
+        optimizer.roles,
+        rule_of(settings),
+        masks=settings.get("masks"),
     )
 
 

@@ -13,9 +13,9 @@ import zlib
 
 import numpy as np
 import torch
-from sharded_stores import rule_of
+from sharded_stores import rule_of, sharded_flash
 from sparse_stores import mask_rule, policies, sharded_sparse, sparse_program, sparse_store
-from store_programs import random_weights
+from store_programs import flash_store, random_weights
 
 from penstock.collectives.tree_reduce import PartialSum, TreeReduction, partition
 from penstock.distributed import run_spec
@@ -23,6 +23,7 @@ from penstock.distributed.protocol import (
     Coordinator,
     EngineNode,
     MessageType,
+    RolledBackError,
     ShardNode,
     Timeouts,
     chunks,
@@ -37,6 +38,7 @@ from penstock.sparsity import SparseWeight
 from penstock.step.distributed import _TrainingStepRequest
 from penstock.step.micro_batches import EngineRows
 from penstock.step_schedule import StepSchedule
+from penstock.store.flash import go_back
 
 MICRO_BATCHES, STEPS, FIRST_ENGINE, SEED = 4, 6, 100, 7
 SMALL_CHUNK = 4096  # bytes: several chunks of most weights
@@ -158,8 +160,35 @@ def alone(policy, steps=STEPS, stream_dtype=torch.float32, **settings):
     return store, losses
 
 
+class FlashStorage:
+    """The store of a shard on flash, which can go back to a durable step.
+
+    Args:
+        stores: of all shards; that of this one is replaced when it is opened again.
+        shard: the number of this one.
+        opener: opens a store, given its part of the program and its folder.
+    """
+
+    def __init__(self, stores, shard, opener) -> None:
+        self._stores, self._shard, self._opener = stores, shard, opener
+
+    @property
+    def store(self):
+        return self._stores[self._shard]
+
+    def held_steps(self):
+        return sorted({*self.store.durable_steps, self.store.step})
+
+    def roll_back(self, step) -> None:
+        if self.store.step != step:
+            self.store.close()
+            go_back(self.store.folder, step)
+            self._stores[self._shard] = self._opener(self.store.program, self.store.folder)
+        assert self.store.step == step
+
+
 class SparseCluster:
-    """Shards in memory and engines in a simulated network."""
+    """Shards, in memory or in `folder` on flash, and engines in a simulated network."""
 
     def __init__(
         self,
@@ -168,13 +197,19 @@ class SparseCluster:
         shards,
         stream_dtype=torch.float32,
         faults: Faults | None = None,
+        folder=None,
         **settings,
     ) -> None:
         self.program = trained_program(policy, stream_dtype)
         precision = "bf16" if stream_dtype == torch.bfloat16 else "fp32"
         rule = mask_rule(policy)
-        self.store = sharded_sparse(self.program, shards, rule, precision, **settings)
-        self.store.load(random_weights(self.program, 1).items())
+        if folder is None:
+            self.store = sharded_sparse(self.program, shards, rule, precision, **settings)
+        else:
+            flash = {"masks": rule, "dram_bytes": 2_000_000, **settings}
+            self.store = sharded_flash(self.program, folder, shards, single=shards == 1, **flash)
+        if folder is None or self.store.is_new:
+            self.store.load(random_weights(self.program, 1).items())
         self.rule = rule_of(settings)
         self.schedules = schedules_of(self.program, policy)
         in_small = functools.partial(sparse_chunks, chunk_bytes=SMALL_CHUNK)
@@ -196,8 +231,12 @@ class SparseCluster:
             can_replace_engine=lambda: True,
         )
         self.network.set_coordinator(self.coordinator)
-        for shard, store in enumerate(self.store.shards):
-            work = LocalShardExecutor(InProcessShard(store), shard, self.schedules)
+        self.storage = [InProcessShard(store) for store in self.store.shards]
+        if folder is not None:
+            opener = functools.partial(flash_store, **flash)
+            self.storage = [FlashStorage(self.store.shards, n, opener) for n in range(shards)]
+        for shard, storage in enumerate(self.storage):
+            work = LocalShardExecutor(storage, shard, self.schedules)
             context = self.network.context(1 + shard)
             self.network.add(1 + shard, ShardNode(1 + shard, shard, context, self.plan, work))
         self.engines: dict[int, FormulaEngine] = {}
@@ -237,6 +276,9 @@ class SparseCluster:
             self.coordinator.start(request, ended.append)
             assert self.network.run(lambda ended=ended: bool(ended), self.network.now + 300)
             (outcome,) = ended
+            if isinstance(outcome.error, RolledBackError):
+                self.store.masks.forget()
+                continue
             if outcome.error is not None:
                 raise outcome.error
             self.store.masks.follow(request.commit.decision)

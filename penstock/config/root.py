@@ -34,7 +34,6 @@ from penstock.config.sparsity import (
     places_as_steps,
 )
 from penstock.config.store import StoreConfig
-from penstock.constants import SPARSE_RUNS
 from penstock.errors import ConfigError
 
 
@@ -168,22 +167,6 @@ class Config(Section):
                 "expected weights with zeros for initial_mask: zeros, such as those of model.hf; "
                 "this model starts with random weights: choose another initial_mask",
             )
-        unlike = [
-            text
-            for text, is_unlike in (
-                (
-                    f"store.flash.path with store.shards {self.store.shards}",
-                    self.store.flash.path is not None and self.store.shards > 1,
-                ),
-                (
-                    f"store.flash.path with cluster.start {self.cluster.start}",
-                    self.store.flash.path is not None and self.cluster.start != "none",
-                ),
-            )
-            if is_unlike
-        ]
-        if unlike:
-            raise refuse("sparsity", SPARSE_RUNS.format(got=", ".join(unlike)))
 
     @classmethod
     def from_mapping(

@@ -43,7 +43,6 @@ from penstock.store import (
     ShardMap,
     dram_store_memory,
     index_memory,
-    whole_masks_bytes,
 )
 
 RESERVE_BYTES = 128 << 20
@@ -482,8 +481,7 @@ def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -
         parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
         each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)
         once = sum(sum(memory.values()) for memory in each)
-        together = assembly_of(config, program) + whole_masks_bytes(program, shard_map)
-        return config.store.replicas * once + together
+        return config.store.replicas * once + assembly_of(config, program)
     trained = [weight.elements for weight in program.weights.values() if weight.trainable]
     state = sum(role.bytes(elements) for elements in trained for role in roles)
     weights = sum(weight.stored_bytes for weight in program.weights.values())

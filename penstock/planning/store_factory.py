@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,11 +30,13 @@ from penstock.store import (
     Store,
     assign_groups,
     make_optimizer,
+    whole_masks_bytes,
 )
 from penstock.store.flash import (
     DurableStore,
     FlashStore,
     ShardedFlashStore,
+    SingleFlashShard,
     least_dram_bytes,
     require_shards,
 )
@@ -98,8 +100,8 @@ def make_store(
 
 
 def is_in_parts(config: Config, program: Program) -> bool:
-    """Return whether a store in memory is made of shards: a single one, too, if other processes
-    make the histograms of its masks."""
+    """Return whether a store is made of shards: a single one, too, if other processes make the
+    histograms of its masks."""
     is_distributed = bool(program.capacities) and config.cluster.start != "none"
     return config.store.shards > 1 or is_distributed
 
@@ -130,26 +132,27 @@ def make_flash_store(
     """Return the store in a folder on flash, new or existing, with this much memory.
 
     The shards are opened in this process, or by other processes (`remote_shards`). `masks` is the
-    rule of sparse weights, for a store without shards.
+    rule of sparse weights.
 
     **Raises:** the errors of `FlashStore`, and `OtherStoreError` for another number of shards.
     """
     count = config.store.shards
-    if count == 1 and remote_shards is None:
-        require_shards(folder, 1)
+    has_folders = remote_shards is not None or require_shards(folder, count) is not None
+    is_single = count == 1 and not has_folders
+    if is_single and not is_in_parts(config, program):
         return make_flash_shard(config, program, program, folder, dram_bytes, masks)
     shard_map = ShardMap.of(program, count)
     each = flash_share(config, program, dram_bytes)
     if remote_shards is None:
-        parts = shard_map.parts(program)
         openers: list[Callable[[Path], DurableStore]] = [
-            functools.partial(make_flash_shard, config, program, part, dram_bytes=each)
-            for part in parts
+            functools.partial(make_flash_shard, config, program, part, dram_bytes=each, masks=masks)
+            for part in (_parts_of(config, program) if is_single else shard_map.parts(program))
         ]
     else:
         openers = [functools.partial(_open_in, shard) for shard in remote_shards]
+    make = SingleFlashShard if is_single else ShardedFlashStore
     try:
-        return ShardedFlashStore(
+        return make(
             program,
             folder,
             shard_map,
@@ -157,6 +160,7 @@ def make_flash_store(
             optimizer_of(config).roles,
             commit_rule(config),
             replicas=config.store.replicas,
+            masks=masks,
         )
     except BudgetError as error:
         raise BudgetError(
@@ -216,19 +220,26 @@ def _with_replicas(config: Config) -> str:
 
 def least_flash_store_bytes(config: Config, program: Program) -> int:
     """Return the least memory of a store on flash, all shards and replicas together."""
-    half, shard_map = config.gradient_precision == "bf16", ShardMap.of(program, config.store.shards)
+    half = config.gradient_precision == "bf16"
     optimizer, masks = optimizer_of(config), mask_rule_of(config, program)
-    parts: Iterable[Holding] = [program]
-    if config.store.shards > 1:
-        parts = shard_map.parts(program)
+    parts = _parts_of(config, program)
     largest = max(least_dram_bytes(part, optimizer, half, masks) for part in parts)
     # The remaining memory is shared equally.
     return config.store.holders * largest + assembly_of(config, program)
 
 
+def _parts_of(config: Config, program: Program) -> Sequence[Holding]:
+    """Return what each store on flash holds, of a store in shards or in one part."""
+    shard_map = ShardMap.of(program, config.store.shards)
+    if config.store.shards > 1:
+        return list(shard_map.parts(program))
+    return [shard_map.whole(program) if is_in_parts(config, program) else program]
+
+
 def assembly_of(config: Config, program: Program) -> int:
-    """Return the memory in which a sharded store assembles weights; 0 without shards."""
-    return Assembly.needed(program, ShardMap.of(program, config.store.shards))
+    """Return the memory in which a sharded store assembles weights and masks; 0 without shards."""
+    shard_map = ShardMap.of(program, config.store.shards)
+    return Assembly.needed(program, shard_map) + whole_masks_bytes(program, shard_map)
 
 
 def optimizer_of(config: Config) -> Optimizer:

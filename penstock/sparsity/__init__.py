@@ -105,7 +105,6 @@ if TYPE_CHECKING:
         SparseWeight,
         StreamedWeight,
         matrix_shape,
-        sparse_refused,
     )
     from penstock.sparsity.weight_patterns import sparse_weights
 
@@ -185,7 +184,6 @@ __all__ = [
     "select_entries",
     "selection_bytes",
     "selection_key",
-    "sparse_refused",
     "sparse_weights",
     "sparsity_at",
     "steps_of",
@@ -262,7 +260,7 @@ _MODULES = {
         "exchanging",
         "gradual_magnitude",
     ),
-    "streamed": ("SparseWeight", "StreamedWeight", "matrix_shape", "sparse_refused"),
+    "streamed": ("SparseWeight", "StreamedWeight", "matrix_shape"),
     "weight_patterns": ("sparse_weights",),
     "sparsity_schedules": (
         "ChangeTimes",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.constants import SPARSE_RUNS
-from penstock.errors import ConfigError
 from penstock.sparsity.packed_index import PackedIndex
 
 
@@ -51,8 +49,3 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 StreamedWeight = torch.Tensor | SparseWeight
 """What a fetch returns for one weight: a dense tensor, or the kept entries and their mask."""
-
-
-def sparse_refused(got: str) -> ConfigError:
-    """Return the error for sparse weights in a run that cannot have them."""
-    return ConfigError(f"sparsity: {SPARSE_RUNS.format(got=got)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -50,7 +51,6 @@ from penstock.store import (
     ShardedMasks,
     ShardedStore,
     Store,
-    kept_entries,
     merged,
 )
 from penstock.store.flash import ShardedFlashStore
@@ -124,7 +124,6 @@ class DistributedStepRunner:
             on_flash = self._store if isinstance(self._store, ShardedFlashStore) else None
             self.manager.replicas.copy_to_learners(on_flash)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
-            kept = kept_entries(self._store)
             request = _TrainingStepRequest(
                 self._layout.program,
                 self._rule,
@@ -143,11 +142,13 @@ class DistributedStepRunner:
                     self._trace(outcome.error)
                 raise _as_ours(outcome.error)
             self._store.take_traffic()  # the replies also update the shards' current step
+            if self._masks is not None:
+                self._masks.forget()
         self.manager.call(self._check_stragglers)
         assert request.commit is not None  # a result without an error has a decision
         if self._masks is not None:
             self._masks.follow(request.commit.decision)
-        done = self._done(request, outcome, started, kept)
+        done = self._done(request, outcome, started)
         self.measured = self._collect_spans()
         return done
 
@@ -216,7 +217,6 @@ class DistributedStepRunner:
         request: _TrainingStepRequest,
         outcome: StepResult,
         started: float,
-        kept: Mapping[str, int],
     ) -> StepDone:
         commit = self.commit = request.commit
         assert commit is not None
@@ -230,7 +230,7 @@ class DistributedStepRunner:
             store_seconds=seconds - self._compute_timer.of_step(self._figures(), seconds),
             tokens=self._tokens,
             engine_bytes=self.manager.heartbeat_stats.peak_bytes,
-            figures=MaskFigures.of(self._layout, kept, commit.decision),
+            figures=MaskFigures.of(self._layout, request.kept, commit.decision),
         )
 
     def _figures(self) -> Mapping[int, WorkerMetrics]:
@@ -277,6 +277,7 @@ class _TrainingStepRequest:
         self.micro_batches = batches.micro_batches
         self.scale = 1.0
         self.commit: Commit | None = None  # set once the step is decided
+        self.kept: Mapping[str, int] = {}  # entries of sparse weights before the step
         self._batches, self._done, self._seed = batches, done, seed
 
     def parts(self, engines: int) -> Sequence[EngineInput]:
@@ -331,6 +332,10 @@ class _TrainingStepRequest:
         gradients = merged(self._program, [report.gradients for report in reports])
         self.commit = self._rule.decide(self._program, self.step, gradients)
         if self._masks is not None:
+            # The shards may have gone back since the last step.
+            found = sum((Counter(report.kept) for report in reports), Counter[str]())
+            self.kept = {name: found[name] for name in self._masks.plan.kept}
+            self._masks.plan.kept.update(self.kept)
             self._rounds = self._masks.plan.selection_rounds(self.step, {})
         return body_of_decision(self.commit.decision)
 

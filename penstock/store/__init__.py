@@ -58,7 +58,12 @@ from penstock.store.portions import Portions, ReplicatedStore, portions_of
 from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Role, Stored, holds_weight
 from penstock.store.sharded import Assembly, ShardedStore
 from penstock.store.sharded_dram import ShardedDramStore
-from penstock.store.sharded_masks import ShardedMasks, whole_masks_bytes
+from penstock.store.sharded_masks import (
+    HeldSparseShard,
+    ShardedMasks,
+    sparse_shard,
+    whole_masks_bytes,
+)
 from penstock.store.sharding import ShardMap
 
 __all__ = [
@@ -86,6 +91,7 @@ __all__ = [
     "Group",
     "GroupSettings",
     "HeldPart",
+    "HeldSparseShard",
     "Holding",
     "InitialMask",
     "Lion",
@@ -134,6 +140,7 @@ __all__ = [
     "portions_of",
     "read_state",
     "save_checkpoint",
+    "sparse_shard",
     "trainable_weights",
     "verify_checkpoint",
     "whole_masks_bytes",

@@ -63,6 +63,19 @@ class HeldPart:
     capacities: Mapping[str, int] = field(default_factory=dict)
 
 
+def most_entries(holding: Holding, name: str) -> int:
+    """Return the most entries that a sparse weight, or a shard's part of it, can ever have."""
+    weight = holding.weights[name]
+    if isinstance(holding, HeldPart):
+        return min(weight.elements, holding.capacities[name])
+    return weight.capacity
+
+
+def whole_capacities(holding: Holding) -> Mapping[str, int] | None:
+    """Return the capacities of the whole weights of a shard; None if the holding is no shard."""
+    return holding.capacities if isinstance(holding, HeldPart) else None
+
+
 def home_stages(holding: Holding) -> dict[str, int]:
     """Return the home stage of every weight, in the order in which the stages use them."""
     table: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.store.holding import HeldPart, Holding
+from penstock.store.holding import Holding, whole_capacities
 from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.optimizers import Optimizer
 from penstock.store.packed import room_of
@@ -37,5 +37,4 @@ def dram_store_memory(
             add(role.name, room_of(spec, role.group) * role.numpy.itemsize)
         if age is not None and spec.is_sparse:
             add(AGE, Role(AGE, age.__name__).bytes(room_of(spec)))
-    capacities = program.capacities if isinstance(program, HeldPart) else None
-    return account | mask_memory(program.weights, masks, capacities)
+    return account | mask_memory(program.weights, masks, whole_capacities(program))

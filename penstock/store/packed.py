@@ -17,11 +17,10 @@ from penstock.kernels.blocks import GRANULE
 from penstock.kernels.memory import allocate
 from penstock.kernels.packed_entries import group_offsets, max_groups
 from penstock.program import WeightSpec
-from penstock.sparsity import max_bytes, max_compact_bytes, sparse_refused
+from penstock.sparsity import max_bytes, max_compact_bytes
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
-    from penstock.store.holding import Holding
 
 
 def room_of(weight: WeightSpec, group: int = 1) -> int:
@@ -87,13 +86,3 @@ def dense_values(
     inside = slice(*np.searchsorted(positions, (0, end - begin)).tolist())
     values[positions[inside]] = kept[inside]
     return values
-
-
-def require_dense(holding: Holding, got: str) -> None:
-    """Reject sparse weights in a store that cannot have them.
-
-    Raises:
-        ConfigError: a weight is sparse; `got` says what the run has instead of a store that can.
-    """
-    if any(weight.is_sparse for weight in holding.weights.values()):
-        raise sparse_refused(got)

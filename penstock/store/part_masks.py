@@ -29,7 +29,7 @@ from penstock.sparsity import (
     select_absent,
     selection_key,
 )
-from penstock.store.holding import HeldPart
+from penstock.store.holding import HeldPart, Holding
 from penstock.store.interface import Decision
 from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
 from penstock.store.mask_rule import MaskRule, mask_memory
@@ -166,3 +166,10 @@ class PartMasks(Masks):
 
     def _require_room(self, name: str, index: PackedIndex) -> None:
         """The room of a part grows with its mask."""
+
+
+def masks_of(holding: Holding, rule: MaskRule | None) -> Masks:
+    """Return the masks of a store that holds all weights, or of a shard."""
+    if isinstance(holding, HeldPart):
+        return PartMasks(holding, rule)
+    return Masks(holding, rule)

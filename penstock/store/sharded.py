@@ -99,10 +99,11 @@ class ShardedStore:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
         self.begin_restore()
         for name, values in checked_weights(self.program, weights):
-            self.clear_state(name)
             if name in self.masks:
                 self._load_sparse(name, values)
+                self.clear_state(name)  # last: shards on flash then write their parts
             else:
+                self.clear_state(name)
                 self.write(name, MASTER, 0, values)
         self.finish_restore(0)
 
@@ -188,7 +189,7 @@ class ShardedStore:
                 if (whole := flat[name]) is None
                 else whole[masks.entries_of(name, piece)]
                 if name in packed
-                else whole[piece.begin : piece.end]
+                else whole[piece.begin : piece.end].view(shard.program.weights[name].shape)
                 for name in names
                 for piece in self.shard_map.pieces[name]
                 if piece.shard == number
@@ -277,7 +278,8 @@ class ShardedStore:
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
         self._require_whole()
-        parts = [self.shards[piece.shard].master(name) for piece in self.shard_map.pieces[name]]
+        shards = [self.shards[piece.shard] for piece in self.shard_map.pieces[name]]
+        parts = [shard.master(name).view(-1) for shard in shards]
         return torch.cat(parts).view(self.program.weights[name].shape)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
@@ -286,7 +288,7 @@ class ShardedStore:
         parts = [self.shards[piece.shard].state(name) for piece in self.shard_map.pieces[name]]
         stored = self.roles(name)
         return {
-            role: torch.cat([part[role] for part in parts]).view(stored[role].shape)
+            role: torch.cat([part[role].view(-1) for part in parts]).view(stored[role].shape)
             for role in stored
             if role not in (MASTER, VALUES, INDEX, CHANGES)
         }

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 
-from penstock.errors import StorageError
+from penstock.errors import ClusterError, StorageError
 from penstock.kernels.blocks import GRANULE
-from penstock.kernels.packed_entries import group_offsets
 from penstock.sparsity import (
     Histogram,
     PackedIndex,
@@ -35,7 +34,7 @@ from penstock.store.mask_rule import MaskRule
 from penstock.store.masks import require_room
 from penstock.store.packed import index_memory
 from penstock.store.roles import CHANGES, INDEX
-from penstock.store.sharding import HeldRange, Piece, ShardMap
+from penstock.store.sharding import HeldRange, Piece, ShardMap, entries_of, entry_spans
 
 
 class SparseShard(Store, Protocol):
@@ -48,6 +47,26 @@ class SparseShard(Store, Protocol):
     def settle(self, name: str, grow: Selection) -> None: ...
 
     def finish_restore(self, step: int, updates: int | None = None) -> None: ...
+
+
+@runtime_checkable
+class HeldSparseShard(SparseShard, Protocol):
+    """Such a shard in this process."""
+
+    def needs_dense_gradient(self, name: str) -> bool: ...
+
+
+def sparse_shard(store: Store) -> HeldSparseShard:
+    """Return the store of a shard as one that can have sparse weights.
+
+    **Raises:** `ClusterError` if it is of a type that cannot have them.
+    """
+    if not isinstance(store, HeldSparseShard):
+        raise ClusterError(
+            f"{store.program.name}: expected a store that can have sparse weights, got "
+            f"{type(store).__name__}; do all nodes run the same version of Penstock?"
+        )
+    return store
 
 
 class ShardedMasks:
@@ -88,6 +107,21 @@ class ShardedMasks:
         """The most memory of masks that are put together."""
         size = whole_masks_bytes(self._program, self._map)
         return {"whole masks": size} if size else {}
+
+    def resume(self) -> None:
+        """Take the masks of shards that were opened with content, all at one step."""
+        self._whole.clear()
+        for name, pieces in self._pieces.items():
+            found = [self._shards[piece.shard].mask(name) for piece in pieces]
+            parts = [part for part in found if part is not None]
+            self.plan.kept[name] = sum(part.kept for part in parts)
+            self._join(name, parts)
+
+    def forget(self) -> None:
+        """Forget masks and plans: the shards may go back to an earlier step."""
+        self._whole.clear()
+        self.plan.begin()
+        self.discard()
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -139,11 +173,7 @@ class ShardedMasks:
     def entries_of(self, name: str, piece: Piece, group: int = 1) -> slice:
         """Return where a piece's values are among those of the whole weight; `group` entries of a
         granule share a value."""
-        offsets = self.index(name).entry_offsets
-        if group > 1:
-            offsets = group_offsets(offsets, group)
-        first, last = piece.begin // GRANULE, -(-piece.end // GRANULE)
-        return slice(int(offsets[first]), int(offsets[last]))
+        return entries_of(self.index(name), piece, group)
 
     def received(self, names: Iterable[str], step: int) -> None:
         """Select the entries that a step grows in weights whose dense gradients have arrived in all
@@ -203,12 +233,7 @@ class ShardedMasks:
 
     def spans(self, name: str, group: int, begin: int, end: int) -> Iterator[HeldRange]:
         """Yield where values `begin` to `end` of a role of a weight are, in order."""
-        for piece in self._pieces[name]:
-            held = self.entries_of(name, piece, group)
-            first, last = max(begin, held.start), min(end, held.stop)
-            if first < last:
-                origin = held.start
-                yield HeldRange(piece.shard, first - origin, last - origin, first - begin)
+        return entry_spans(self.index(name), self._pieces[name], group, begin, end)
 
     def compact(self, name: str) -> np.ndarray:
         """Return the mask of a weight in its compact form, uint8."""

@@ -12,13 +12,18 @@ than a granule's or, where there are whole weights, the largest one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.kernels.blocks import GRANULE
+from penstock.kernels.packed_entries import group_offsets
 from penstock.program import WeightSpec
 from penstock.store.holding import HeldPart, Holding, PartStage, home_stages
 from penstock.store.packed import capacity_of_part, index_bytes_of
+
+if TYPE_CHECKING:
+    from penstock.sparsity import PackedIndex
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,14 @@ class ShardMap:
         }
         return HeldPart(f"shard {shard} of {holding.name}", stages, weights, capacities)
 
+    def whole(self, holding: Holding) -> HeldPart:
+        """Return the content of the only shard, with the names and shapes of the whole weights."""
+        if self.count != 1:
+            raise ValueError(f"a shard with whole weights: expected 1 shard, got {self.count}")
+        stages = tuple(PartStage(s.index, s.name, tuple(s.weights)) for s in holding.stages)
+        capacities = {name: w.capacity for name, w in holding.weights.items() if w.is_sparse}
+        return HeldPart(holding.name, stages, holding.weights, capacities)
+
     def parts(self, holding: Holding) -> Iterator[HeldPart]:
         """Yield the content of each shard, in order."""
         return (self.part(holding, shard) for shard in range(self.count))
@@ -109,6 +122,28 @@ class ShardMap:
             first, last = max(begin, origin), min(end, last)
             if first < last:
                 yield HeldRange(piece.shard, first - origin, last - origin, first - begin)
+
+
+def entries_of(index: PackedIndex, piece: Piece, group: int = 1) -> slice:
+    """Return where a piece's values are among those of a whole sparse weight; `group` entries of a
+    granule share a value."""
+    offsets = index.entry_offsets
+    if group > 1:
+        offsets = group_offsets(offsets, group)
+    first, last = piece.begin // GRANULE, -(-piece.end // GRANULE)
+    return slice(int(offsets[first]), int(offsets[last]))
+
+
+def entry_spans(
+    index: PackedIndex, pieces: Iterable[Piece], group: int, begin: int, end: int
+) -> Iterator[HeldRange]:
+    """Yield where values `begin` to `end` of a role of a sparse weight are, in order."""
+    for piece in pieces:
+        held = entries_of(index, piece, group)
+        first, last = max(begin, held.start), min(end, held.stop)
+        if first < last:
+            origin = held.start
+            yield HeldRange(piece.shard, first - origin, last - origin, first - begin)
 
 
 def _part_of(weight: WeightSpec, piece: Piece) -> WeightSpec:

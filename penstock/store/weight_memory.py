@@ -17,15 +17,14 @@ from penstock.sparsity import PackedIndex, Remap, StreamedWeight
 from penstock.store.comparing import Rotation
 from penstock.store.content_hash import hash_read
 from penstock.store.content_portions import ContentPortions
-from penstock.store.holding import HeldPart, Holding, home_stages
+from penstock.store.holding import Holding, home_stages
 from penstock.store.incoming import checked_weights
 from penstock.store.layout import slabs_of
 from penstock.store.mask_rule import MaskRule
-from penstock.store.masks import Masks
 from penstock.store.masters import Masters
 from penstock.store.optimizer_state import OptimizerState
 from penstock.store.optimizers import Optimizer
-from penstock.store.part_masks import PartMasks
+from penstock.store.part_masks import masks_of
 from penstock.store.portions import Portions, SlabPortions
 from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored, holds_weight, stored_of
 
@@ -48,7 +47,7 @@ class WeightMemory:
         rule: MaskRule | None,
     ) -> None:
         self._program = program
-        self.masks = masks_of_holding(program, rule)
+        self.masks = masks_of(program, rule)
         self.masters = Masters(program)
         if optimizer is None:
             self.state = OptimizerState(program, (), (), None)
@@ -249,10 +248,3 @@ class WeightMemory:
     def _keep(self, name: str, index: PackedIndex) -> None:
         self.masters.keep(name, index.kept)
         self.state.keep(name, index)
-
-
-def masks_of_holding(program: Holding, rule: MaskRule | None) -> Masks:
-    """Return the masks of a store that holds all weights, or of a shard."""
-    if isinstance(program, HeldPart):
-        return PartMasks(program, rule)
-    return Masks(program, rule)

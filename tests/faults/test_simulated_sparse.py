@@ -42,6 +42,39 @@ def test_bfloat16_run_has_the_bits_of_one_store():
     require_same(cluster, cluster.train(), "rigl", torch.bfloat16)
 
 
+@pytest.mark.parametrize(("policy", "engines", "shards"), [("rigl", 2, 1), ("set", 3, 3)])
+def test_shards_on_flash_have_the_bits_of_one_store(policy, engines, shards, tmp_path):
+    """A single shard has the files of a store without shards; it is opened as such in between."""
+    cluster = SparseCluster(policy, engines, shards, folder=tmp_path / "flash", clip_norm=1.0)
+    losses = cluster.train(3)
+    cluster.store.make_durable()
+    cluster.store.close()
+    cluster = SparseCluster(policy, engines, shards, folder=tmp_path / "flash", clip_norm=1.0)
+    assert cluster.store.step == 3
+    require_same(cluster, losses + cluster.train(), policy)
+    cluster.store.close()
+
+
+def test_shards_that_go_back_a_step_repeat_its_change_of_masks(tmp_path):
+    """One shard has lost the step in which masks changed: both repeat it, by the masks before."""
+    cluster = SparseCluster("set", 2, 2, folder=tmp_path / "flash", clip_norm=1.0)
+    losses = cluster.train(2)
+    cluster.store.make_durable()
+    losses += cluster.train(3)
+    cluster.store.make_durable()
+    changed = cluster.store.mask("2.weight")
+    cluster.storage[1].roll_back(2)
+    cluster.coordinator._epochs.is_agreed = False  # as after the loss of a shard's node
+    again = cluster.train()
+    assert [event.kind for event in cluster.events if event.kind == "went back"] == ["went back"]
+    assert again[0] == losses[2]
+    require_same(cluster, losses + again[1:], "set")
+    assert not cluster.store.mask("2.weight").same_mask(changed)
+    for shard in cluster.store.shards:
+        shard.close()
+    cluster.store.close()
+
+
 @pytest.mark.parametrize(
     "kind", [MessageType.HISTOGRAM_REQUEST, MessageType.GRADIENT, MessageType.COMMIT]
 )

@@ -252,11 +252,6 @@ def test_a_method_that_changes_no_mask_is_named(tmp_path):
             "raise run.steps",
         ),
         (
-            ["store.shards=2", "store.flash.path=flash"],
-            "sparsity: expected one shard on flash, with engines in this process, got "
-            "store.flash.path with store.shards 2; other runs cannot have sparse weights yet",
-        ),
-        (
             ["sparsity.sparsity=0.9999"],
             "sparsity: the mask of transformer.h.0.attn.c_proj.weight would keep no entry, "
             "expected at least 1; lower the sparsity, or leave this weight out of the sparse ones",

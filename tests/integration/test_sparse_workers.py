@@ -6,14 +6,18 @@ Workers are threads of this process; their messages go through sockets.
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 from grids import quick_first
 from sparse_choices import chosen, kernels
+from typer.testing import CliRunner
 from waiting import SECONDS, wait_until
 
+from penstock.cli.app import app
 from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.worker import main, roles
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
@@ -69,10 +73,19 @@ def settings(text: Path, folder: Path, method: str = "rigl", **changes) -> dict:
     }
 
 
-def result_of(config: dict, engines: int = 0) -> tuple[list[float], str, list, list[str]]:
-    """Train; return losses, hash of the weights, figures of the masks, and what was lost."""
+def result_of(
+    config: dict, engines: int = 0, stop: int = 0
+) -> tuple[list[float], str, list, list[str]]:
+    """Train, up to step `stop`; return losses, hash of the weights, figures of the masks, and what
+    was lost."""
     events: list = []
-    trainer = Trainer(config, on_event=events.append)
+
+    def hear(event) -> None:
+        events.append(event)
+        if isinstance(event, StepDone) and event.step == stop:
+            trainer.request_stop()
+
+    trainer = Trainer(config, on_event=hear)
     threads: list[threading.Thread] = []
     try:
         if engines:
@@ -198,3 +211,100 @@ def test_shards_in_other_processes_have_the_bits_of_one_store(
         assert resumed.store.content_hash() == alone[1]
     finally:
         resumed.close()
+
+
+def on_flash(text: Path, folder: Path, shards: int, method: str = "rigl", **changes) -> dict:
+    """Settings of a run on flash."""
+    store = {"shards": shards, "dram": "24MiB", "flash": {"path": str(folder / "flash")}}
+    changes["store"] = {**store, **changes.get("store", {})}
+    return settings(text, folder, method, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone_in_memory(text, tmp_path_factory):
+    """The result of a method in one process, with a store in memory."""
+
+    @functools.cache
+    def alone(method: str):
+        folder = tmp_path_factory.mktemp("alone")
+        return result_of({**on_flash(text, folder, 1, method), "store": {}})
+
+    return alone
+
+
+FLASH = [("rigl", 2, 2), ("set", 1, 1), ("gmp", 1, 3)]
+"""Method, engines and shards."""
+
+
+@pytest.mark.parametrize("case", quick_first(FLASH, FLASH[:2]), ids=str)
+def test_store_on_flash_with_engines_elsewhere_has_the_bits_of_one_process(
+    case, text, tmp_path, alone_in_memory
+):
+    """The second half is trained without other processes, on the same files."""
+    method, engines, shards = case
+    alone, folder = alone_in_memory(method), tmp_path / "run"
+    config = on_flash(text, folder, shards, method, engines=engines, cluster=CLUSTER)
+    losses, _, figures, lost = result_of(config, engines, stop=4)
+    assert len(losses) == 4
+    assert not lost
+    more, weights, after, _ = result_of(on_flash(text, folder, shards, method))
+    assert (losses + more, weights, figures + after) == alone[:3]
+
+
+class Killed:
+    """A run whose shards are processes, of which one is killed after a step."""
+
+    def __init__(self, config: dict, step: int) -> None:
+        self.losses: dict[int, float] = {}
+        self.kinds: list[str] = []
+        self._step = step
+        self.trainer = Trainer(config, on_event=self._hear)
+
+    def _hear(self, event) -> None:
+        if isinstance(event, ClusterEvent):
+            self.kinds.append(event.kind)
+        elif isinstance(event, StepDone):
+            # A step that is made again has the bits of the first time.
+            assert self.losses.setdefault(event.step, event.loss) == event.loss
+            if event.step == self._step:
+                self._step = -1
+                self._kill()
+
+    def _kill(self) -> None:
+        manager = self.trainer._runner.manager
+        worker = manager.worker_of(manager.coordinator.holders[0][0])
+        os.kill(manager.launcher.pids[worker], signal.SIGKILL)
+
+    def train(self) -> tuple[list[float], str]:
+        try:
+            self.trainer.train()
+            return [
+                self.losses[step] for step in sorted(self.losses)
+            ], self.trainer.store.content_hash()
+        finally:
+            self.trainer.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [3, 4])
+def test_shard_on_flash_that_is_killed_around_a_mask_change_changes_no_bit(
+    step, text, tmp_path, alone_in_memory
+):
+    """Masks change at the commit of steps 3 and 6; a shard opens at its last durable step."""
+    cluster = {"start": "local", "spare": 0, "lease": 60.0, "shards": "apart"}
+    run = Killed(on_flash(text, tmp_path / "run", 2, cluster=cluster), step)
+    losses, _, *_ = alone_in_memory("rigl")
+    assert run.train() == (losses, alone_in_memory("rigl")[1])
+    assert "shard lost" in run.kinds
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--hash"])
+    assert result.output.strip() == alone_in_memory("rigl")[1]
+
+
+@pytest.mark.long
+def test_replica_on_flash_gets_a_copy_of_masks_and_ages(text, tmp_path, alone_in_memory):
+    cluster = {"start": "local", "spare": 0, "lease": 60.0, "shards": "apart"}
+    store = {"replicas": 2, "dram": "48MiB"}
+    run = Killed(on_flash(text, tmp_path / "run", 1, cluster=cluster, store=store), 3)
+    losses, weights, *_ = alone_in_memory("rigl")
+    assert run.train() == (losses, weights)
+    assert "replica lost" in run.kinds

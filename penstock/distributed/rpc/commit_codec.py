@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import ProtocolError
@@ -21,11 +21,12 @@ class ShardReport:
     """A shard's report before a step is decided.
 
     `held` are checksums of a part of the shard's state, if the shard has several replicas: replicas
-    send equal checksums.
+    send equal checksums. `kept` are the entries of the shard's parts of sparse weights, by weight.
     """
 
     gradients: GradientReport
     held: Compared = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> ShardReport:
@@ -35,15 +36,22 @@ class ShardReport:
         """
         gradients, held = report_of(body), body.get("held", [])
         try:
-            return cls(gradients, tuple((_name(what), _name(sum_)) for what, sum_ in held))
+            checks = tuple((_name(what), _name(sum_)) for what, sum_ in held)
         except (TypeError, ValueError) as error:
             raise _invalid("checksums of the shard's state", body, error) from None
+        try:
+            kept = {_name(n): _count(count) for n, count in dict(body.get("kept", {})).items()}
+        except (TypeError, ValueError) as error:
+            raise _invalid("numbers of entries of sparse weights", body, error) from None
+        return cls(gradients, checks, kept)
 
     def difference(self, other: ShardReport) -> str | None:
         """Return the difference from another replica's report; None if the reports are equal."""
         # Encoded reports are compared, because NaN is not equal to itself.
         if body_of_report(self.gradients) != body_of_report(other.gradients):
             return "the gradients of the step"
+        if self.kept != other.kept:
+            return "the numbers of entries of sparse weights"
         for ours, theirs in itertools.zip_longest(self.held, other.held):
             if ours != theirs:
                 return str((ours or theirs)[0])
@@ -110,6 +118,12 @@ def _finite(text: str) -> float:
     value = float.fromhex(text)
     if not math.isfinite(value):
         raise ValueError(f"{value} is not finite")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]!r} is not a number of entries")
     return value
 
 

@@ -15,6 +15,7 @@ from penstock.sparsity import Histogram, MaskChange, Order, Selection
 from penstock.store import Decision, OpenSelection
 
 _COUNT = struct.Struct("<I")
+MOST_HISTOGRAM_BYTES = _COUNT.size + (1 << 16) * (2 + 8)  # a digit of 16 bits, and its count
 _MOST = 1 << 64
 
 

@@ -61,9 +61,8 @@ class OwnedShard:
         holds no step.
         """
         self.close()
-        config = self._config
+        config, masks = self._config, mask_rule_of(self._config, self._program)
         if config.store.flash.path is None:
-            masks = mask_rule_of(config, self._program)
             self._open = store_factory.make_dram_shard(config, self._program, self._part, masks)
             return self._open
         folder = shard_folder(config.store.flash.path, self._shard, self._replica)
@@ -73,7 +72,9 @@ class OwnedShard:
                 "put store.flash.path on a file system that all hosts share"
             )
         each = store_factory.flash_share(config, self._program, self._store_bytes)
-        self._open = store_factory.make_flash_shard(config, self._program, self._part, folder, each)
+        self._open = store_factory.make_flash_shard(
+            config, self._program, self._part, folder, each, masks
+        )
         return self._open
 
     def open_empty(self) -> Store:

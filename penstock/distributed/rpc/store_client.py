@@ -21,7 +21,11 @@ import torch
 
 from penstock.distributed.rpc import responses
 from penstock.distributed.rpc.commit_codec import body_of_decision
-from penstock.distributed.rpc.mask_codec import bytes_of_masks, bytes_of_open_selections
+from penstock.distributed.rpc.mask_codec import (
+    MOST_HISTOGRAM_BYTES,
+    bytes_of_masks,
+    bytes_of_open_selections,
+)
 from penstock.distributed.rpc.responses import Opened, Response, Status
 from penstock.distributed.rpc.rpc import (
     WRITE_BYTES,
@@ -121,12 +125,13 @@ class StoreClient:
         method: str,
         read: Read[T],
         arrays: Mapping[str, np.ndarray] | None = None,
+        most: int = 0,
         **arguments: Any,
     ) -> dict[int, T]:
         """Return the responses of all replicas, called concurrently, except lost replicas."""
         while True:
-            nodes = self._nodes()
-            pending = [self._calls.begin(node, method, arguments, arrays or {}) for node in nodes]
+            nodes, sent = self._nodes(), arrays or {}
+            pending = [self._calls.begin(node, method, arguments, sent, most) for node in nodes]
             results: dict[int, T] = {}
             lost = None
             for each in pending:
@@ -285,7 +290,8 @@ class StoreClient:
         def read(response: Response) -> list[Histogram]:
             return responses.histograms(response, len(selections))
 
-        return _first(self._ask_all("histograms", read, arrays))
+        most = MOST_HISTOGRAM_BYTES * len(selections)
+        return _first(self._ask_all("histograms", read, arrays, most))
 
     def settle(self, name: str, grow: Selection) -> None:
         """Do nothing: the shard selects the entries that it grows when the step is decided."""
@@ -363,7 +369,7 @@ class StoreClient:
         most = max(1, WRITE_BYTES // values.itemsize)
         for first in range(0, values.size, most):  # the server has memory for one part at a time
             part = values[first : first + most]
-            where = {"name": name, "role": role, "begin": begin + first}
+            where: dict[str, Any] = {"name": name, "role": role, "begin": begin + first}
             self._ask_all("write", responses.nothing, {"values": part}, **where)
 
     def clear_state(self, name: str) -> None:

@@ -23,7 +23,7 @@ from penstock.distributed.rpc.rpc import Arrays, RpcMessage
 from penstock.distributed.rpc.shard_storage import OwnedShard
 from penstock.errors import ClusterError, PenstockError
 from penstock.sparsity import StreamedWeight, compact_bytes
-from penstock.store import DramStore, portions_of
+from penstock.store import portions_of, sparse_shard
 from penstock.store.flash import FlashStore
 
 
@@ -107,7 +107,7 @@ def _numbered(weights: Sequence[StreamedWeight]) -> RpcMessage:
 
 
 def _mask(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
-    index = _in_memory(storage).mask(str(arguments["name"]))
+    index = sparse_shard(storage.store).mask(str(arguments["name"]))
     if index is None:
         raise ClusterError(f"{arguments['name']} is dense and has no mask")
     data = np.frombuffer(compact_bytes(index), np.uint8)
@@ -116,18 +116,8 @@ def _mask(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> 
 
 def _histograms(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
     selections = open_selections_of(arrays.get("selections"))
-    histograms = _in_memory(storage).histograms(selections)
+    histograms = sparse_shard(storage.store).histograms(selections)
     return RpcMessage({}, {"histograms": bytes_of_histograms(histograms)})
-
-
-def _in_memory(storage: OwnedShard) -> DramStore:
-    store = storage.store
-    if not isinstance(store, DramStore):
-        raise ClusterError(
-            f"{store.program.name}: expected a store in memory for sparse weights, got one on "
-            "flash; set store.flash.path to null"
-        )
-    return store
 
 
 def _receive(storage: OwnedShard, arguments: Mapping[str, Any], arrays: Arrays) -> RpcMessage:
@@ -226,7 +216,7 @@ def _finish_restore(
     if updates is None:
         storage.store.finish_restore(step)
     else:
-        _in_memory(storage).finish_restore(step, int(updates))
+        sparse_shard(storage.store).finish_restore(step, int(updates))
     return RpcMessage()
 
 

@@ -29,9 +29,11 @@ from penstock.spans import Spans
 from penstock.sparsity import SparseWeight
 from penstock.step_schedule import ByStep, StepSchedule
 from penstock.store import (
-    DramStore,
+    HeldSparseShard,
     ReplicatedStore,
     Store,
+    kept_entries,
+    sparse_shard,
     trainable_weights,
 )
 
@@ -173,18 +175,13 @@ class LocalShardExecutor:
             )
 
     @property
-    def _sparse_store(self) -> DramStore:
-        store = self._store
-        if not isinstance(store, DramStore):
-            raise ClusterError(
-                f"shard {self._shard}: expected a store in memory for sparse weights, got "
-                f"{type(store).__name__}; set store.flash.path to null"
-            )
-        return store
+    def _sparse_store(self) -> HeldSparseShard:
+        return sparse_shard(self._store)
 
     def prepare(self) -> Mapping[str, Any]:
         """Report the shard's gradients and the state that the shard holds."""
         report = body_of_report(self._store.prepare())
+        report["kept"] = kept_entries(self._store)
         if isinstance(self._store, ReplicatedStore) and self._has_replica:
             report["held"] = [list(each) for each in self._store.compared()]
         return report

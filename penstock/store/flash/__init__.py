@@ -12,7 +12,7 @@ from penstock.store.flash.folder import (
     repair,
 )
 from penstock.store.flash.reader import FlashReader
-from penstock.store.flash.sharded import DurableStore, ShardedFlashStore
+from penstock.store.flash.sharded import DurableStore, ShardedFlashStore, SingleFlashShard
 from penstock.store.flash.shards import forget, go_back, require_shards, shard_folder
 from penstock.store.flash.store import FlashStore
 
@@ -23,6 +23,7 @@ __all__ = [
     "OtherStoreError",
     "Repaired",
     "ShardedFlashStore",
+    "SingleFlashShard",
     "discard_untrained",
     "forget",
     "go_back",

@@ -49,7 +49,7 @@ class StateBlocks:
         for unit, block in self._order:
             if unit.index in self._whole:
                 continue
-            held_bytes -= unit.state_room if unit.is_sparse else block.state_bytes
+            held_bytes -= unit.expected.state_room if unit.is_sparse else block.state_bytes
             if held_bytes < 0:
                 return
             self._resident.add((unit.index, block.number))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.store.flash.layout import FlashLayout, described_format
+from penstock.store.flash.layout import FlashLayout
+from penstock.store.flash.unit_description import described_format
 from penstock.weight_formats import BFLOAT16, DENSE, PACKED, PACKED_SPLIT, SPLIT
 
 JOURNAL, EXTENTS = "journal", "extents"

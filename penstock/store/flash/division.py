@@ -20,7 +20,7 @@ from penstock.errors import BudgetError
 from penstock.step_schedule import sweep_order
 from penstock.store.flash.frames import Visit, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
-from penstock.store.holding import Holding
+from penstock.store.holding import Holding, whole_capacities
 from penstock.store.interface import FlashTraffic
 from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.optimizers import Optimizer
@@ -82,17 +82,19 @@ class _Options:
 
     def __init__(self, layout: FlashLayout, half_gradients: bool, least_weights: int) -> None:
         units = [unit for unit in layout.units if unit.is_updated]
-        self.sizes = {u.index: u.elements * gradient_width(u, half_gradients) for u in units}
+        widths = {unit.index: gradient_width(unit, half_gradients) for unit in units}
+        self.sizes = {u.index: u.expected.elements * widths[u.index] for u in units}
         self.movable = [unit for unit in units if not unit.tied]
         self.tied = sum(self.sizes[unit.index] for unit in units if unit.tied)
         self.gradients = sum(self.sizes.values())
-        self.weights = sum(unit.stream_bytes for unit in layout.units)
+        self.weights = sum(unit.expected.stream_bytes for unit in layout.units)
         self.blocks = sum(unit.block_count for unit in units)
-        self.state = sum(unit.state_room for unit in units)
-        self.slab = max((self.sizes[unit.index] for unit in self.movable), default=0)
+        self.state = sum(unit.expected.state_room for unit in units)
+        slabs = (unit.elements * widths[unit.index] for unit in self.movable)
+        self.slab = max(slabs, default=0)
         block = max((unit.largest_state_bytes for unit in units), default=0)
-        widths = ((unit, gradient_width(unit, half_gradients)) for unit in self.movable)
-        tail = max((unit.largest_gradient_bytes(width) for unit, width in widths), default=0)
+        tails = (unit.largest_gradient_bytes(widths[unit.index]) for unit in self.movable)
+        tail = max(tails, default=0)
         self.all_in_memory = _Option(self.weights + self.gradients, 0, block)
         self.gradients_stay = _Option(self.gradients, max(self.gradients, least_weights), block)
         self.spilling = _Option(self.tied + SLABS * self.slab, least_weights, block + tail)
@@ -164,9 +166,9 @@ def memory_of_masks(
     A weight whose mask changes has all its state in memory, before and after the change; one weight
     at a time.
     """
-    memory = mask_memory(program.weights, masks)
+    memory = mask_memory(program.weights, masks, whole_capacities(program))
     if memory.get("mask change"):
-        state = max(unit.state_room for unit in layout.sparse if unit.trainable)
+        state = max(unit.expected.state_room for unit in layout.sparse if unit.trainable)
         memory["mask change"] += 2 * state
     return memory
 
@@ -182,11 +184,13 @@ def step_traffic(layout: FlashLayout, spilled_bytes: int) -> FlashTraffic:
     once.
 
     Gradients that do not fit in memory are written once and read once. A step that changes masks
-    also reads the weights that lose entries, and writes the masks.
+    also reads the weights that lose entries (a shard once per round of their selection), and writes
+    the masks.
     """
-    updated = sum(unit.place_bytes for unit in layout.units if unit.trainable)
-    once = sum(unit.stream_bytes for unit in layout.units)
-    frozen = sum(unit.stream_bytes for unit in layout.units if not unit.trainable)
+    units = [unit.expected for unit in layout.units]
+    updated = sum(unit.place_bytes for unit in units if unit.trainable)
+    once = sum(unit.stream_bytes for unit in units)
+    frozen = sum(unit.stream_bytes for unit in units if not unit.trainable)
     return FlashTraffic(updated + frozen + once + spilled_bytes, updated + spilled_bytes)
 
 

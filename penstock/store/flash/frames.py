@@ -33,14 +33,18 @@ def least_bytes(units: Sequence[Unit], visits: Sequence[Visit]) -> int:
     """Return the minimum bytes in memory at once: the computing stage and the following stage."""
     ring = [*visits, *visits[:1]]
     return max(
-        sum(units[unit].stream_bytes for unit in {*first.units, *second.units})
+        sum(units[unit].expected.stream_bytes for unit in {*first.units, *second.units})
         for first, second in itertools.pairwise(ring)
     )
 
 
 class Frames:
     """The weights in memory, one frame per unit, within `budget_bytes`. Not thread-safe: the owner
-    calls it under a lock."""
+    calls it under a lock.
+
+    A frame has addresses for the most entries of a sparse weight. Its pages are allocated when they
+    are used, so the size that is expected counts (`Unit.expected`).
+    """
 
     def __init__(self, units: Sequence[Unit], visits: Sequence[Visit], budget: int) -> None:
         self.budget_bytes = budget
@@ -53,14 +57,14 @@ class Frames:
             for unit in visit.units:
                 self._places[unit].append(position)
         self._frames: dict[int, np.ndarray] = {}
-        self._spare: list[np.ndarray] = []
+        self._spare: list[tuple[np.ndarray, int]] = []  # frames, and the sizes that count
         self.page_locked = False  # whether new frames are page-locked
         self.cursor = 0  # the next visit
 
     @property
     def holds_all(self) -> bool:
         """Whether all units fit, so that none is ever evicted."""
-        return sum(unit.stream_bytes for unit in self._units) <= self.budget_bytes
+        return sum(unit.expected.stream_bytes for unit in self._units) <= self.budget_bytes
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._frames
@@ -89,7 +93,7 @@ class Frames:
 
         **Raises:** `BudgetError` if they do not.
         """
-        need = sum(self._units[unit].stream_bytes for unit in units)
+        need = sum(self._units[unit].expected.stream_bytes for unit in units)
         if need > self.budget_bytes:
             raise BudgetError(
                 f"{need:,} bytes of weights are needed at once, store.dram leaves "
@@ -102,8 +106,8 @@ class Frames:
         **Arguments:** units in `pinned` are never evicted. If `only_later`, only units are
         evicted whose next visit is farther away than that of `unit`.
         """
-        need = self._units[unit].stream_bytes
-        if self._reuse(unit, need):
+        need = self._units[unit].expected.stream_bytes
+        if self._reuse(unit):
             return True
         victims = sorted(
             (u for u in self._frames if u not in pinned), key=self.next_use, reverse=True
@@ -112,18 +116,18 @@ class Frames:
             next_visit = self.next_use(unit)
             victims = [u for u in victims if self.next_use(u) > next_visit]
         chosen: list[int] = []
-        free = self.budget_bytes - sum(f.nbytes for f in self._frames.values())
+        free = self.budget_bytes - self._frames_bytes
         for victim in victims:
             if free >= need:
                 break
             chosen.append(victim)
-            free += self._frames[victim].nbytes
+            free += self._units[victim].expected.stream_bytes
         if free < need:
             return False
         for victim in chosen:
-            self._spare.append(self._frames.pop(victim))
-        if not self._reuse(unit, need):
-            self._frames[unit] = self._new(need)
+            self.drop(victim)
+        if not self._reuse(unit):
+            self._frames[unit] = self._new(self._units[unit].stream_bytes)
         while self._spare and self.memory_bytes > self.budget_bytes:
             self._spare.pop()
         return True
@@ -134,18 +138,23 @@ class Frames:
             page_lock(frame)  # if this is refused, copies to a GPU are slower; results are the same
         return frame
 
-    def _reuse(self, unit: int, need: int) -> bool:
+    def _reuse(self, unit: int) -> bool:
         """Give `unit` a spare frame of its size, if one exists."""
-        for number, spare in enumerate(self._spare):
-            if spare.nbytes == need:
-                self._frames[unit] = self._spare.pop(number)
+        need, expected = self._units[unit].stream_bytes, self._units[unit].expected.stream_bytes
+        for number, (spare, spare_bytes) in enumerate(self._spare):
+            if (spare.nbytes, spare_bytes) == (need, expected):
+                self._frames[unit] = self._spare.pop(number)[0]
                 return True
         return False
 
     def drop(self, unit: int) -> None:
         """Release a unit's frame; its content is discarded."""
-        self._spare.append(self._frames.pop(unit))
+        self._spare.append((self._frames.pop(unit), self._units[unit].expected.stream_bytes))
+
+    @property
+    def _frames_bytes(self) -> int:
+        return sum(self._units[unit].expected.stream_bytes for unit in self._frames)
 
     @property
     def memory_bytes(self) -> int:
-        return sum(f.nbytes for f in (*self._frames.values(), *self._spare))
+        return self._frames_bytes + sum(size for _, size in self._spare)

@@ -13,6 +13,10 @@ next place, never over data that a durable step may need.
 A sparse weight is a unit of its own, whose elements are the entries that its mask keeps, with space
 for its capacity. Its blocks follow from the mask (`blocks_of`). The mask has an extent, and places,
 of its own, because most steps do not change it.
+
+A shard's part of a sparse weight may come to keep far more than its share of the entries. Its
+extents have addresses for the most that it can keep. Disk space and memory are planned for its
+share and some more (`Unit.expected`); what goes beyond is allocated when it is written.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,9 +35,15 @@ import numpy as np
 from penstock.kernels.blocks import GRANULE
 from penstock.kernels.packed_entries import group_offsets, max_groups
 from penstock.store.flash.medium import ALIGNMENT_BYTES
-from penstock.store.holding import Holding, home_stages
+from penstock.store.flash.unit_description import (
+    described_format,
+    spelled_capacity,
+    spelled_format,
+    spelled_origins,
+)
+from penstock.store.holding import Holding, home_stages, most_entries
 from penstock.store.roles import MASTER, Role
-from penstock.weight_formats import DENSE, FORMATS, SPLIT, WeightFormat
+from penstock.weight_formats import WeightFormat
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
@@ -92,7 +103,8 @@ class Unit:
     """Weights of one stage that are treated alike; `begins` are their first elements in the unit.
 
     For pieces of weights, `origins` are the elements of the whole weights at which the pieces
-    begin. `capacity` is the most entries of a sparse weight, and 0 for other units.
+    begin. `capacity` is the most entries of a sparse weight, and 0 for other units. `planned` is
+    the number of entries that a shard's part is planned for; 0 if that is the capacity.
     """
 
     index: int
@@ -110,11 +122,20 @@ class Unit:
     offset: int
     block_elements: int
     capacity: int = 0
+    planned: int = 0
 
     @property
     def is_sparse(self) -> bool:
         """Whether the unit is one sparse weight."""
         return self.format.is_sparse
+
+    @cached_property
+    def expected(self) -> Unit:
+        """The unit with the sizes that disk space and memory are planned for."""
+        if not self.planned:
+            return self
+        elements = _rounded_up(_rounded_up(self.planned, _pad(self.roles)), _PAD_ELEMENTS)
+        return dataclasses.replace(self, capacity=self.planned, elements=elements, planned=0)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -330,9 +351,9 @@ class FlashLayout:
             {
                 "stage": stage,
                 "weights": {name: list(program.weights[name].shape) for name in names},
-                **_origins({name: program.weights[name].begin for name in names}),
-                **_described_format(weight_format),
-                **_capacity(program.weights[names[0]].capacity),
+                **spelled_origins({name: program.weights[name].begin for name in names}),
+                **spelled_format(weight_format),
+                **spelled_capacity(most_entries(program, alone) if alone else 0),
                 "trainable": trainable,
                 "tied": tied,
                 "roles": [
@@ -343,25 +364,32 @@ class FlashLayout:
             }
             for (stage, weight_format, trainable, tied, alone), names in groups.items()
         ]
-        return cls.from_description(described, keep_steps, block_elements)
+        planned = {n: w.capacity for n, w in program.weights.items() if w.is_sparse}
+        return cls.from_description(described, keep_steps, block_elements, planned)
 
     @classmethod
     def from_description(
-        cls, described: Sequence[Mapping[str, Any]], keep_steps: int, block_elements: int
+        cls,
+        described: Sequence[Mapping[str, Any]],
+        keep_steps: int,
+        block_elements: int,
+        planned: Mapping[str, int] = MappingProxyType({}),
     ) -> FlashLayout:
-        """Restore a layout from its `described` form."""
+        """Restore a layout from its `described` form.
+
+        **Arguments:** `planned` are the entries that sparse weights are planned for, if less than
+        their capacities.
+        """
         units: list[Unit] = []
         offset = 0
         for index, group in enumerate(described):
             shapes = tuple(tuple(shape) for shape in group["weights"].values())
             roles = tuple(Role(**role) for role in group["roles"])
-            # Begin at a cache line. If neighbours share values, begin at the first of these
-            # neighbours.
-            pad = max(_WEIGHT_PAD, *(role.group for role in roles), 1)
             begins, end, capacity = [], 0, group.get("capacity", 0)
             for shape in shapes:
                 begins.append(end)
-                end += -(-(capacity or math.prod(shape)) // pad) * pad
+                end += _rounded_up(capacity or math.prod(shape), _pad(roles))
+            few = min((planned.get(name, capacity) for name in group["weights"]), default=0)
             unit = Unit(
                 index=index,
                 stage=group["stage"],
@@ -369,7 +397,7 @@ class FlashLayout:
                 shapes=shapes,
                 begins=tuple(begins),
                 origins=tuple(group.get("origins", {}).get(name, 0) for name in group["weights"]),
-                elements=-(-end // _PAD_ELEMENTS) * _PAD_ELEMENTS,
+                elements=_rounded_up(end, _PAD_ELEMENTS),
                 format=described_format(group),
                 trainable=group["trainable"],
                 tied=group["tied"],
@@ -378,11 +406,30 @@ class FlashLayout:
                 offset=offset,
                 block_elements=block_elements,
                 capacity=capacity,
+                planned=few if few < capacity else 0,
             )
             units.append(unit)
             offset += unit.file_bytes
         unit_of = {name: unit.index for unit in units for name in unit.names}
         return cls(tuple(units), unit_of, offset)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of the file that disk space is planned for."""
+        return sum(unit.expected.file_bytes for unit in self.units)
+
+    @property
+    def planned_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of the file that disk space is planned for, as begin and size."""
+        found = []
+        for unit in self.units:
+            few = unit.expected
+            for place in range(unit.places):
+                begin = unit.stream_offset(place)
+                found.append((begin, few.stream_bytes))
+                found.append((begin + unit.stream_bytes, few.state_room))
+                found.append((unit.mask_offset(place), few.mask_room))
+        return [(begin, size) for begin, size in found if size]
 
     @property
     def sparse(self) -> list[Unit]:
@@ -417,9 +464,9 @@ class FlashLayout:
             {
                 "stage": unit.stage,
                 "weights": {n: list(s) for n, s in zip(unit.names, unit.shapes, strict=True)},
-                **_origins(dict(zip(unit.names, unit.origins, strict=True))),
-                **_described_format(unit.format),
-                **_capacity(unit.capacity),
+                **spelled_origins(dict(zip(unit.names, unit.origins, strict=True))),
+                **spelled_format(unit.format),
+                **spelled_capacity(unit.capacity),
                 "trainable": unit.trainable,
                 "tied": unit.tied,
                 "roles": [dataclasses.asdict(role) for role in unit.roles],
@@ -428,34 +475,11 @@ class FlashLayout:
         ]
 
 
-def described_format(unit: Mapping[str, Any]) -> WeightFormat:
-    """Return the format in the description of a unit."""
-    if "format" in unit:
-        return FORMATS[unit["format"]]
-    return SPLIT if unit["split"] else DENSE
-
-
-def _described_format(weight_format: WeightFormat) -> dict[str, Any]:
-    """Return the description's entry for a unit's format.
-
-    The two formats of the first releases keep their first spelling, so that those releases can read
-    the description.
-    """
-    if weight_format in (DENSE, SPLIT):
-        return {"split": weight_format is SPLIT}
-    return {"format": weight_format.name}
-
-
-def _capacity(capacity: int) -> dict[str, int]:
-    """Return the description's entry for the capacity of a sparse weight; empty for others."""
-    return {"capacity": capacity} if capacity else {}
+def _pad(roles: Sequence[Role]) -> int:
+    """Return the elements whose multiples weights begin at: at a cache line; if neighbours share
+    values, at the first of these neighbours."""
+    return max(_WEIGHT_PAD, *(role.group for role in roles), 1)
 
 
 def _rounded_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def _origins(begins: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the description's entry for where pieces begin; empty for whole weights."""
-    pieces = {name: begin for name, begin in begins.items() if begin}
-    return {"origins": pieces} if pieces else {}

@@ -7,6 +7,7 @@ matrix product by 2 %, buffered I/O by 17 % or more. Memory, offset and length m
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,23 @@ ALIGNMENT_BYTES = 4096
 class ExtentFile:
     """A file of fixed size, read and written in aligned pieces from several threads.
 
+    **Arguments:** `planned` are the ranges of a new file, as begin and size, that get disk space at
+    once; None: the whole file. Other ranges get it when they are written.
+
     Raises:
         CorruptionError: an expected file is missing, too short, or not a regular file.
         StorageError: the system refuses to open an existing file.
         OSError: the system refuses to create the file.
     """
 
-    def __init__(self, path: Path, size_bytes: int, *, create: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        create: bool,
+        planned: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
         self.path = path
         self.size_bytes = size_bytes
         if not create:
@@ -37,7 +48,10 @@ class ExtentFile:
             if size_bytes:
                 # Allocates the blocks now, so that a full disk is found here and not during the
                 # run.
-                os.posix_fallocate(self._descriptor, 0, size_bytes)
+                if planned is not None:
+                    os.ftruncate(self._descriptor, size_bytes)
+                for begin, size in [(0, size_bytes)] if planned is None else planned:
+                    os.posix_fallocate(self._descriptor, begin, size)
         except BaseException:
             self.close()
             path.unlink(missing_ok=True)

@@ -17,9 +17,8 @@ from penstock.store.flash.journal import Journal, Record
 from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.version import Version
-from penstock.store.holding import HeldPart, Holding
+from penstock.store.holding import Holding
 from penstock.store.mask_rule import MaskRule
-from penstock.store.packed import require_dense
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,12 @@ def open_files(
             return OpenFiles(journal, file, version)
         version.restore(journal.records[-1])
         return OpenFiles(journal, file, version, journal.records[-1])
-    size = layout.file_bytes
+    size = layout.planned_bytes
+    planned = None if size == layout.file_bytes else layout.planned_ranges
     with files.storage_errors(folder, size):
         extents.unlink(missing_ok=True)  # without a journal the file never counted
         files.require_space(extents, size)
-        file = ExtentFile(extents, size, create=True)
+        file = ExtentFile(extents, layout.file_bytes, create=True, planned=planned)
         opened.callback(file.close)
         file.sync()  # the file size, on which the journal relies
         durable.sync_folder(folder)
@@ -73,10 +73,7 @@ def require_masks(program: Holding, masks: MaskRule | None) -> None:
 
     Raises:
         ValueError: there is no mask rule.
-        ConfigError: the program is a shard's part of another one.
     """
-    if isinstance(program, HeldPart):
-        require_dense(program, "a shard on flash")
     if masks is None and any(weight.is_sparse for weight in program.weights.values()):
         raise ValueError("a store that trains sparse weights needs a mask rule")
 
@@ -96,7 +93,7 @@ def require_flash(
     Raises:
         BudgetError: the store is larger than the limit.
     """
-    state, gradients = layout.file_bytes, division.spilled_bytes
+    state, gradients = layout.planned_bytes, division.spilled_bytes
     if limit is None or state + gradients <= limit:
         return
     also = f" and {gradients:,} for gradients" if gradients else ""

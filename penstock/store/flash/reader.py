@@ -17,9 +17,10 @@ from penstock.sparsity import PackedIndex
 from penstock.store import files
 from penstock.store.flash.description import EXTENTS, JOURNAL, require_readable
 from penstock.store.flash.journal import Record, read_records, rewrite_journal, whole_records
-from penstock.store.flash.layout import FlashLayout, described_format
+from penstock.store.flash.layout import FlashLayout
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.steps_reader import StepsReader
+from penstock.store.flash.unit_description import described_format
 from penstock.store.flash.version import Version, recorded_step
 from penstock.store.lock import FolderLock
 from penstock.store.roles import Role
@@ -27,6 +28,8 @@ from penstock.weight_formats import BFLOAT16
 
 MOST_BLOCK_ELEMENTS = 1 << 28
 """A block is read completely into memory, so a forged journal may not ask for more than this."""
+
+_SECTOR_BYTES = 512  # the unit of `st_blocks`
 
 MOST_CAPACITY, MOST_SPARSE_ELEMENTS = 1 << 32, 1 << 36
 """The same for a mask, whose size follows from these."""
@@ -69,7 +72,10 @@ class FlashReader(StepsReader):
 
     @property
     def bytes(self) -> int:
-        return self._layout.file_bytes
+        if not self._layout.sparse:
+            return self._layout.file_bytes
+        allocated = _SECTOR_BYTES * os.stat(self.folder / EXTENTS).st_blocks
+        return min(self._layout.file_bytes, allocated)
 
     @property
     def parameters(self) -> int:

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.store.commit import CommitRule
-from penstock.store.flash.shards import Shards, agree_on_step, require_one_store, require_shards
+from penstock.store.flash.shards import (
+    Shards,
+    agree_on_step,
+    require_no_journal,
+    require_one_store,
+    require_shards,
+)
 from penstock.store.holding import Holding
 from penstock.store.interface import Store
 from penstock.store.lock import FolderLock
-from penstock.store.packed import require_dense
+from penstock.store.mask_rule import MaskRule
 from penstock.store.roles import Role
 from penstock.store.sharded import ShardedStore
 from penstock.store.sharding import ShardMap
@@ -43,7 +49,7 @@ class ShardedFlashStore(ShardedStore):
     share one.
 
     Args:
-        program, shard_map, roles, rule: as for `ShardedStore`.
+        program, shard_map, roles, rule, masks: as for `ShardedStore`.
         folder: the parent folder of the shards' folders.
         openers: for each shard, the function that opens its store in a given folder.
         replicas: number of folders of each shard that the openers open.
@@ -64,26 +70,37 @@ class ShardedFlashStore(ShardedStore):
         roles: Sequence[Role],
         rule: CommitRule,
         replicas: int = 1,
+        masks: MaskRule | None = None,
     ) -> None:
-        require_dense(program, f"store.shards {shard_map.count} on flash")
         self.folder = folder
         with ExitStack() as opened:
-            lock = FolderLock(folder, "store.flash.path")
-            opened.callback(lock.release)
-            found = require_shards(folder, shard_map.count)
-            if found is None:
-                shapes = {name: spec.shape for name, spec in program.weights.items()}
-                found = Shards.new(folder, shard_map.count, shapes)
-                found.write()
-            require_one_store(found)
-            agree_on_step(found, replicas)
             shards = []
-            for open_shard, where in zip(openers, found.folders, strict=True):
+            for open_shard, where in zip(
+                openers, self._folders(program, shard_map.count, replicas, opened), strict=True
+            ):
                 shards.append(open_shard(where))
                 opened.callback(shards[-1].close)
-            super().__init__(program, shard_map, shards, roles, rule)
+            super().__init__(program, shard_map, shards, roles, rule, masks)
             self._on_flash = shards
+            if not self.is_new:
+                self.masks.resume()
             self._opened = opened.pop_all()
+
+    def _folders(
+        self, program: Holding, count: int, replicas: int, opened: ExitStack
+    ) -> Sequence[Path]:
+        """Return the folders of the shards, all at the step at which they open."""
+        lock = FolderLock(self.folder, "store.flash.path")
+        opened.callback(lock.release)
+        found = require_shards(self.folder, count)
+        if found is None:
+            require_no_journal(self.folder)
+            shapes = {name: spec.shape for name, spec in program.weights.items()}
+            found = Shards.new(self.folder, count, shapes)
+            found.write()
+        require_one_store(found)
+        agree_on_step(found, replicas)
+        return found.folders
 
     @property
     def is_new(self) -> bool:
@@ -121,3 +138,17 @@ class ShardedFlashStore(ShardedStore):
     def close(self) -> None:
         """Stop the threads and close the files; steps that are not durable yet are lost."""
         self._opened.close()
+
+
+class SingleFlashShard(ShardedFlashStore):
+    """A `ShardedFlashStore` of one shard, in the folder and the files of a store without shards.
+
+    Engines in other processes need it for sparse weights: the run, not the shard, decides on the
+    masks. The same folder can be opened as a `FlashStore`.
+    """
+
+    def _folders(
+        self, program: Holding, count: int, replicas: int, opened: ExitStack
+    ) -> Sequence[Path]:
+        require_shards(self.folder, 1)
+        return [self.folder]

@@ -8,11 +8,13 @@ from contextlib import ExitStack
 import numpy as np
 
 from penstock.errors import CorruptionError
+from penstock.sparsity import PackedIndex, joined
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.shards import Shards, of_another_store, whole_folders
 from penstock.store.flash.steps_reader import StepsReader
 from penstock.store.lock import FolderLock
-from penstock.store.sharding import Piece, ShardMap
+from penstock.store.roles import MASTER
+from penstock.store.sharding import Piece, ShardMap, entry_spans
 
 
 class ShardedReader(StepsReader):
@@ -37,6 +39,7 @@ class ShardedReader(StepsReader):
                 if reader.store_id != shards.store_id:
                     raise of_another_store(shards, reader.folder)
             self._map = ShardMap(shards.count, self._pieces())
+            self._masks: dict[tuple[int, str], PackedIndex] = {}
             super().__init__(shards.folder, shards.count, opened.pop_all())
 
     def _pieces(self) -> dict[str, tuple[Piece, ...]]:
@@ -80,11 +83,36 @@ class ShardedReader(StepsReader):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shards.shapes)
 
+    @property
+    def sparse(self) -> dict[str, tuple[int, ...]]:
+        found = {name for reader in self._readers for name in reader.sparse}
+        return {name: shape for name, shape in self._shards.shapes.items() if name in found}
+
+    def mask_of(self, step: int, name: str) -> PackedIndex | None:
+        if (step, name) not in self._masks:
+            pieces = self._map.pieces[name]
+            found = [self._readers[piece.shard].mask_of(step, name) for piece in pieces]
+            parts = [part for part in found if part is not None]
+            if not parts:
+                return None
+            if len(parts) < len(pieces):
+                raise CorruptionError(
+                    f"{self.folder}: {name!r} is sparse in {len(parts)} of {len(pieces)} shards; "
+                    "restore all shards from one copy"
+                )
+            self._masks.clear()  # whole masks are large: one is kept
+            self._masks[step, name] = joined(parts)
+        return self._masks[step, name]
+
     def read_step(self, step: int, name: str, role: str, begin: int, end: int) -> np.ndarray:
         group = self._readers[self._map.pieces[name][0].shard].group(name, role)
+        index = self.mask_of(step, name)
+        spans = self._map.spans(name, begin, end, group)
+        if index is not None and role != MASTER:
+            spans = entry_spans(index, self._map.pieces[name], group, begin, end)
         parts = [
             self._readers[span.shard].read_step(step, name, role, span.begin, span.end)
-            for span in self._map.spans(name, begin, end, group)
+            for span in spans
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
@@ -110,4 +138,5 @@ class ShardedReader(StepsReader):
         step = max(whole)
         for reader in self._readers:
             reader.go_back(step)
+        self._masks.clear()
         return step

@@ -177,6 +177,19 @@ def require_shards(folder: Path, count: int) -> Shards | None:
     )
 
 
+def require_no_journal(folder: Path) -> None:
+    """Reject a folder with a store without shards, beside which a single shard would be created.
+
+    Raises:
+        OtherStoreError: it contains one.
+    """
+    if os.path.lexists(folder / JOURNAL):
+        raise OtherStoreError(
+            f"{folder} holds a store that the trainer process opens itself, the configuration says "
+            "cluster.shards: apart; set cluster.shards to here, or choose another store.flash.path"
+        )
+
+
 def _shards(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 

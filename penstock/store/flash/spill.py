@@ -30,18 +30,20 @@ class GradientSpill:
     def __init__(self, folder: Path, units: Sequence[Unit], half: bool, slab_bytes: int) -> None:
         self._type = np.dtype(np.uint16 if half else np.float32)
         self._offsets: dict[int, int] = {}
-        end = 0
+        end, planned = 0, list[tuple[int, int]]()
         for unit in units:
             self._offsets[unit.index] = end
+            planned.append((end, unit.expected.elements * self._type.itemsize))
             end += unit.elements * self._type.itemsize
-        self.bytes = end
+        self.bytes = sum(size for _, size in planned)
         self.path = folder / "gradients"
         self._checks: dict[int, list[bytes]] = {}
         self.slabs = [allocate(slab_bytes) for _ in range(SLABS)]
-        with files.storage_errors(folder, end):
+        with files.storage_errors(folder, self.bytes):
             self.path.unlink(missing_ok=True)
-            files.require_space(self.path, end)
-            self._file = ExtentFile(self.path, end, create=True)
+            files.require_space(self.path, self.bytes)
+            ranges = None if self.bytes == end else planned
+            self._file = ExtentFile(self.path, end, create=True, planned=ranges)
             self.path.unlink()
 
     def __contains__(self, unit: Unit) -> bool:

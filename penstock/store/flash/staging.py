@@ -1,8 +1,9 @@
 """Loading weights: a unit is written to flash when all its values have arrived.
 
 How many values a sparse weight has is known only from its whole mask. A weight that is loaded dense
-gets its mask at once. Those that are restored from a checkpoint stay in memory, as entries, until
-all have arrived.
+gets its mask at once. A shard's part is written when its state is cleared, after its entries have
+arrived. Those that are restored from a checkpoint stay in memory, as entries, until all have
+arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.store.flash.version import Version, checksum, state_roles, weight_
 from penstock.store.holding import Holding
 from penstock.store.masks import Masks
 from penstock.store.optimizer_state import require_length
-from penstock.store.packed import length_of, room_of
+from penstock.store.packed import length_of, room_of, with_room
 from penstock.store.roles import AGE, CHANGES, INDEX, MASTER, VALUES, Role
 
 
@@ -51,6 +52,7 @@ class Staging:
         self._sparse: dict[str, dict[str, np.ndarray]] = {}
         self._written: dict[str, dict[str, int]] = {}
         self._missing = set(masks.names)  # sparse weights of which nothing has been written
+        self._is_copied = False
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Accept values of a weight or of its state, each value once.
@@ -73,8 +75,12 @@ class Staging:
 
     def clear_state(self, name: str) -> None:
         """Leave the state of a weight at zero, its initial value; a sparse weight's is that anyway
-        until it arrives."""
+        until it arrives. If mask and entries of a sparse weight have arrived, write it."""
         if name in self._masks:
+            if INDEX in self._written.get(name, {}):
+                written = self._written.pop(name)
+                (index,) = self._masks.restore({name: written.get(VALUES, 0)}, 0).values()
+                self._put_first(name, index, self._sparse.pop(name, {}).get(VALUES))
             return
         unit, elements = self._layout.unit(name), self._program.weights[name].elements
         for role in unit.roles if elements else ():
@@ -86,13 +92,27 @@ class Staging:
         Raises:
             ConfigError: the mask would keep no entry, or more than the weight has room for.
         """
-        unit, index = self._layout.unit(name), self._masks.start(name, values)
+        index = self._masks.start(name, values)
+        self._put_first(name, index, values[index.positions() - index.begin])
+
+    def _put_first(self, name: str, index: PackedIndex, values: np.ndarray | None) -> None:
+        """Write a sparse weight of which no entry was ever regrown; `values` may have more room."""
+        unit = self._layout.unit(name)
         self._missing.discard(name)
         state = {r.name: _initial(r, length_of(index, r.group)) for r in unit.roles}
-        self._put_sparse(unit, index, {VALUES: values[index.positions() - index.begin], **state})
+        entries = np.empty(0, np.float32) if values is None else values[: index.kept]
+        self._put_sparse(unit, index, {VALUES: entries, **state})
 
-    def finish(self, step: int) -> None:
+    def copied(self) -> None:
+        """Record that all masks were copied from another store, with their history."""
+        self._is_copied = True
+        self._missing.clear()
+
+    def finish(self, step: int, updates: int | None = None) -> None:
         """Write what is still in memory; the state is that after `step` commits.
+
+        **Arguments:** `updates` is the number of these that updated weights, if a shard may hold no
+        sparse weight that says so.
 
         Raises:
             CorruptionError: the parts of a sparse weight do not belong together.
@@ -102,15 +122,18 @@ class Staging:
         unfinished = [staged.unit.names[0] for staged in self._units.values()]
         if unfinished := [*unfinished, *self._missing.difference(self._written)]:
             raise RuntimeError(f"received only a part of {', '.join(unfinished[:5])}")
+        if self._is_copied:
+            self._version.masks.resume(self._masks, step)
+            return
         kept = {name: written.get(VALUES, 0) for name, written in self._written.items()}
-        for name, index in self._masks.restore(kept, step).items():
-            unit, arrays = self._layout.unit(name), self._sparse.pop(name)
+        for name, index in self._masks.restore(kept, step, updates).items():
+            unit, arrays = self._layout.unit(name), self._sparse.pop(name, {})
             lengths = {VALUES: index.kept}
             for role in unit.roles:
                 lengths[role.name] = length_of(index, role.group)
                 got = self._written[name].get(role.name, 0)
                 require_length(name, role.name, lengths[role.name], got)
-            found = {role: arrays[role][:length] for role, length in lengths.items()}
+            found = {role: _array(unit, arrays, role)[:n] for role, n in lengths.items()}
             self._put_sparse(unit, index, found)
 
     def _of(self, unit: Unit) -> _StagedUnit:
@@ -130,7 +153,9 @@ class Staging:
         arrays = self._sparse.setdefault(name, {})
         if role not in arrays:
             kind = self._layout.unit(name).role(role)
-            arrays[role] = np.zeros(room_of(self._program.weights[name], kind.group), kind.numpy)
+            room = room_of(self._program.weights[name], kind.group)
+            arrays[role] = allocate(room * kind.numpy.itemsize).view(kind.numpy)
+        arrays[role] = with_room(arrays[role], begin + values.size)
         arrays[role][begin : begin + values.size] = values
 
     def _put_sparse(self, unit: Unit, index: PackedIndex, arrays: Mapping[str, np.ndarray]) -> None:
@@ -174,6 +199,11 @@ class Staging:
         if whole is not None:
             self._put(unit.stream_offset(place), whole)
         self._version.advance(unit, checks, blocks)
+
+
+def _array(unit: Unit, arrays: Mapping[str, np.ndarray], role: str) -> np.ndarray:
+    """Return the values of a role that have arrived; none may have, if the mask keeps nothing."""
+    return arrays.get(role, np.empty(0, unit.role(role).numpy))
 
 
 def _initial(role: Role, length: int) -> np.ndarray:

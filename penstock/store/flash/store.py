@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.sparsity import MaskSize, PackedIndex, StreamedWeight
+from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
+from penstock.store.flash.content import FlashContent
 from penstock.store.flash.description import describe
 from penstock.store.flash.division import (
     SLABS,
@@ -47,21 +48,18 @@ from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.portions import BlockPortions
 from penstock.store.flash.shards import store_id_of
 from penstock.store.flash.spill import GradientSpill
-from penstock.store.flash.staging import Staging
 from penstock.store.flash.stored_masks import history_of
 from penstock.store.flash.version import recorded_step
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding
-from penstock.store.incoming import checked_weights
 from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
 from penstock.store.lock import FolderLock
+from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
 from penstock.store.mask_rule import MaskRule
-from penstock.store.masks import Masks
-from penstock.store.masters import stream_of
 from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
-from penstock.store.packed import length_of, require_dense
-from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored, stored_of
+from penstock.store.part_masks import PartMasks, masks_of
+from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored
 from penstock.store.unchanged import UnchangedWeights
 
 
@@ -110,7 +108,7 @@ class FlashStore:
         self.program, self.folder, self.step = program, folder, 0
         self.extra: dict[str, Any] = {}
         require_masks(program, masks)
-        self._masks = Masks(program, masks)
+        self._masks = masks_of(program, masks)
         self._rule, self._keep = rule, keep_steps
         self._block_elements = block_elements
         age = age_role(optimizer, masks)
@@ -134,9 +132,8 @@ class FlashStore:
             program, optimizer, groups, self._gradients, self._unchanged, self._masks
         )
         self._durable_every = durable_every
-        self._is_loaded = self._is_closed = self._unsealed = False
+        self._is_closed = self._unsealed = False
         self._streamed_bytes = self._gradient_bytes = 0
-        self._staging: Staging | None = None
         with ExitStack() as opened:  # resources opened before an error are released
             self._lock = FolderLock(folder, "store.flash.path")
             opened.callback(self._lock.release)
@@ -147,6 +144,16 @@ class FlashStore:
             self._pipeline = self._make_pipeline()
             self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
+            self._content = FlashContent(
+                program,
+                self._layout,
+                self._version,
+                self._writes,
+                self._pipeline,
+                self._masks,
+                may_change_masks=masks is not None,
+                is_loaded=len(self._journal.records) > 1,
+            )
             self._opened = opened.pop_all()
         # Threads that run until interpreter exit can deadlock in the OpenMP pools.
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
@@ -177,12 +184,11 @@ class FlashStore:
         if found.last is not None:
             self.step, self.extra = recorded_step(self._journal.path, found.last)
             self._version.masks.resume(self._masks, self.step)
-            self._is_loaded = True
 
     @property
     def is_new(self) -> bool:
         """Whether the store has no durable step yet, so that weights must be loaded."""
-        return not self._is_loaded
+        return not self._content.is_loaded
 
     @property
     def durable_step(self) -> int | None:
@@ -214,7 +220,7 @@ class FlashStore:
     @property
     def flash_bytes(self) -> int:
         """Bytes of the store on flash."""
-        return self._layout.file_bytes + self._spill.bytes
+        return self._layout.planned_bytes + self._spill.bytes
 
     @property
     def flash_rule(self) -> FlashTraffic:
@@ -256,10 +262,10 @@ class FlashStore:
         return self._fetch_weights(names)
 
     def _fetch_weights(self, names: Sequence[str]) -> list[StreamedWeight]:
-        self._require_loaded()
+        self._content.require_loaded()
         units = self._layout.units_of(names)
         frames = dict(zip(units, self._pipeline.fetch_frames(units), strict=True))
-        views = [self._view(name, frames[self._layout.unit_of[name]]) for name in names]
+        views = [self._content.view(n, frames[self._layout.unit_of[n]]) for n in names]
         self._streamed_bytes += sum(view.nbytes for view in views)
         return views
 
@@ -293,13 +299,25 @@ class FlashStore:
 
     def prepare(self) -> GradientReport:
         """Return the report on the step's gradients; the store is then ready to decide."""
-        self._require_loaded()
+        self._content.require_loaded()
         report = self._gradients.report()
         self._pipeline.finish_pass()
         self._seal_when_due()
         # The previous step was sealed long ago, unless the disk is slower than a whole step.
         self._pipeline.wait_for_seals()
         return report
+
+    def histograms(self, selections: Sequence[OpenSelection]) -> list[Histogram]:
+        """Return a shard's histograms for each open selection of the step (`DramStore`)."""
+        masks = self._masks
+        if not isinstance(masks, PartMasks):
+            return [EMPTY_HISTOGRAM for _ in selections]
+        return [masks.histogram(selection, self._entries) for selection in selections]
+
+    def settle(self, name: str, grow: Selection) -> None:
+        """Keep, of a weight's entries that may be grown, those that the rounds have selected."""
+        if isinstance(self._masks, PartMasks):
+            self._masks.settle(name, grow)
 
     def decide(self, decision: Decision) -> None:
         """Commit the step by the decision for all shards (`DramStore.decide`)."""
@@ -366,13 +384,7 @@ class FlashStore:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill all masters, one weight at a time, and begin at step 0 (`DramStore.load`)."""
         self.begin_restore()
-        assert self._staging is not None
-        for name, values in checked_weights(self.program, weights):
-            if name in self._masks:
-                self._staging.start(name, values)
-                continue
-            self._staging.clear_state(name)
-            self._staging.write(name, MASTER, 0, values)
+        self._content.load(weights)
         self.finish_restore(0)
 
     def begin_restore(self) -> None:
@@ -380,57 +392,38 @@ class FlashStore:
         if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
             raise RuntimeError("frozen weights are written only once: load them into a new folder")
         self._pipeline.finish_pass()
-        self._is_loaded = False
         self._gradients.clear()
-        self._masks.begin_restore()
         self._unchanged.begin()
-        self._pipeline.drain()
-        self._pipeline.forget()
-        self._staging = Staging(
-            self.program, self._layout, self._version, self._writes.put, self._masks
-        )
+        self._content.begin_restore()
 
     def write(self, name: str, role: str, begin: int, values: np.ndarray) -> None:
         """Overwrite values of a weight or of its state, during a restore; each value once."""
-        if self._is_loaded:
-            raise RuntimeError("state is written only between begin_restore and finish_restore")
-        assert self._staging is not None
-        self._staging.write(name, role, begin, values)
+        self._content.write(name, role, begin, values)
 
     def portions(self, portion_bytes: int) -> BlockPortions:
         """Return the whole content, in portions of at most so many bytes (`portions.py`)."""
-        require_dense(self.program, "a store that is copied to another process")
-        if self._staging is None:
-            self._settle()
-        return BlockPortions(self._layout, self._version, self._writes.put, portion_bytes)
+        return self._content.portions(portion_bytes)
 
     def compared(self) -> Compared:
         """Return checksums of the whole content as of the last update (`comparing.py`)."""
-        require_dense(self.program, "a store with replicas")
-        return self._pipeline.compared()
+        return self._content.compared()
 
     def clear_state(self, name: str) -> None:
         """Leave the optimizer state of a weight at its initial zeros, during a restore."""
-        assert self._staging is not None
-        self._staging.clear_state(name)
+        self._content.clear_state(name)
 
-    def finish_restore(self, step: int) -> None:
-        """Make the store usable and durable: its content is the state after `step` commits."""
-        if self._staging is None:
-            raise RuntimeError("received only a part of the weights")
-        self._staging.finish(step)
-        self._staging = None
+    def finish_restore(self, step: int, updates: int | None = None) -> None:
+        """Make the store usable and durable: its content is the state after `step` commits.
+
+        Arguments and errors are those of `DramStore.finish_restore`.
+        """
+        self._content.finish(step, updates)
         self.step = step
-        self._pipeline.restored()
-        self._is_loaded = True
         self._writes.seal(step, self.extra, history_of(self._masks))
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return values `begin` to `end` of a weight or of its state, flat."""
-        self._settle()
-        if role in (INDEX, CHANGES):
-            return self._masks.arrays(name)[role][begin:end]
-        return self._version.read(name, role, begin, end)
+        return self._content.read(name, role, begin, end)
 
     def master(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, float32 in its shape."""
@@ -449,49 +442,24 @@ class FlashStore:
 
     def roles(self, name: str) -> dict[str, Stored]:
         """Return the arrays of a weight that `read` and `write` accept (`DramStore.roles`)."""
-        spec, roles = self.program.weights[name], self._layout.unit(name).roles
-        index = self.mask(name) if self._is_loaded else self._masks.index(name)
-        if index is None:
-            return stored_of(spec, roles)
-        state = {r.name: Stored(r.torch, (length_of(index, r.group),)) for r in roles}
-        values = Stored(spec.format.saved_dtype, (index.kept,))
-        return {VALUES: values, **state, **self._masks.stored(name)}
+        return self._content.roles(name)
 
     def mask(self, name: str) -> PackedIndex | None:
         """Return the mask of a weight, after any pending update; None if the weight is dense."""
-        self._require_loaded()
-        if self._masks.is_changing(name):
-            self._pipeline.finish_pass()
-        return self._masks.index(name)
+        return self._content.mask(name)
 
     @property
     def mask_sizes(self) -> Mapping[str, MaskSize]:
         """The sizes of all masks after the last commit."""
         return self._masks.sizes
 
+    def needs_dense_gradient(self, name: str) -> bool:
+        """Return whether the next step needs the gradients of a weight's absent entries too."""
+        return self._masks.needs_dense_gradient(name)
+
     def content_hash(self) -> str:
         """Return a hash of all weights (`content_hash.py`)."""
-        self._settle()
-        return self._version.content_hash()
-
-    def _settle(self) -> None:
-        """Write all updates to flash, so that flash can be read."""
-        self._require_loaded()
-        self._pipeline.finish_pass()
-        self._pipeline.write_out()
-        self._pipeline.drain()
-
-    def _view(self, name: str, frame: np.ndarray) -> StreamedWeight:
-        spec, unit = self.program.weights[name], self._layout.unit(name)
-        begin = self._layout.begin_of(name) * unit.stream_width
-        count = self._masks.kept(name) if spec.is_sparse else spec.elements
-        part = frame[begin : begin + count * unit.stream_width]
-        values = stream_of(part.view(unit.format.stream.dtype), spec)
-        return self._masks.streamed(name, values) if spec.is_sparse else values
-
-    def _require_loaded(self) -> None:
-        if not self._is_loaded:
-            raise RuntimeError("the store holds no weights yet: load them, or restore a checkpoint")
+        return self._content.content_hash()
 
 
 def _close_if_alive(store: weakref.ref[FlashStore]) -> None:

@@ -34,9 +34,13 @@ class MaskHistory:
 
 
 def history_of(masks: Masks) -> MaskHistory | None:
-    """Return the history of a store's masks, all of whose updates are applied; None if no weight is
-    sparse."""
-    if not masks.names:
+    """Return the history of a store's masks, all of whose updates are applied; None if it says
+    nothing: no weight is sparse, and every step has updated weights.
+
+    A shard without sparse weights has a history if steps change masks in other shards instead of
+    updating weights.
+    """
+    if not masks.names and masks.updates == masks.step:
         return None
     return MaskHistory(masks.updates, {name: masks.changes(name) for name in masks.names})
 
@@ -59,7 +63,9 @@ class StoredMasks:
         self._file = file
         self._masks = {unit.index: _Stored(0, 0, bytes(CHECKSUM_BYTES)) for unit in self._units}
         self._is_sealed = {unit.index: True for unit in self._units}
-        self.history = MaskHistory(0, {unit.names[0]: () for unit in self._units})
+        # As `history_of`; that of the last record that was restored.
+        changes = {unit.names[0]: () for unit in self._units}
+        self.history = MaskHistory(0, changes) if changes else None
 
     def index(self, unit: Unit) -> PackedIndex:
         """Return the mask of a sparse weight; one without entries before the first is written."""
@@ -78,6 +84,8 @@ class StoredMasks:
         """
         if history is None:
             return {}
+        if not self._units:
+            return {"updates": history.updates}
         self._is_sealed = dict.fromkeys(self._is_sealed, True)
         # Most masks change at the same steps: equal lists are written once.
         changes = [*dict.fromkeys(tuple(history.changes[u.names[0]]) for u in self._units)]
@@ -96,12 +104,13 @@ class StoredMasks:
             CorruptionError: the record does not fit the layout, or the bytes of a mask have
                 changed.
         """
-        if not self._units:
-            return
         content, count = record.content, len(self._units)
+        if not count and "updates" not in content:
+            self.history = None
+            return
         checks = record.blob[len(record.blob) - count * CHECKSUM_BYTES :]
-        found, updates = content.get("masks", {}), content.get("updates", 0)
-        lists = content.get("changes", [])
+        found, lists = content.get("masks", {}), content.get("changes", [])
+        updates = content.get("updates", 0)
         changes: dict[str, Sequence[int]] = {}
         is_history = _is_history(lists, updates, content.get("step"))
         is_mapping = isinstance(found, dict)
@@ -122,8 +131,8 @@ class StoredMasks:
     def resume(self, masks: Masks, step: int) -> None:
         """Give a store its masks after step `step`, the last that was restored."""
         indices = {unit.names[0]: self.index(unit) for unit in self._units}
-        updates = self.history.updates if self._units else step
-        masks.resume(step, updates, indices, self.history.changes)
+        history = MaskHistory(step, {}) if self.history is None else self.history
+        masks.resume(step, history.updates, indices, history.changes)
 
     def _mismatch(self, record: Record) -> CorruptionError:
         return CorruptionError(
@@ -202,6 +211,6 @@ def _is_entry(entry: Any, unit: Unit, lists: int) -> bool:
     return (
         0 <= place < unit.places
         and 0 < size <= unit.mask_room
-        and 0 < kept <= unit.capacity
+        and 0 <= kept <= unit.capacity  # a shard's part may have none
         and 0 <= at < lists
     )

@@ -50,6 +50,11 @@ class Version:
             self._sparse_blocks[unit.index] = unit.blocks_of(self.masks.index(unit))
         return self._sparse_blocks[unit.index]
 
+    def take_mask(self, unit: Unit) -> Sequence[Block]:
+        """Return the blocks of a sparse weight whose new mask was written; its extents are not."""
+        self._sparse_blocks[unit.index] = unit.blocks_of(self.masks.index(unit))
+        return self._sparse_blocks[unit.index]
+
     def record(
         self, step: int, extra: Mapping[str, Any], history: MaskHistory | None = None
     ) -> Record:

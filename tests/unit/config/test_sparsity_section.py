@@ -174,29 +174,6 @@ def test_a_section_within_the_run_passes(keys, steps):
 
 
 @pytest.mark.parametrize(
-    ("sections", "got"),
-    [
-        (
-            {"store": {"shards": 2, "flash": {"path": "flash"}}},
-            "store.flash.path with store.shards 2",
-        ),
-        (
-            {"store": {"flash": {"path": "flash"}}, "cluster": {"start": "local"}},
-            "store.flash.path with cluster.start local",
-        ),
-    ],
-)
-def test_runs_that_cannot_be_sparse_yet(sections, got):
-    configured(**sections)
-    with pytest.raises(ConfigError) as raised:
-        configured(sparsity={"method": "rigl", "sparsity": 0.9}, **sections)
-    assert str(raised.value) == (
-        f"sparsity: expected one shard on flash, with engines in this process, got {got}; other "
-        "runs cannot have sparse weights yet"
-    )
-
-
-@pytest.mark.parametrize(
     "engine", [{"device": "cuda"}, {"devices": "all"}, {"devices": ["cpu", "cpu"]}]
 )
 def test_sparse_weights_train_on_any_device(engine):

@@ -134,7 +134,7 @@ def test_replicas_on_flash_agree_and_a_flipped_bit_is_found_one_step_later(tmp_p
         ours, theirs = (Shard(store, n == 0) for n, store in enumerate(stores))
         for _ in range(7):
             assert ours.step().difference(theirs.step()) is None
-        theirs.store._settle()
+        theirs.store._content.settle()
         held = theirs.store._pipeline._state._held
         assert held  # some state stays in memory between steps
         next(iter(held.values())).view(np.uint8)[100] ^= np.uint8(4)

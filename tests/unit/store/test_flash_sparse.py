@@ -25,27 +25,24 @@ from sparse_training import (
     train_sparse,
 )
 from store_programs import (
-    flash_store,
     least_flash_bytes,
     make_program,
     random_weights,
     training_store,
 )
 
-from penstock.errors import BudgetError, ConfigError, CorruptionError
+from penstock.errors import BudgetError, CorruptionError
 from penstock.sparsity import GradualMagnitude, SparsitySchedule
-from penstock.store import MaskRule, ShardMap, load_checkpoint, save_checkpoint
+from penstock.store import MaskRule, load_checkpoint, save_checkpoint
 from penstock.store.flash import (
     OtherStoreError,
     Repaired,
-    ShardedFlashStore,
     least_dram_bytes,
     open_reader,
     repair,
 )
 from penstock.store.flash.journal import read_records
 from penstock.store.flash.layout import BLOCK_ELEMENTS
-from penstock.store.holding import HeldPart
 from penstock.store.roles import MASTER
 
 DRAM = 900_000
@@ -324,19 +321,6 @@ def test_another_capacity_is_refused(flash):
     other = make_program(LARGE, sparse={"a": 12_001, "b": program.weights["b"].capacity})
     with pytest.raises(OtherStoreError, match=r"'a': room for entries 12000 there, 12001 now"):
         flash(other, masks=rule, dram=2_000_000)
-
-
-def test_shards_on_flash_refuse_sparse_weights(tmp_path):
-    program, shard_map = sparse_program("set"), ShardMap.of(make_program(LAYERS), 2)
-    with pytest.raises(ConfigError) as caught:
-        ShardedFlashStore(program, tmp_path, shard_map, [None, None], (), None)
-    assert str(caught.value) == (
-        "sparsity: expected one shard on flash, with engines in this process, got store.shards 2 "
-        "on flash; other runs cannot have sparse weights yet"
-    )
-    part = HeldPart("shard 0", program.stages, program.weights)
-    with pytest.raises(ConfigError, match="got a shard on flash; other runs cannot have sparse"):
-        flash_store(part, tmp_path, masks=rule_of("set"))
 
 
 def test_store_on_flash_needs_a_rule_for_sparse_weights(flash):
