@@ -22,7 +22,7 @@ from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.worker import main, roles
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.main import Worker
-from penstock.errors import ClusterError
+from penstock.errors import ClusterError, ConfigError
 from penstock.telemetry.events import ClusterEvent, StepDone
 from penstock.training.trainer import Trainer
 
@@ -272,8 +272,8 @@ class Killed:
 
     def _kill(self) -> None:
         manager = self.trainer._runner.manager
-        worker = manager.worker_of(manager.coordinator.holders[0][0])
-        os.kill(manager.launcher.pids[worker], signal.SIGKILL)
+        node = manager.registry.find(manager.coordinator.holders[0][0])
+        os.kill(manager.launcher.pids[node.worker], signal.SIGKILL)
 
     def train(self) -> tuple[list[float], str]:
         try:
@@ -298,6 +298,21 @@ def test_shard_on_flash_that_is_killed_around_a_mask_change_changes_no_bit(
     assert "shard lost" in run.kinds
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--hash"])
     assert result.output.strip() == alone_in_memory("rigl")[1]
+
+
+@pytest.mark.long
+def test_single_shard_on_flash_continues_in_the_trainer_and_never_beside_its_own_store(
+    text, tmp_path, alone_in_memory
+):
+    """A shard of another process is opened by the trainer too, not the other way round."""
+    cluster = {"start": "local", "spare": 0, "lease": 60.0, "shards": "apart"}
+    alone = alone_in_memory("rigl")
+    losses, *_ = result_of(on_flash(text, tmp_path / "run", 1, cluster=cluster), stop=4)
+    more, weights, *_ = result_of(on_flash(text, tmp_path / "run", 1))
+    assert (losses + more, weights) == alone[:2]
+    result_of(on_flash(text, tmp_path / "other", 1), stop=4)
+    with pytest.raises(ConfigError, match="holds a store that the trainer process opens itself"):
+        Trainer(on_flash(text, tmp_path / "other", 1, cluster=cluster))
 
 
 @pytest.mark.long
