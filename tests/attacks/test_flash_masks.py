@@ -58,7 +58,7 @@ def sparse_original(tmp_path_factory):
         {"masks": {"block": [0, 1 << 40, 2450, 0]}},
         {"masks": {"block": [0, 0, 2450, 0]}},
         {"masks": {"block": [0, 9, 2451, 0]}},
-        {"masks": {"block": [0, 9, 0, 0]}},
+        {"masks": {"block": [0, 9, -1, 0]}},
         {"masks": {"block": [0, 9, 2450, 1]}},
         {"masks": {"block": [0, 9, 2450, True]}},
         {"changes": None},
@@ -80,7 +80,7 @@ def test_invalid_masks_are_refused(sparse_original, tmp_path, changes):
             look(folder)
 
 
-@pytest.mark.parametrize("kept", [1, 2449])
+@pytest.mark.parametrize("kept", [0, 1, 2449])
 def test_mask_of_another_number_of_entries_is_refused(sparse_original, tmp_path, kept):
     folder = shutil.copytree(sparse_original, tmp_path / "flash")
 
