@@ -40,7 +40,8 @@ _COMPILED: dict = {}
 def compiled_once(told, device, products):
     """PyTorch compiles in one thread at a time."""
     with _ONE_AT_A_TIME:
-        key = str((told["sparse"], told["shards"], told["config"]["precision"]))
+        config = told["config"]
+        key = str((told["sparse"], told["shards"], config["precision"], config["sparsity"]))
         if key not in _COMPILED:
             _COMPILED[key] = _COMPILE(told, device, products)
         return _COMPILED[key]
