@@ -26,7 +26,7 @@ from penstock.store.flash import Repaired, open_reader, repair
 from penstock.store.roles import MASTER
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
-CLIP, DRAM = 1.0, 2_000_000
+CLIP, DRAM = 1.0, 4_000_000
 
 
 @pytest.fixture
