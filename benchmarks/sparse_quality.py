@@ -32,7 +32,7 @@ from pathlib import Path
 from contract import describe_machine, print_result
 
 LENGTH, SEQUENCES, WIDTH, LAYERS, HEAD = 128, 16, 192, 3, 32
-VALIDATION_ROWS = 512
+VALIDATION_ROWS, QUICK_VALIDATION_ROWS = 512, 128
 METHODS = ("static", "gmp", "set", "rigl")
 SPARSITIES = (0.75, 0.9)
 
@@ -71,13 +71,13 @@ def main() -> None:
     parser.add_argument("--run", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(train(Case(**json.loads(options.run)))))
+        print(json.dumps(train(Case(**json.loads(options.run)), options.quick)))
         return
     seeds = options.seeds or (1 if options.quick else 3)
     steps = options.steps or (8 if options.quick else 600)
     machine = describe_machine()
     cases = [case for seed in range(seeds) for case in cases_of(seed, steps, options.quick)]
-    results = run_all(cases, options.results, options.jobs)
+    results = run_all(cases, options.results, options.jobs, options.quick)
     rows = table(cases, results)
     print_rows(rows)
     if options.plot:
@@ -110,7 +110,7 @@ def cases_of(seed: int, steps: int, quick: bool) -> list[Case]:
     return found
 
 
-def run_all(cases: list[Case], path: Path | None, jobs: int) -> dict[str, dict]:
+def run_all(cases: list[Case], path: Path | None, jobs: int, quick: bool) -> dict[str, dict]:
     """Run what the results file lacks, in processes of one thread; return the result of each."""
     results: dict[str, dict] = {}
     if path is not None and path.exists():
@@ -119,6 +119,7 @@ def run_all(cases: list[Case], path: Path | None, jobs: int) -> dict[str, dict]:
 
     def run(case: Case) -> dict:
         command = [sys.executable, __file__, "--run", json.dumps(dataclasses.asdict(case))]
+        command += ["--quick"] if quick else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         return {"key": case.key, **json.loads(done.stdout.splitlines()[-1])}
 
@@ -200,14 +201,14 @@ def plot(rows: list[dict], path: Path) -> None:
 # --- one run --------------------------------------------------------------------------------------
 
 
-def train(case: Case) -> dict:
+def train(case: Case, quick: bool) -> dict:
     """Train, and return the held-out loss, the steps and the operations."""
     steps = case.steps if case.budget == "steps" else steps_of_equal_flops(case)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, steps, folder)
         flops = sum(trainer.run_step().flops for _ in range(steps))
-        batches = min(VALIDATION_ROWS // SEQUENCES, steps)  # few in the quick form
-        loss = trainer.evaluate(batches)["loss"]
+        rows = QUICK_VALIDATION_ROWS if quick else VALIDATION_ROWS
+        loss = trainer.evaluate(rows // SEQUENCES)["loss"]
         trainer.close()
     return {"loss": loss, "steps": steps, "flops": flops}
 

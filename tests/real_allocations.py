@@ -1,7 +1,10 @@
-"""What PyTorch's CPU allocator really hands out during a piece of code, by its own profiler."""
+"""What a piece of code really allocates: of PyTorch's CPU allocator by its own profiler, of NumPy's
+by Python's trace of memory."""
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable
 
 import torch
@@ -30,3 +33,14 @@ def peak_allocated_bytes(body: Callable[[], object]) -> int:
         alive += change
         peak = max(peak, alive)
     return peak
+
+
+def arrays_allocated(body: Callable[[], object]) -> int:
+    """Return the most bytes of NumPy arrays and Python objects that `body` has alive at once."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        body()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -135,12 +135,6 @@ class SparseWeights:
             )
         return PreparedSparse(weight, layout, self.products)
 
-    def forget(self) -> None:
-        """Discard the layouts: the next masks may have the versions of others, as after a
-        resume."""
-        with self._lock:
-            self._layouts.clear()
-
 
 def layout_of(weight: SparseWeight) -> SparseLayout:
     """Return the layout of a weight's mask."""

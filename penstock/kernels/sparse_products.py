@@ -1,10 +1,11 @@
 """The products of a sparse matrix with activations, and the gradient of its entries.
 
-Activations `[tokens, features]` are packed into panels of tokens on their way (`sparse_panels`),
-and outputs are unpacked, while they are in a cache: no panel of all tokens is ever in memory. Each
-sum has one order, which the matrix and the panels decide: a row's entries are added in the order of
-their columns, and an entry's gradient is added panel after panel. Threads share whole sums, so
-their number changes no bit.
+Activations `[tokens, features]` are packed into panels of tokens (`sparse_panels`), and outputs are
+unpacked, while they are in a cache. A thread packs one panel at a time in memory of its own. If
+there are fewer panels than threads, all panels are packed first and shared. The gradient of entries
+shares as many panels as have 4 MiB, at least one. Each sum has one order, which the matrix and the
+panels decide: a row's entries are added in the order of their columns, and an entry's gradient is
+added panel after panel. Threads divide the work by whole sums, so their number changes no bit.
 """
 
 from typing import Literal, NamedTuple
@@ -418,11 +419,12 @@ def entry_gradient(
     rows, columns = matrix.shape
     width, tokens = _check(matrix, x, panel_tokens, bfloat16)
     require_flat("dy", dy, tokens * rows, x.dtype.type)
-    parts = max(1, min(numba.get_num_threads(), matrix.columns.size // _LEAST_SHARE))
+    threads = numba.get_num_threads()
+    parts = max(1, min(threads, matrix.columns.size // _LEAST_SHARE))
     totals = np.zeros(matrix.columns.size, np.float32)
     count = -(-tokens // panel_tokens)
     together = _TOGETHER // ((rows + columns) * panel_tokens * x.itemsize)
-    together = min(count, max(1, together))
+    together = max(1, min(count, together))
     panels = [
         _cache_lines(together * features * panel_tokens, x.dtype.type)
         for features in (columns, rows)
@@ -433,8 +435,8 @@ def entry_gradient(
     run = _gradient_of_floats if x.dtype == np.float32 else run
     for low in range(0, count, together):
         high = min(low + together, count)
-        pack(parts, x, columns, tokens, panels[0], low, high, panel_tokens)
-        pack(parts, dy, rows, tokens, panels[1], low, high, panel_tokens)
+        pack(threads, x, columns, tokens, panels[0], low, high, panel_tokens)
+        pack(threads, dy, rows, tokens, panels[1], low, high, panel_tokens)
         run(parts, (*panels, totals), high - low, matrix[3:7], sizes, width)
     scattered = np.empty_like(totals)
     _scatter(totals, matrix.positions, scattered)

@@ -6,8 +6,8 @@ the last bits. A resumed run uses the choice of its record and measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -62,7 +62,8 @@ _WAYS: dict[str, type[SparseKernel] | type[DenseTiles]] = {
     "sparse": SparseKernel,
     "dense tiles": DenseTiles,
 }
-_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+"""The products of a choice: its fields."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Choice:
         """Return the choice as plain data."""
         names = {kind: name for name, kind in _WAYS.items()}
         record: dict[str, Any] = {}
-        for name in _PRODUCTS:
+        for name in PRODUCTS:
             product = getattr(self, name)
             record[name] = {"way": names[type(product)], **asdict(product)}
         return record
@@ -93,10 +94,11 @@ class Choice:
             ConfigError: the record is not one of a choice.
         """
         try:
-            choice = cls(**{name: _product(dict(record[name])) for name in _PRODUCTS})
+            _require_names(record, PRODUCTS)
+            choice = cls(**{name: _product(dict(record[name])) for name in PRODUCTS})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"sparse products: expected the record of a choice ({', '.join(_PRODUCTS)}), "
+                f"sparse products: expected the record of a choice ({', '.join(PRODUCTS)}), "
                 f"got {dict(record)}: {error!r}; "
                 "resume the run with the version of Penstock that recorded it"
             ) from error
@@ -110,12 +112,21 @@ def panel_sizes(dtype: torch.dtype, tokens: int) -> tuple[int, ...]:
 
 
 def _product(record: dict[str, Any]) -> Product:
-    product = _WAYS[record.pop("way")](**record)
-    for name, value in asdict(product).items():
+    """Return a product of its record, which names every field: a default could change bits."""
+    kind = _WAYS[record.pop("way")]
+    _require_names(record, [field.name for field in fields(kind)])
+    for name, value in record.items():
         if name == "bfloat16":
             is_known = value in get_args(Bfloat16)
+        elif name == "band_rows" and kind is SparseKernel:
+            is_known = value is None or type(value) is int
         else:
-            is_known = isinstance(value, int) or (name == "band_rows" and value is None)
+            is_known = type(value) is int  # a bool is none
         if not is_known:
             raise ValueError(f"{name}: {value!r}")
-    return product
+    return kind(**record)
+
+
+def _require_names(record: Mapping[str, Any], names: Sequence[str]) -> None:
+    if set(record) != set(names):
+        raise ValueError(f"expected {', '.join(names)}, got {', '.join(map(str, record))}")

@@ -94,7 +94,7 @@ def expand(mask: MaskBitmap, values: torch.Tensor) -> torch.Tensor:
     """
     _check_values(mask, values)
     dense = values.new_empty(mask.shape)
-    for band in _bands(mask.shape):
+    for band in bands_of(mask.shape):
         _expand_band(mask, values, band, dense[band.start : band.stop].view(-1))
     return dense
 
@@ -149,7 +149,7 @@ def entry_gradient(
             f"{list(of_rows.shape)} and {list(of_columns.shape)}"
         )
     kept = torch.empty(mask.entries, dtype=torch.float32, device=of_rows.device)
-    for band in _bands(mask.shape):
+    for band in bands_of(mask.shape):
         entries = mask.entries_in(band)
         if entries.start < entries.stop:
             tile = torch.mm(of_rows[:, band.start : band.stop].t(), of_columns)
@@ -170,7 +170,7 @@ def select_entries(mask: MaskBitmap, dense: torch.Tensor) -> torch.Tensor:
             "does not fit"
         )
     kept = torch.empty(mask.entries, dtype=torch.float32, device=dense.device)
-    for band in _bands(mask.shape):
+    for band in bands_of(mask.shape):
         entries = mask.entries_in(band)
         if entries.start < entries.stop:
             kept[entries] = _selected(mask, band, dense[band.start : band.stop])
@@ -217,7 +217,8 @@ def _selected(mask: MaskBitmap, band: range, tile: torch.Tensor) -> torch.Tensor
     return tile.reshape(-1).index_select(0, positions.view(-1))
 
 
-def _bands(shape: tuple[int, int]) -> list[range]:
+def bands_of(shape: tuple[int, int]) -> list[range]:
+    """Return the bands of rows whose dense products select the gradient of the entries."""
     rows, step = shape[0], _band_rows(shape)
     return [range(low, min(low + step, rows)) for low in range(0, rows, step)]
 

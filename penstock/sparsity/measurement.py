@@ -23,6 +23,7 @@ from penstock.sparsity.choice import (
     LEAST_BLOCK_COLUMNS,
     LEAST_TILE_ROWS,
     PANEL_TOKENS,
+    PRODUCTS,
     TILE_BYTES,
     Bfloat16,
     Choice,
@@ -75,22 +76,23 @@ def choose_product(
 def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
     case = _Case(shape, dtype, sparsity, tokens)
     ways = {
-        name: case.fastest(name, [*case.dense_tiles(), *case.sparse_kernels(name)])
-        for name in _PRODUCTS
+        name: case.fastest(name, [*case.dense_tiles(name), *case.sparse_kernels(name)])
+        for name in PRODUCTS
     }
     return Choice(**{name: getattr(choice, name) for name, choice in ways.items()})
 
 
-_PRODUCTS = ("forward", "input_gradient", "weight_gradient")
-
-
 class _Case:
-    """A part of the weight, with random values, and its three products."""
+    """A part of the weight, with random values, and its three products.
+
+    `shape` is that of the whole weight.
+    """
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int
     ) -> None:
         rows, columns = (min(size, _MOST_FEATURES) for size in shape)
+        self.shape = shape
         self.dtype, self.density = dtype, 1 - sparsity
         self.tokens = min(tokens, _MOST_TOKENS)
         generator = np.random.default_rng(0)
@@ -120,25 +122,40 @@ class _Case:
         All are timed once, and those that are near the fastest several times.
         """
         first = sorted(choices, key=lambda choice: self.seconds(name, choice, 1))
-        found = min(first[:_NEAR], key=lambda choice: self.seconds(name, choice, _REPETITIONS))
-        self.layout.forget_blocked()
-        return found
+        return min(first[:_NEAR], key=lambda choice: self.seconds(name, choice, _REPETITIONS))
 
     def seconds(self, name: str, choice: Choice, repetitions: int) -> float:
-        """The least time of some repetitions: what disturbs only adds."""
+        """The least time of some repetitions: what disturbs only adds.
+
+        The order of entries that the choice needs is freed: there is one at a time.
+        """
         self.run(name, choice)  # makes the layout
         times = []
         for _ in range(repetitions):
             began = time.perf_counter()
             self.run(name, choice)
             times.append(time.perf_counter() - began)
+        self.layout.forget_blocked()
         return min(times)
 
-    def dense_tiles(self) -> list[Choice]:
-        inputs = max(self.layout.shape)
-        itemsize = self.dtype.itemsize
-        bands = sorted({max(LEAST_TILE_ROWS, size // (inputs * itemsize)) for size in TILE_BYTES})
-        return [_all(DenseTiles(min(band, inputs))) for band in bands]
+    def dense_tiles(self, name: str) -> list[Choice]:
+        """Bands whose tiles have `TILE_BYTES` in the whole weight.
+
+        One band and several are different algorithms. So a band covers all outputs of the measured
+        part only if it covers those of the weight.
+        """
+        axis = 1 if name == "input_gradient" else 0
+        outputs, measured = self.shape[axis], self.layout.shape[axis]
+        row_bytes = max(self.shape) * self.dtype.itemsize
+        bands = set()
+        for size in TILE_BYTES:
+            band = max(LEAST_TILE_ROWS, size // row_bytes)
+            if band >= outputs:
+                band = outputs
+            elif band >= measured:
+                band = max(1, measured // 2)
+            bands.add(band)
+        return [_all(DenseTiles(band)) for band in sorted(bands)]
 
     def sparse_kernels(self, name: str) -> list[Choice]:
         return [

@@ -11,6 +11,7 @@ import torch
 from penstock.sparsity.choice import LEAST_BLOCK_COLUMNS, LEAST_TILE_ROWS, TILE_BYTES, panel_sizes
 
 _COLUMN, _POSITION, _START, _LOCAL_COLUMN = 4, 4, 8, 2  # bytes
+_CACHE_LINE = 64
 _SEGMENT = 8  # its row and its first entry
 
 
@@ -18,6 +19,10 @@ def product_bytes(
     elements: int, features: int, capacity: int, tokens: int, dtype: torch.dtype
 ) -> int:
     """Return the most bytes that a product takes besides its result.
+
+    Panels of all tokens are counted, which is the need of as many threads as there are panels.
+    Fewer threads hold a panel each, and the gradient of entries holds few panels at once. But a
+    plan does not depend on the number of threads. Activations that are not contiguous are copied.
 
     Args:
         elements: of the dense weight.
@@ -31,8 +36,10 @@ def product_bytes(
     panels = padded * features * dtype.itemsize
     if dtype == torch.bfloat16:
         panels += padded * features * 4  # the sums, before they are rounded
+    copies = tokens * features * dtype.itemsize
+    alignment = 3 * _CACHE_LINE + 2 * 4 * features  # of panels; the bias, converted, or zeros
     values = 2 * 4 * capacity  # gathered, or the sums of gradients and their scattered copy
-    return panels + values + tile_bytes(elements, features, dtype)
+    return panels + copies + alignment + values + tile_bytes(elements, features, dtype)
 
 
 def tile_bytes(elements: int, features: int, dtype: torch.dtype) -> int:

@@ -21,8 +21,11 @@ class SparseWeight:
         values: float32 or bfloat16 `[kept]`, in the order of the mask; a view of the
             store's memory.
         index: the mask.
-        version: number of changes of this mask since the start of the run. Equal versions of a
-            weight have equal masks, so an engine may keep what it derives from a mask.
+        version: number of committed changes of this mask since the start of the run. For one
+            engine, equal versions of a weight have equal masks, so an engine may keep what it
+            derives from a mask: changes are only appended, and a replayed step makes the same
+            change. A resume may go on from an earlier step, and makes new engines and
+            `SparseWeights`.
         dense_gradient: whether the store wants the gradient of every element in this step, of the
             dense shape, instead of one number per kept entry.
     """

@@ -45,17 +45,6 @@ def plans_of(model, **options):
     return [EnginePlan(**options), EnginePlan(everything, **options)]
 
 
-def arrays_allocated(body) -> int:
-    """Return the most bytes of NumPy arrays and Python objects that `body` has alive at once."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        body()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize(
     ("products", "kind"),
     thinned(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import numba
 import numpy as np
 import pytest
 import scipy.sparse
+import torch
 
 from penstock.kernels.sparse_expansion import bitmap_of, collect, expand, expand_marked
 from penstock.kernels.sparse_products import BlockedCsr, entry_gradient, gather, multiply
 from penstock.kernels.sparse_vector_product import multiply_vector
+from penstock.sparsity.layout import Rows
 
 GUARD = 100
 NONE = np.empty(0, np.int32)
@@ -50,20 +55,67 @@ def dense_matrix(rows: int, columns: int) -> BlockedCsr:
     )
 
 
+def banded_matrix(rows: int, columns: int, band_rows: int, block_columns: int) -> BlockedCsr:
+    """All entries of a matrix, in bands of rows and blocks of columns."""
+    layout = Rows(
+        (rows, columns),
+        np.arange(rows + 1, dtype=np.int64) * columns,
+        np.tile(np.arange(columns, dtype=np.int32), rows),
+        NONE,
+    )
+    return layout.blocked(block_columns, band_rows)
+
+
+# Tokens, rows, columns, rows of a band: whole panels and tails, with and without squares of 16;
+# two threads share the only panel, or have one each.
+PRODUCTS = [
+    (32, 5, 7, 5),
+    (33, 37, 70, 16),
+    (45, 513, 7, 100),
+    (97, 513, 70, 513),
+    (97, 37, 70, 5),
+]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_a_product_writes_its_outputs_only(dtype):
-    matrix, tokens = dense_matrix(5, 7), 32
-    x = (np.arange(7 * tokens) % 5).astype(np.float32)
-    values = np.arange(35, dtype=np.float32) % 4
-    bias = np.arange(5, dtype=np.float32)
-    expected = x.reshape(tokens, 7) @ values.reshape(5, 7).T + bias
-    if dtype == np.uint16:  # small whole numbers are exact in bfloat16
-        x = (x.view(np.uint32) >> 16).astype(np.uint16)
-    whole, out = guarded(5 * tokens, dtype)
-    multiply(matrix, values, x, out, panel_tokens=tokens, bias=bias)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("tokens", "rows", "columns", "band_rows"), PRODUCTS)
+def test_a_product_writes_its_outputs_only(tokens, rows, columns, band_rows, threads, dtype):
+    matrix = banded_matrix(rows, columns, band_rows, 32)
+    x = (np.arange(columns * tokens) % 5).astype(np.float32)
+    values = np.arange(rows * columns, dtype=np.float32) % 4
+    bias = np.arange(rows, dtype=np.float32) % 7
+    expected = x.reshape(tokens, columns) @ values.reshape(rows, columns).T + bias
+    if dtype == np.uint16:  # whole numbers of up to 8 bits are exact in bfloat16
+        x, expected = (x.view(np.uint32) >> 16).astype(np.uint16), rounded(expected)
+    whole, out = guarded(rows * tokens, dtype)
+    with threads_of(threads):
+        multiply(matrix, values[matrix.positions], x, out, panel_tokens=32, bias=bias)
     found = out if dtype == np.float32 else (out.astype(np.uint32) << 16).view(np.float32)
-    np.testing.assert_array_equal(found.reshape(tokens, 5), expected)
+    np.testing.assert_array_equal(found.reshape(tokens, rows), expected)
     assert_untouched(whole)
+
+
+def rounded(exact: np.ndarray) -> np.ndarray:
+    """Numbers rounded to bfloat16, as float32."""
+    return torch.from_numpy(exact).bfloat16().float().numpy()
+
+
+@contextlib.contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    """Let kernels use so many threads."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
+
+
+def test_the_gradient_of_no_tokens_is_zero():
+    none = np.empty(0, np.float32)
+    found = entry_gradient(dense_matrix(5, 7), none, none, panel_tokens=32)
+    np.testing.assert_array_equal(found, np.zeros(35, np.float32))
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 200])

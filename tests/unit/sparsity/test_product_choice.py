@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.sparsity import Choice, DenseTiles, SparseKernel, choose_product, measurement
+from penstock.sparsity import (
+    Choice,
+    DenseTiles,
+    SparseKernel,
+    choose_product,
+    measurement,
+    product_memory,
+)
+from penstock.sparsity.choice import PRODUCTS
 
 CHOICE = Choice(SparseKernel(96), SparseKernel(192, 40, 128, "dots"), DenseTiles(256))
+KERNEL = {
+    "way": "sparse",
+    "block_columns": 16,
+    "band_rows": None,
+    "panel_tokens": 64,
+    "bfloat16": "dots",
+}
 
 
 def test_a_choice_comes_back_from_its_record():
@@ -32,12 +48,26 @@ def test_a_choice_comes_back_from_its_record():
         {"forward": {"way": "sparse"}},
         {"forward": None},
         {"forward": {"way": "sparse", "block_columns": "many"}},
-        {"forward": {"way": "sparse", "block_columns": 16, "bfloat16": "quads"}},
+        {"forward": KERNEL | {"bfloat16": "quads"}},
+        {"forward": KERNEL | {"block_columns": True}},
+        {"forward": {name: KERNEL[name] for name in KERNEL if name != "panel_tokens"}},
+        {"forward": {name: KERNEL[name] for name in KERNEL if name != "bfloat16"}},
+        {"forward": KERNEL | {"unroll": 4}},
+        {"forward": {"way": "dense tiles", "band_rows": None}},
+        {"panel_tokens": 128},
     ],
 )
 def test_a_record_of_something_else_is_refused(change):
     with pytest.raises(ConfigError, match=r"sparse products: expected the record of a choice"):
         Choice.from_record(CHOICE.as_record() | change)
+
+
+def test_a_record_of_the_former_format_is_refused():
+    """One size of panel for all products: its kernels would get the present defaults."""
+    former = {"way": "sparse", "block_columns": 16, "band_rows": None}
+    record = {"panel_tokens": 128, "bfloat16": "dots"} | dict.fromkeys(PRODUCTS, former)
+    with pytest.raises(ConfigError, match="resume the run with the version of Penstock"):
+        Choice.from_record(record)
 
 
 def test_a_record_that_lacks_something_is_refused():
@@ -92,6 +122,46 @@ def test_a_choice_of_this_machine_is_one_that_products_take():
     ways = (choice.forward, choice.input_gradient, choice.weight_gradient)
     assert all(way.panel_tokens == 32 for way in ways if isinstance(way, SparseKernel))
     assert Choice.from_record(choice.as_record()) == choice
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "input_gradient"),
+    [
+        ((32, 32), [32], [32]),  # measured as a whole
+        ((64, 128), [16, 64], [16]),  # all rows are one band, all columns are not
+        ((100, 40), [16, 20], [20, 40]),
+        ((4096, 4096), [16], [16]),
+    ],
+)
+def test_a_band_of_a_tile_covers_the_measured_part_only_if_it_covers_the_weight(
+    shape, forward, input_gradient, monkeypatch
+):
+    monkeypatch.setattr(measurement, "_MOST_FEATURES", 32)
+    for module in (measurement, product_memory):
+        monkeypatch.setattr(module, "TILE_BYTES", (16 * 128 * 4, 64 * 128 * 4))
+    case = measurement._Case(shape, torch.float32, 0.5, 8)
+    planned = product_memory.tile_bytes(math.prod(shape), sum(shape), torch.float32)
+    for name, expected in (("forward", forward), ("input_gradient", input_gradient)):
+        bands = [getattr(choice, name).band_rows for choice in case.dense_tiles(name)]
+        assert bands == expected
+        inputs = shape[1] if name == "forward" else shape[0]
+        assert max(bands) * inputs * 4 <= planned
+
+
+def test_measurements_keep_no_orders(monkeypatch):
+    layouts = []
+    products = measurement._Case.run
+
+    def run(case, name, choice):
+        layouts.append(case.layout)
+        products(case, name, choice)
+        assert len(case.layout._blocked) <= 1
+
+    measurement._measured.cache_clear()
+    monkeypatch.setattr(measurement._Case, "run", run)
+    choose_product((48, 64), torch.float32, 0.9, 40)
+    measurement._measured.cache_clear()
+    assert not layouts[-1]._blocked
 
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1.0, float("nan")])
