@@ -162,7 +162,8 @@ def gather(own: Spans, parts: Iterable[Spans]) -> Measured:
 
     Args:
         own: has the seconds to return, and the number of spans that every part keeps from now on.
-        parts: measured by the same clock.
+        parts: measured by the same clock as `own`. Parts that measure the host's work use its clock
+            (`time.perf_counter`), so in a simulation only `own` is in simulated time.
     """
     found = [own.drain()]
     for each in parts:

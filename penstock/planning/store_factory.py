@@ -163,8 +163,11 @@ def make_flash_store(
             masks=masks,
         )
     except BudgetError as error:
+        if config.store.holders == 1:
+            raise
         raise BudgetError(
-            f"{error}; the {count} shards{_with_replicas(config)} share store.flash.size equally"
+            f"{error}; the {count} shards{_with_replicas(config)} share store.dram and "
+            "store.flash.size equally"
         ) from None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -40,6 +39,7 @@ from penstock.errors import ProtocolError
 from penstock.planning import ExecutionPlan, builders, store_factory
 from penstock.program import Program
 from penstock.spans import Measured, Spans
+from penstock.sparsity import Histogram
 from penstock.step.local import step_done
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
@@ -155,8 +155,6 @@ class DistributedStepRunner:
     def _collect_spans(self) -> Measured:
         """Return what was measured since the last call, by the nodes too if spans are kept."""
         own = self._spans.drain()
-        if not self._spans.keep:
-            return own
         nodes = self.manager.coordinator.membership.participants
         others = self.manager.span_collector.collect(nodes, self._spans)
         return replace(own, spans=own.spans + others.spans, dropped=own.dropped + others.dropped)
@@ -298,13 +296,21 @@ class _TrainingStepRequest:
             for part in parts
         ]
 
-    def report(self, message: Message) -> ShardReport:
+    def report(self, message: Message, shard: int) -> ShardReport:
         """Return a shard's report of its gradients and its state."""
         report, count = ShardReport.read(message.body), len(self._program.stages)
         gradients = report.gradients
         if not all(0 <= n < count for n in (*gradients.silent, *(gradients.non_finite or {}))):
             raise message_validation.refuse(
                 message, f"names stages outside of the {count} stages of the program"
+            )
+        parts = {} if self._masks is None else self._masks.parts_in(shard)
+        counts = zip(report.kept, parts.values(), strict=False)
+        if len(report.kept) != len(parts) or any(kept > most for kept, most in counts):
+            raise message_validation.refuse(
+                message,
+                f"has {str([*report.kept])[:80]} as the entries of the shard's {len(parts)} parts "
+                "of sparse weights, expected for each at most its elements",
             )
         return report
 
@@ -333,9 +339,12 @@ class _TrainingStepRequest:
         self.commit = self._rule.decide(self._program, self.step, gradients)
         if self._masks is not None:
             # The shards may have gone back since the last step.
-            found = sum((Counter(report.kept) for report in reports), Counter[str]())
-            self.kept = {name: found[name] for name in self._masks.plan.kept}
-            self._masks.plan.kept.update(self.kept)
+            self.kept = self._masks.reported(
+                [
+                    dict(zip(self._masks.parts_in(shard), report.kept, strict=True))
+                    for shard, report in enumerate(reports)
+                ]
+            )
             self._rounds = self._masks.plan.selection_rounds(self.step, {})
         return body_of_decision(self.commit.decision)
 
@@ -349,12 +358,19 @@ class _TrainingStepRequest:
         self.commit = replace(commit, decision=rounds.decided(commit.decision))
         return None
 
-    def narrow(self, histograms: Sequence[Message]) -> None:
+    def histograms(self, message: Message, shard: int) -> Sequence[Histogram]:
+        """Return the histograms of a shard for the open selections."""
+        assert self._rounds is not None
+        assert self._masks is not None
+        parts = self._masks.parts_in(shard)
+        elements = [parts.get(each.weight, 0) for each in self._rounds.open_selections]
+        return histograms_of(message.payload, elements)
+
+    def narrow(self, histograms: Sequence[Sequence[Histogram]]) -> None:
         """Finish a round by the histograms of every shard."""
         assert self._rounds is not None
-        count = len(self._rounds.open_selections)
         try:
-            self._rounds.narrow([histograms_of(each.payload, count) for each in histograms])
+            self._rounds.narrow(histograms)
         except ValueError as error:
             raise ProtocolError(f"step {self.step}: masks cannot be decided: {error}") from None
 

@@ -290,7 +290,7 @@ class DramStore:
         snapshot, decision = self._snapshot, self._decision
         if snapshot is not None and decision is not None:
             snapshot.preserve(name, decision.step)
-        with self._spans.span("update", name, step=self.step), self._compute:
+        with self._compute, self._spans.span("update", name, step=self.step):
             if self._updating is not None:
                 raise StorageError(
                     f"the update of {self._updating} was interrupted, so the weights are not those "

@@ -95,6 +95,7 @@ class ShardedMasks:
         self.plan = MaskPlan(self._specs, trained, rule)
         self._uses = Counter(name for stage in program.stages for name in stage.weights)
         self._whole: dict[str, PackedIndex] = {}
+        self._unknown: set[str] = set()  # weights whose numbers of entries are not those of a step
         self._updates: int | None = None
         self._settled: dict[str, Selection] = {}
         self._arrived = Counter[str]()
@@ -114,12 +115,13 @@ class ShardedMasks:
         for name, pieces in self._pieces.items():
             found = [self._shards[piece.shard].mask(name) for piece in pieces]
             parts = [part for part in found if part is not None]
-            self.plan.kept[name] = sum(part.kept for part in parts)
+            self._unknown.add(name)
             self._join(name, parts)
 
     def forget(self) -> None:
         """Forget masks and plans: the shards may go back to an earlier step."""
         self._whole.clear()
+        self._unknown = set(self._specs)
         self.plan.begin()
         self.discard()
 
@@ -127,7 +129,7 @@ class ShardedMasks:
 
     def index(self, name: str) -> PackedIndex:
         """Return the mask of a weight, after any pending update; it is empty before a load."""
-        if not self.plan.kept[name]:
+        if not self.plan.kept[name] and name not in self._unknown:
             return empty_index(self._specs[name].elements)
         if name not in self._whole:
             parts = [self._shards[piece.shard].mask(name) for piece in self._pieces[name]]
@@ -163,12 +165,19 @@ class ShardedMasks:
 
     def _join(self, name: str, parts: Sequence[PackedIndex]) -> None:
         index = parts[0] if len(parts) == 1 else joined(list(parts))
+        if name in self._unknown:
+            self._know({name: index.kept})
         if index.kept != self.plan.kept[name]:
             raise StorageError(
                 f"{name}: expected {self.plan.kept[name]} entries in all shards together, got "
                 f"{index.kept}; open the run again: it continues from its last checkpoint"
             )
         self._whole[name] = index
+
+    def _know(self, kept: Mapping[str, int]) -> None:
+        """Set numbers of entries, as the shards report them."""
+        self.plan.kept.update(kept)
+        self._unknown.difference_update(kept)
 
     def entries_of(self, name: str, piece: Piece, group: int = 1) -> slice:
         """Return where a piece's values are among those of the whole weight; `group` entries of a
@@ -208,6 +217,23 @@ class ShardedMasks:
         self._settled.clear()
         self._arrived.clear()
 
+    def parts_in(self, shard: int) -> dict[str, int]:
+        """Return the elements of a shard's parts of sparse weights, in the program's order."""
+        return {
+            name: piece.elements
+            for name, pieces in self._pieces.items()
+            for piece in pieces
+            if piece.shard == shard
+        }
+
+    def reported(self, kept: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+        """Take the numbers of entries that the shards hold before a step; return those of whole
+        weights."""
+        found = sum(map(Counter, kept), Counter[str]())
+        whole = {name: found[name] for name in self._specs}
+        self._know(whole)
+        return whole
+
     def decide(self, decision: Decision) -> Decision:
         """Return a decision with the changes of masks, selected over the entries of all shards.
 
@@ -243,6 +269,7 @@ class ShardedMasks:
         """Forget everything; masks are set by `take`."""
         self.plan.begin()
         self.plan.kept = dict.fromkeys(self._specs, 0)
+        self._unknown.clear()
         self._whole.clear()
         self._updates = None
         self.discard()

@@ -1,7 +1,10 @@
 """Masks that change under faults: every run has the bits of one store."""
 
 import functools
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from grids import thinned
@@ -9,8 +12,12 @@ from sparse_cluster import SparseCluster, alone
 from sparse_stores import assert_same_sparse_state
 
 from penstock.distributed.protocol import MessageType
+from penstock.distributed.rpc import bytes_of_histograms
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates
+from penstock.errors import ProtocolError
+from penstock.sparsity import Histogram
+from penstock.store.mask_plan import MOST_OPEN
 
 reference = functools.cache(alone)
 
@@ -149,3 +156,50 @@ def test_bytes_of_gradients_are_those_of_the_schedule_of_the_step(dtype):
             # A chunk without an entry has one number.
             chunks = sum(len(each.gradients) for each in cluster.plan(step).operations)
             assert planned <= sent <= planned + 4 * chunks
+
+
+def test_invalid_reports_and_histograms_are_refused_when_they_arrive():
+    """So that they are blamed on their sender: at the decision they would end the step."""
+    cluster, refused = SparseCluster("set", 1, 2, clip_norm=1.0), Counter()
+    two = Histogram(np.array([0, 1], np.uint16), np.array([2**62, 2**62], np.int64))
+
+    def tampered(message):
+        if message.kind is MessageType.PREPARED:
+            kept = message.body["kept"]
+            for bad in ([], [*kept, 1], [2**63, *kept[1:]], [-1, *kept[1:]], {"1.weight": 1}, 3):
+                yield replace(message, body={**message.body, "kept": bad})
+        if message.kind is MessageType.HISTOGRAM_REPLY:
+            for count in range(1, MOST_OPEN + 1):
+                yield replace(message, payload=bytes_of_histograms([two] * count))
+            yield replace(message, payload=None)
+            yield replace(message, payload=np.zeros(20_000_000, np.uint8))
+
+    def refuses(sender, to, message):
+        transaction = cluster.coordinator._transaction
+        if sum(refused.values()) < 1000:
+            for bad in tampered(message):
+                is_report = bad.kind is MessageType.PREPARED
+                with pytest.raises(ProtocolError):
+                    (transaction.record_report if is_report else transaction.record_histograms)(bad)
+                refused[bad.kind] += 1
+
+    cluster.on_send = refuses
+    require_same(cluster, cluster.train(), "set")
+    assert refused.keys() == {MessageType.PREPARED, MessageType.HISTOGRAM_REPLY}
+
+
+def test_numbers_of_entries_after_a_rollback_are_those_of_the_shards(tmp_path):
+    cluster = SparseCluster("gmp", 1, 2, folder=tmp_path / "flash", clip_norm=1.0)
+    store, kept = cluster.store, []
+    for steps in (2, 3):
+        cluster.train(steps)
+        store.make_durable()
+        kept.append(store.mask("2.weight").kept)
+    assert kept[0] != kept[1]
+    for storage in cluster.storage:
+        storage.roll_back(2)
+    store.masks.forget()
+    assert store.mask("2.weight").kept == kept[0]
+    for shard in store.shards:
+        shard.close()
+    store.close()

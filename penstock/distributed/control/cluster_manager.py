@@ -39,7 +39,7 @@ from penstock.distributed.rpc import InProcessShard, RpcClient, StoreClient
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
 from penstock.distributed.worker import LocalShardExecutor
-from penstock.errors import ClusterError, CorruptionError, PenstockError
+from penstock.errors import ClusterError, CorruptionError, PenstockError, ProtocolError
 from penstock.planning import ExecutionPlan
 from penstock.store import Store
 from penstock.telemetry import ClusterEvent
@@ -348,7 +348,10 @@ class ClusterManager:
             self._calls.take(message)
             return
         if message.kind is MessageType.SPANS:
-            self.span_collector.take(message)
+            try:
+                self.span_collector.take(message)
+            except ProtocolError as error:
+                self.coordinator.lost(message.sender, str(error))
             return
         if message.kind is MessageType.HEARTBEAT and self.registry.find(message.sender) is not None:
             self._calls.heard(message.sender)

@@ -19,7 +19,7 @@ from penstock.distributed.protocol.messages import (
 )
 from penstock.distributed.protocol.node_context import BoundContext, Job, NodeContext
 from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardExecutor, ShardNode
-from penstock.distributed.protocol.span_messages import measured_of
+from penstock.distributed.protocol.span_messages import MOST_SPANS, clock_of, measured_of
 from penstock.distributed.protocol.step_request import (
     EngineInput,
     ProtocolEvent,
@@ -50,6 +50,7 @@ __all__ = [
     "GRADIENTS",
     "GRADIENT_WIDTH",
     "HEADER_BYTES",
+    "MOST_SPANS",
     "SPARSE_HEADER_BYTES",
     "WINDOW",
     "BoundContext",
@@ -76,6 +77,7 @@ __all__ = [
     "UnrecoverableError",
     "WithoutMasks",
     "chunks",
+    "clock_of",
     "lengths",
     "measured_of",
     "message_validation",

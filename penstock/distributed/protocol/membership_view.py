@@ -26,6 +26,10 @@ class MembershipView:
         """The replicas of all shards."""
         return tuple(itertools.chain.from_iterable(self.shards))
 
+    def shard_of(self, node: int) -> int:
+        """Return the shard that a node holds a replica of."""
+        return next(shard for shard, nodes in enumerate(self.shards) if node in nodes)
+
     def as_body(self) -> dict[str, Any]:
         """Return the view as the body of a message."""
         return {"shards": [list(nodes) for nodes in self.shards], "engines": list(self.engines)}

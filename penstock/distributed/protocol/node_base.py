@@ -10,11 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType
 from penstock.distributed.protocol.node_context import Job, NodeContext
-from penstock.distributed.protocol.span_messages import spans_message
+from penstock.distributed.protocol.span_messages import keep_of, spans_message
 from penstock.errors import ProtocolError
 from penstock.spans import Spans, gather
 
@@ -116,7 +115,7 @@ class ProtocolNode(ABC, Generic[Step]):
 
     def _send_spans(self, message: Message) -> None:
         """Keep spans from now on, and send those that were kept so far."""
-        self.spans.keep = message_validation.integer(message, "keep", 0)
+        self.spans.keep = keep_of(message)
         measured = gather(self.spans, self._work_spans())
         answer = spans_message(message, self.number, self.spans.clock, measured)
         self._context.send(COORDINATOR, answer)

@@ -30,8 +30,8 @@ class StepRequest(Protocol):
         """Return the input of each of so many engines."""
         ...
 
-    def report(self, message: Message) -> Any:
-        """Return a shard's report on its gradients, or raise `ProtocolError`."""
+    def report(self, message: Message, shard: int) -> Any:
+        """Return the report of a shard on its gradients, or raise `ProtocolError`."""
         ...
 
     def difference(self, first: Any, other: Any) -> str | None:
@@ -47,7 +47,11 @@ class StepRequest(Protocol):
         Called once the step is decided but for its masks."""
         ...
 
-    def narrow(self, histograms: Sequence[Message]) -> None:
+    def histograms(self, message: Message, shard: int) -> Any:
+        """Return the histograms of a shard for the open selections, or raise `ProtocolError`."""
+        ...
+
+    def narrow(self, histograms: Sequence[Any]) -> None:
         """Finish a round by the histograms of every shard, in shard order; or raise
         `ProtocolError`."""
         ...
@@ -68,7 +72,11 @@ class WithoutMasks:
         """Nothing is selected."""
         return None
 
-    def narrow(self, histograms: Sequence[Message]) -> None:
+    def histograms(self, message: Message, shard: int) -> Any:
+        """No histogram was requested."""
+        raise ProtocolError("histograms of mask entries came for a step that changes no mask")
+
+    def narrow(self, histograms: Sequence[Any]) -> None:
         """No histogram was requested."""
         raise ProtocolError("histograms of mask entries came for a step that changes no mask")
 

@@ -49,7 +49,7 @@ class StepTransaction:
         self._acknowledgements: dict[int, Any] = {}
         self._decision: Mapping[str, Any] | None = None
         self._round = 0  # of the selection of mask entries; 0 before the first
-        self._histograms: dict[int, Message] = {}
+        self._histograms: dict[int, tuple[Message, Any]] = {}  # and its content
         self.commits = 0  # how often the decision was sent again
         self._nodes = list(view.shard_nodes)  # the replicas that have not left
 
@@ -92,21 +92,22 @@ class StepTransaction:
     def record_histograms(self, message: Message) -> None:
         """Record a replica's histograms, if they are those of this round.
 
-        **Raises:** `ProtocolError` if the round is none.
+        **Raises:** `ProtocolError` if the round is none, or the histograms are invalid.
         """
         if message_validation.integer(message, "round", 1) == self._round:
-            self._histograms[message.sender] = message
+            content = self.request.histograms(message, self._view.shard_of(message.sender))
+            self._histograms[message.sender] = message, content
 
-    def _equal_histograms(self) -> list[Message]:
+    def _equal_histograms(self) -> list[Any]:
         """Return the histograms of all shards, in order.
 
         **Raises:** `CorruptionError` if replicas of a shard have sent different ones.
         """
         for shard, (first, *others) in enumerate(self._shards):
             for other in others:
-                if not _is_equal(self._histograms[first], self._histograms[other]):
+                if not _is_equal(self._histograms[first][0], self._histograms[other][0]):
                     raise self._differ(shard, first, other, "their histograms of mask entries")
-        return [self._histograms[nodes[0]] for nodes in self._shards]
+        return [self._histograms[nodes[0]][1] for nodes in self._shards]
 
     def commit(self) -> None:
         """Send the decision to all replicas that have not acknowledged it."""
@@ -144,7 +145,9 @@ class StepTransaction:
 
         **Raises:** `ProtocolError` if the report is invalid.
         """
-        self._reports[message.sender] = self.request.report(message)
+        self._reports[message.sender] = self.request.report(
+            message, self._view.shard_of(message.sender)
+        )
 
     def record_acknowledgement(self, message: Message) -> None:
         """Record a replica's acknowledgement of the commit.

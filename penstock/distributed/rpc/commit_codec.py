@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ProtocolError
@@ -21,12 +21,13 @@ class ShardReport:
     """A shard's report before a step is decided.
 
     `held` are checksums of a part of the shard's state, if the shard has several replicas: replicas
-    send equal checksums. `kept` are the entries of the shard's parts of sparse weights, by weight.
+    send equal checksums. `kept` are the numbers of entries of the shard's parts of sparse weights,
+    in the order of the program.
     """
 
     gradients: GradientReport
     held: Compared = ()
-    kept: Mapping[str, int] = field(default_factory=dict)
+    kept: Sequence[int] = ()
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> ShardReport:
@@ -40,7 +41,7 @@ class ShardReport:
         except (TypeError, ValueError) as error:
             raise _invalid("checksums of the shard's state", body, error) from None
         try:
-            kept = {_name(n): _count(count) for n, count in dict(body.get("kept", {})).items()}
+            kept = tuple(map(_count, body.get("kept", [])))
         except (TypeError, ValueError) as error:
             raise _invalid("numbers of entries of sparse weights", body, error) from None
         return cls(gradients, checks, kept)

@@ -48,21 +48,30 @@ def bytes_of_histograms(histograms: Sequence[Histogram]) -> np.ndarray:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def histograms_of(payload: np.ndarray | None, count: int) -> list[Histogram]:
-    """Return the histograms in a payload, of which there are `count`.
+def histograms_of(payload: np.ndarray | None, elements: Sequence[int]) -> list[Histogram]:
+    """Return the histograms in a payload.
+
+    **Arguments:** `elements` are the most entries that each histogram may count.
 
     **Raises:** `ProtocolError` if it has no valid ones.
     """
+    most = MOST_HISTOGRAM_BYTES * len(elements)
+    if payload is not None and payload.nbytes > most:
+        error = ValueError(f"{payload.nbytes:,} bytes, expected at most {most:,}")
+        raise _invalid("histograms", error)
     data = b"" if payload is None else payload.tobytes()
     found, at = [], 0
     try:
-        for _ in range(count):
+        for largest in elements:
             (size,) = _COUNT.unpack_from(data, at)
             digits = np.frombuffer(data, "<u2", size, at + _COUNT.size)
             counts = np.frombuffer(data, "<i8", size, at + _COUNT.size + digits.nbytes)
             at += _COUNT.size + digits.nbytes + counts.nbytes
             if (np.diff(digits.astype(np.int64)) <= 0).any() or (counts <= 0).any():
                 raise ValueError("digits do not rise, or a count is not above 0")
+            # A sum of at most 2^16 counts, none above `largest`, does not exceed 64 bits.
+            if (counts > largest).any() or counts.sum(dtype=np.int64) > largest:
+                raise ValueError(f"it counts more than the {largest:,} elements of the weight")
             found.append(Histogram(digits.astype(np.uint16), counts.astype(np.int64)))
         if at != len(data):
             raise ValueError(f"{len(data) - at} bytes follow the last histogram")

@@ -181,10 +181,10 @@ def report(answer: Response, holding: Holding) -> GradientReport:
     return content
 
 
-def histograms(answer: Response, count: int) -> list[Histogram]:
-    """Return the histograms, of which there are `count`."""
+def histograms(answer: Response, elements: Sequence[int]) -> list[Histogram]:
+    """Return the histograms; each counts at most so many entries."""
     try:
-        return histograms_of(answer.content.arrays.get("histograms"), count)
+        return histograms_of(answer.content.arrays.get("histograms"), elements)
     except ProtocolError as error:
         raise answer.refuse(f"has invalid histograms: {error}") from None
 

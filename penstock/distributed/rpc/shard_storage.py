@@ -97,7 +97,8 @@ class OwnedShard:
     @property
     def spans(self) -> Sequence[Spans]:
         """The measurements of the store, if it is open."""
-        return () if self._open is None else self._open.spans
+        store = self._open  # read once: another thread may close the store
+        return () if store is None else store.spans
 
     def held_steps(self) -> Sequence[int]:
         """Return the steps to which the store can roll back: the current step and durable steps."""

@@ -286,9 +286,10 @@ class StoreClient:
     def histograms(self, selections: Sequence[OpenSelection]) -> list[Histogram]:
         """Return the histogram of the shard's entries for each undecided selection."""
         arrays = {"selections": bytes_of_open_selections(selections)}
+        elements = [self.program.weights[each.weight].elements for each in selections]
 
         def read(response: Response) -> list[Histogram]:
-            return responses.histograms(response, len(selections))
+            return responses.histograms(response, elements)
 
         most = MOST_HISTOGRAM_BYTES * len(selections)
         return _first(self._ask_all("histograms", read, arrays, most))

@@ -60,7 +60,7 @@ class FlashContent:
         self._may_change_masks = may_change_masks
         self.is_loaded = is_loaded
         self._staging: Staging | None = None
-        self._mask_checks: dict[str, tuple[PackedIndex, str]] = {}
+        self._mask_checks: dict[str, tuple[int, bytes]] = {}  # after so many changes
 
     def require_loaded(self) -> None:
         """Raise an error unless the store holds all weights."""
@@ -79,6 +79,7 @@ class FlashContent:
     def begin_restore(self) -> None:
         """Discard everything; only after all updates."""
         self.is_loaded = False
+        self._mask_checks.clear()
         self._masks.begin_restore()
         self._pipeline.drain()
         self._pipeline.forget()
@@ -143,15 +144,23 @@ class FlashContent:
     def compared(self) -> Compared:
         """Return checksums of the whole content as of the last update (`comparing.py`)."""
         found = self._pipeline.compared()
-        for name in self._masks.names:
+        if self._masks.names:
+            masks = xxhash.xxh3_64()
+            for name in self._masks.names:
+                masks.update(self._mask_check(name))
+            found.append(("the masks of sparse weights", masks.hexdigest()))
+        return found
+
+    def _mask_check(self, name: str) -> bytes:
+        """Return the checksum of a mask; computed once after each of its changes."""
+        changes = len(self._masks.changes(name))
+        if name not in self._mask_checks or self._mask_checks[name][0] != changes:
             index = self._masks.index(name)
             assert index is not None
-            if name not in self._mask_checks or self._mask_checks[name][0] is not index:
-                check = xxhash.xxh3_64(index.codes.data)
-                check.update(index.code_sizes.view(np.uint8).data)
-                self._mask_checks[name] = index, check.hexdigest()
-            found.append((f"the mask of {name}", self._mask_checks[name][1]))
-        return found
+            check = xxhash.xxh3_64(index.codes.data)
+            check.update(index.code_sizes.view(np.uint8).data)
+            self._mask_checks[name] = changes, check.digest()
+        return self._mask_checks[name][1]
 
     # --- reading ----------------------------------------------------------------------------------
 

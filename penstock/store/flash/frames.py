@@ -127,14 +127,15 @@ class Frames:
         for victim in chosen:
             self.drop(victim)
         if not self._reuse(unit):
-            self._frames[unit] = self._new(self._units[unit].stream_bytes)
+            self._frames[unit] = self._new(self._units[unit])
         while self._spare and self.memory_bytes > self.budget_bytes:
             self._spare.pop()
         return True
 
-    def _new(self, need: int) -> np.ndarray:
-        frame = allocate(need)
-        if self.page_locked:
+    def _new(self, unit: Unit) -> np.ndarray:
+        frame = allocate(unit.stream_bytes)
+        # Page-locking allocates all pages, but the budget has room for the expected ones alone.
+        if self.page_locked and not unit.planned:
             page_lock(frame)  # if this is refused, copies to a GPU are slower; results are the same
         return frame
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from penstock.errors import CorruptionError
 from penstock.kernels.memory import allocate
 from penstock.sparsity import PackedIndex
 from penstock.store.codecs import encode, encode_saved, saved_values
 from penstock.store.flash.layout import Block, FlashLayout, Unit
+from penstock.store.flash.stored_masks import is_history
 from penstock.store.flash.version import Version, checksum, state_roles, weight_parts
 from penstock.store.holding import Holding
 from penstock.store.masks import Masks
@@ -123,6 +125,7 @@ class Staging:
         if unfinished := [*unfinished, *self._missing.difference(self._written)]:
             raise RuntimeError(f"received only a part of {', '.join(unfinished[:5])}")
         if self._is_copied:
+            self._require_history(step)
             self._version.masks.resume(self._masks, step)
             return
         kept = {name: written.get(VALUES, 0) for name, written in self._written.items()}
@@ -135,6 +138,19 @@ class Staging:
                 require_length(name, role.name, lengths[role.name], got)
             found = {role: _array(unit, arrays, role)[:n] for role, n in lengths.items()}
             self._put_sparse(unit, index, found)
+
+    def _require_history(self, step: int) -> None:
+        """Refuse a copied history that the journal could not be read with later."""
+        history = self._version.masks.history
+        if history is None:
+            return
+        lists = [[*numbers] for numbers in history.changes.values()]
+        if not is_history(lists, history.updates, step):
+            raise CorruptionError(
+                f"the copied masks have a history of {history.updates} updates that is not one of "
+                f"step {step}: expected rising numbers of updates, none above the step; do all "
+                "nodes run the same version of Penstock with the same configuration?"
+            )
 
     def _of(self, unit: Unit) -> _StagedUnit:
         return self._units.setdefault(unit.index, _StagedUnit(unit))

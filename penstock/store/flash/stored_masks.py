@@ -112,9 +112,9 @@ class StoredMasks:
         found, lists = content.get("masks", {}), content.get("changes", [])
         updates = content.get("updates", 0)
         changes: dict[str, Sequence[int]] = {}
-        is_history = _is_history(lists, updates, content.get("step"))
+        fits = is_history(lists, updates, content.get("step"))
         is_mapping = isinstance(found, dict)
-        if not is_history or not is_mapping or [*found] != [u.names[0] for u in self._units]:
+        if not fits or not is_mapping or [*found] != [u.names[0] for u in self._units]:
             raise self._mismatch(record)
         for number, unit in enumerate(self._units):
             entry = found[unit.names[0]]
@@ -193,8 +193,9 @@ class StoredMasks:
         return data.nbytes
 
 
-def _is_history(lists: Any, updates: Any, step: Any) -> bool:
-    """Whether a record has lists of rising numbers of updates, `updates` and `step` the last."""
+def is_history(lists: Any, updates: Any, step: Any) -> bool:
+    """Return whether a record has lists of rising numbers of updates, of which `updates` and `step`
+    are the last."""
     if not isinstance(lists, list) or not all(isinstance(each, list) for each in lists):
         return False
     for numbers in ([0, *each, updates, step] for each in [*lists, []]):

@@ -1,5 +1,7 @@
 """Sparse weights in shards on flash: the bits of one store in memory, whatever happens between."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from penstock.errors import CorruptionError, NonFiniteError
 from penstock.sparsity import RigL
 from penstock.store import AdamW, MaskRule, ShardMap, load_checkpoint, save_checkpoint
 from penstock.store.flash import Repaired, open_reader, repair
+from penstock.store.flash.frames import Frames, Visit
 from penstock.store.roles import MASTER
 
 EIGHT_BIT = AdamW(0.9, 0.95, 1e-8, moments="8bit")
@@ -270,7 +273,7 @@ def test_replicas_with_another_mask_or_value_differ(make):
     shard.mask("2.weight").codes[10] ^= 1
     shard._content._mask_checks.clear()
     assert [a for a, b in zip(before, shard.compared(), strict=True) if a != b] == [
-        pair for pair in before if pair[0] == "the mask of 2.weight"
+        pair for pair in before if pair[0] == "the masks of sparse weights"
     ]
 
 
@@ -281,6 +284,47 @@ def test_table_of_other_masks_is_refused(make):
     for data in (b"", b"{}", b'{"history": [0, []], "masks": [[1, 2]]}', b"[" * 9999):
         with pytest.raises(CorruptionError, match="portion 0: expected a table of masks, got inv"):
             shard.portions(3_000).write(0, np.frombuffer(data, np.uint8))
+
+
+def test_copied_history_that_no_step_can_have_is_refused(make, tmp_path):
+    (ours,) = loaded(make("set", 2))
+    for _ in range(2):
+        step(ours, 5)
+    ours.flush()
+    shard = ours.shards[0]
+    other = flash_store(
+        shard.program,
+        tmp_path / "other",
+        clip_norm=CLIP,
+        masks=mask_rule("set"),
+        dram_bytes=DRAM,
+    )
+    other.begin_restore()
+    portions, there = shard.portions(3_000), other.portions(3_000)
+    table = json.loads(np.array(portions.read(0)).tobytes())
+    table["history"][0] = shard.step + 5
+    there.write(0, np.frombuffer(json.dumps(table).encode(), np.uint8))
+    number = 1
+    while number < len(there.sizes):
+        there.write(number, np.array(portions.read(number)))
+        number += 1
+    with pytest.raises(CorruptionError, match=f"not one of step {shard.step}: expected rising"):
+        other.finish_restore(shard.step)
+    other.close()
+
+
+def test_frames_of_parts_that_are_planned_for_less_are_not_page_locked(make, monkeypatch):
+    ours = make("set", 8)
+    units = [unit for shard in ours.shards for unit in shard._content._layout.units]
+    locked = []
+    monkeypatch.setattr("penstock.store.flash.frames.page_lock", lambda m: locked.append(m.nbytes))
+    planned = next(unit for unit in units if unit.planned)
+    dense = next(unit for unit in units if not unit.planned)
+    frames = Frames([planned, dense], [Visit(0, (0, 1))], 1 << 40)
+    frames.page_locked = True
+    for number in range(2):
+        assert frames.make_room(number, (), only_later=False)
+    assert locked == [dense.stream_bytes]
 
 
 def test_checkpoint_goes_to_shards_on_flash_and_back(make, tmp_path):

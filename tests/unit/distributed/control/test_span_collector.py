@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from penstock.distributed.control.span_collector import SpanCollector
 from penstock.distributed.protocol.messages import MessageType
 from penstock.distributed.protocol.span_messages import spans_message
+from penstock.errors import ProtocolError
 from penstock.spans import Measured, Span, Spans
 
 
@@ -92,3 +96,36 @@ def test_a_lost_node_is_not_waited_for_longer_than_the_limit(monkeypatch):
     run = Run(n1=0.0)
     assert run.collector.collect([1], run.spans) == Measured()
     assert [node for node, _ in run.requests] == [1]
+
+
+def test_answers_that_nobody_asked_for_change_nothing():
+    run = Run(n1=10.0)
+    run.nodes[1].spans = (Span("store", "fetch", 120.0, 121.0),)
+    run.ask()
+    ((_, request),) = run.requests
+    assert len(run.answer().spans) == 1
+    again = Measured({}, run.nodes[1].spans, 1)
+    for node, number in ((1, request.op), (1, request.op + 5), (2, request.op)):
+        message = spans_message(replace(request, op=number), node, lambda: 0.0, again)
+        run.collector.take(message)
+    assert run.collector.take_measured() == Measured()
+
+
+def test_malformed_answer_is_refused_and_not_waited_for():
+    run = Run(n1=0.0)
+    run.ask()
+    ((_, request),) = run.requests
+    with pytest.raises(ProtocolError, match="as 'clock'"):
+        run.collector.take(spans_message(request, 1, lambda: math.nan, Measured()))
+    assert not run.collector._asked
+    assert run.collector.take_measured() == Measured()
+
+
+def test_nodes_are_told_once_that_no_spans_are_wanted_any_more(monkeypatch):
+    monkeypatch.setattr("penstock.distributed.control.span_collector._WAIT_SECONDS", 0.01)
+    run = Run(n1=0.0)
+    run.collector.collect([1], run.spans)
+    run.spans.keep = 0
+    for _ in range(3):
+        run.collector.collect([1], run.spans)
+    assert [request.body["keep"] for _, request in run.requests] == [7, 0]

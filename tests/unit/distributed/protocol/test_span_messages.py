@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 from lone_nodes import begin, engine, gradient, shard, weights
 
-from penstock.distributed.protocol import COORDINATOR, measured_of
+from penstock.distributed.protocol import COORDINATOR, MOST_SPANS, clock_of, measured_of
 from penstock.distributed.protocol.messages import Message, MessageType, message_with
 from penstock.errors import ProtocolError
 from penstock.spans import Spans
@@ -93,6 +94,10 @@ def test_shard_sends_the_spans_of_its_store_too():
         (b'[["store", "fetch", 1.0, "2", null, null, 0]]', 0, "as a span"),
         (b'[["store", 5, 1.0, 2.0, null, null, 0]]', 0, "as a span"),
         (b'[["store", "fetch", 1.0, 2.0, 1.5, null, 0]]', 0, "as a span"),
+        (b"[" * 100_000, 0, "has no list of spans"),
+        (b'[["store", "fetch", 1.0, NaN, null, null, 0]]', 0, "as a span"),
+        (b'[["store", "fetch", -Infinity, 2.0, null, null, 0]]', 0, "as a span"),
+        (b'[["store", "fetch", 1.0, 1' + b"0" * 400 + b", null, null, 0]]", 0, "as a span"),
         (b"[]", -1, "has '-1' as 'dropped', expected an integer of at least 0"),
     ],
 )
@@ -108,7 +113,42 @@ def test_malformed_spans_are_refused(content, dropped, expected):
         measured_of(message)
 
 
-def test_request_without_a_number_of_spans_is_reported():
+@pytest.mark.parametrize("clock", [None, True, "1", math.nan, math.inf, 10**400])
+def test_impossible_clocks_are_refused(clock):
+    message = Message(MessageType.SPANS, 0, 100, body={"clock": clock, "dropped": 0})
+    with pytest.raises(ProtocolError, match="as 'clock', expected a finite number of seconds"):
+        clock_of(message)
+
+
+def test_more_spans_than_were_asked_for_are_refused():
+    spans = [["store", "fetch", 1.0, 2.0, None, None, 0]] * 1000
+    message = message_with(
+        np.frombuffer(json.dumps(spans).encode(), np.uint8),
+        kind=MessageType.SPANS,
+        epoch=0,
+        sender=100,
+        body={"clock": 1.0, "dropped": 0},
+    )
+    assert len(measured_of(message, 1000).spans) == 1000
+    with pytest.raises(ProtocolError, match=r"bytes of spans, expected at most"):
+        measured_of(message, 5)
+
+
+@pytest.mark.parametrize("keep", [None, -1, MOST_SPANS + 1])
+def test_request_without_a_possible_number_of_spans_is_reported(keep):
     node, context, _ = engine()
-    node.handle(Message(MessageType.SPANS, 0, COORDINATOR, body={"keep": json.loads("null")}))
+    node.handle(Message(MessageType.SPANS, 0, COORDINATOR, body={"keep": keep}))
     assert context.errors() == ["ProtocolError"]
+    assert node.spans.keep == 0
+
+
+def test_request_of_another_node_than_the_coordinator_is_reported_and_drains_nothing():
+    node, context, _ = engine()
+    asked(node, context, 10)
+    with node.spans.span("compute", "forward"):
+        pass
+    context.sent.clear()
+    node.handle(Message(MessageType.SPANS, 0, 101, body={"keep": 0}))
+    assert context.kinds() == [MessageType.FAILURE]
+    assert context.sent[0][1].body["about"] == 101
+    assert [span.what for span in measured_of(asked(node, context, 10)).spans] == ["forward"]

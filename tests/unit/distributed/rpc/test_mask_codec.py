@@ -11,6 +11,7 @@ from penstock.distributed.rpc import (
     masks_of_payload,
     open_selections_of,
 )
+from penstock.distributed.rpc.mask_codec import MOST_HISTOGRAM_BYTES
 from penstock.errors import ProtocolError
 from penstock.sparsity import Histogram, MaskChange, Order, begin_selection, select_all
 from penstock.store import Decision, OpenSelection
@@ -41,7 +42,7 @@ def test_open_selections_and_changes_are_those_that_were_sent():
 
 def test_histograms_are_those_that_were_sent():
     for sent, came in zip(
-        HISTOGRAMS, histograms_of(bytes_of_histograms(HISTOGRAMS), 2), strict=True
+        HISTOGRAMS, histograms_of(bytes_of_histograms(HISTOGRAMS), [2**40 + 4, 0]), strict=True
     ):
         np.testing.assert_array_equal(came.digits, sent.digits)
         np.testing.assert_array_equal(came.counts, sent.counts)
@@ -51,12 +52,25 @@ def test_histograms_are_those_that_were_sent():
 def test_damaged_histograms_are_refused(cut):
     data = bytes_of_histograms(HISTOGRAMS)
     with pytest.raises(ProtocolError, match="expected histograms, got invalid bytes"):
-        histograms_of(data[:cut], 2)
+        histograms_of(data[:cut], [2**41, 0])
     with pytest.raises(ProtocolError, match="bytes follow the last histogram"):
-        histograms_of(data, 1)
+        histograms_of(data, [2**41])
     falling = Histogram(np.array([7, 3], np.uint16), np.array([1, 1], np.int64))
     with pytest.raises(ProtocolError, match="digits do not rise"):
-        histograms_of(bytes_of_histograms([falling]), 1)
+        histograms_of(bytes_of_histograms([falling]), [100])
+
+
+@pytest.mark.parametrize("counts", [[5, 6], [11, 1], [2**62, 2**62], [2**63 - 1, 2**63 - 1]])
+def test_histogram_of_more_entries_than_elements_is_refused(counts):
+    found = Histogram(np.array([3, 7], np.uint16), np.array(counts, np.int64))
+    with pytest.raises(ProtocolError, match="counts more than the 10 elements"):
+        histograms_of(bytes_of_histograms([found]), [10])
+
+
+def test_histograms_larger_than_all_digits_are_refused():
+    size = MOST_HISTOGRAM_BYTES + 1
+    with pytest.raises(ProtocolError, match=f"{size:,} bytes, expected at most {size - 1:,}"):
+        histograms_of(np.zeros(size, np.uint8), [10])
 
 
 @pytest.mark.parametrize(
