@@ -119,7 +119,7 @@ class Order(WithoutMasks):
         body = {"total": engines, "seed": 0, "scale": 1.0}
         return [EngineInput({**body, "first": place}, rows) for place in range(engines)]
 
-    def report(self, message: Message) -> Mapping[str, Any]:
+    def report(self, message: Message, shard: int) -> Mapping[str, Any]:
         return message.body
 
     def decide(self, losses: Sequence[float], reports: Sequence[Mapping]) -> dict:

@@ -10,7 +10,8 @@ from penstock.config import Config, load, load_run
 from penstock.errors import ConfigError, StorageError
 from penstock.telemetry.metrics_writer import drop_after, read_metrics
 
-pytestmark = pytest.mark.timeout(30)  # to hang is to fail
+# To hang is to fail; fixtures may compile kernels first.
+pytestmark = pytest.mark.timeout(30, func_only=True)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,8 @@ from penstock.data import LanguageModelSource, TokenDataset, build_dataset, load
 from penstock.data.manifest import checksum_of
 from penstock.errors import CorruptionError, DataError
 
-pytestmark = pytest.mark.timeout(30)  # to hang is to fail
+# To hang is to fail; fixtures may compile kernels first.
+pytestmark = pytest.mark.timeout(30, func_only=True)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,8 @@ from penstock.store.flash.journal import (
     whole_records,
 )
 
-pytestmark = pytest.mark.timeout(30)  # to hang is to fail
+# To hang is to fail; fixtures may compile kernels first.
+pytestmark = pytest.mark.timeout(30, func_only=True)
 
 PROGRAM = make_program(({"embed": (50, 16), "frozen": (9,)}, {"block": (70, 70)}), ("frozen",))
 

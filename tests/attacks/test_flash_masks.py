@@ -13,7 +13,8 @@ from penstock.errors import CorruptionError
 from penstock.sparsity import ChangeTimes, DropFraction, SparseEvolutionaryTraining
 from penstock.store import MaskRule
 
-pytestmark = pytest.mark.timeout(30)  # to hang is to fail
+# To hang is to fail; fixtures may compile kernels first.
+pytestmark = pytest.mark.timeout(30, func_only=True)
 
 SPARSE = make_program(({"embed": (50, 16)}, {"block": (70, 70)}), sparse={"block": 2450})
 MASKS = MaskRule(

@@ -231,7 +231,9 @@ def test_configured_sizes_are_totals_of_all_shards(tmp_path):
     assert used <= least + 2
     size = trainer.store.flash_bytes
     trainer.close()
-    with pytest.raises(BudgetError, match=r"the 3 shards share store\.flash\.size"):
+    with pytest.raises(
+        BudgetError, match=r"the 3 shards share store\.dram and store\.flash\.size equally"
+    ):
         trainer_of(case, RECIPE, tmp_path / "run", **store(size=size // 2))
 
 

@@ -286,7 +286,8 @@ class StoreClient:
     def histograms(self, selections: Sequence[OpenSelection]) -> list[Histogram]:
         """Return the histogram of the shard's entries for each undecided selection."""
         arrays = {"selections": bytes_of_open_selections(selections)}
-        elements = [self.program.weights[each.weight].elements for each in selections]
+        held = self.program.weights  # a weight may lie in other shards alone
+        elements = [held[s.weight].elements if s.weight in held else 0 for s in selections]
 
         def read(response: Response) -> list[Histogram]:
             return responses.histograms(response, elements)
