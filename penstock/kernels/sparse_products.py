@@ -101,26 +101,6 @@ def _add_by_dots(out, o, sums, s, start, first, last, x, xs, columns, values, be
 
 
 @inlined
-def _pack_floats(x, sizes, panels, at, panel_tokens, first, last):
-    pack_floats(x, sizes, panels, at, panel_tokens, first, last)
-
-
-@inlined
-def _pack_shorts(x, sizes, panels, at, panel_tokens, first, last):
-    pack_shorts(x, sizes, panels, at, panel_tokens, first, last)
-
-
-@inlined
-def _unpack_floats(panels, at, panel_tokens, x, sizes, first, last):
-    unpack_floats(panels, at, panel_tokens, x, sizes, first, last)
-
-
-@inlined
-def _unpack_shorts(panels, at, panel_tokens, x, sizes, first, last):
-    unpack_shorts(panels, at, panel_tokens, x, sizes, first, last)
-
-
-@inlined
 def _pack_stripes(pack, part, parts, x, features, tokens, panels, low, high, panel_tokens):
     """One thread's share of the packing of panels `low` to `high`, which all threads read."""
     stripes = (features + STRIPE - 1) // STRIPE
@@ -137,7 +117,7 @@ def _pack_stripes(pack, part, parts, x, features, tokens, panels, low, high, pan
 def _pack_all_floats(parts, x, features, tokens, panels, low, high, panel_tokens):
     for part in prange(parts):
         _pack_stripes(
-            _pack_floats, np.int64(part), parts, x, features, tokens, panels, low, high,
+            pack_floats, np.int64(part), parts, x, features, tokens, panels, low, high,
             panel_tokens,
         )  # fmt: skip
 
@@ -146,7 +126,7 @@ def _pack_all_floats(parts, x, features, tokens, panels, low, high, panel_tokens
 def _pack_all_shorts(parts, x, features, tokens, panels, low, high, panel_tokens):
     for part in prange(parts):
         _pack_stripes(
-            _pack_shorts, np.int64(part), parts, x, features, tokens, panels, low, high,
+            pack_shorts, np.int64(part), parts, x, features, tokens, panels, low, high,
             panel_tokens,
         )  # fmt: skip
 
@@ -199,8 +179,8 @@ def _multiply_floats(parts, arrays, matrix, sizes, width):
     for part in prange(parts):
         _multiply_part(
             _add_floats,
-            _pack_floats,
-            _unpack_floats,
+            pack_floats,
+            unpack_floats,
             np.int64(part),
             parts,
             arrays,
@@ -215,8 +195,8 @@ def _multiply_unpacked(parts, arrays, matrix, sizes, width):
     for part in prange(parts):
         _multiply_part(
             _add_unpacked,
-            _pack_shorts,
-            _unpack_shorts,
+            pack_shorts,
+            unpack_shorts,
             np.int64(part),
             parts,
             arrays,
@@ -231,8 +211,8 @@ def _multiply_by_dots(parts, arrays, matrix, sizes, width):
     for part in prange(parts):
         _multiply_part(
             _add_by_dots,
-            _pack_shorts,
-            _unpack_shorts,
+            pack_shorts,
+            unpack_shorts,
             np.int64(part),
             parts,
             arrays,

@@ -2,11 +2,11 @@
 
 import functools
 import random
-import shutil
 
 import pytest
 import torch
 from crash_disk import CrashDisk
+from flash_crash import crash_and_go_on
 from grids import quick_first
 from sparse_training import train_sparse
 from store_programs import (
@@ -18,7 +18,6 @@ from store_programs import (
     training_store,
 )
 
-from penstock.errors import PenstockError
 from penstock.sparsity import ChangeTimes, DropFraction, RigL, SparseEvolutionaryTraining
 from penstock.store import AdamW, MaskRule
 
@@ -115,48 +114,26 @@ def operations(tmp_path_factory):
     return found
 
 
-def crash_and_go_on(root, crash_at, seed, moments):
-    """Crash at an operation, reopen, crash again, reopen and finish; the bits must be there."""
-    promised = None
-    root.mkdir()
-    for attempt in range(3):
-        last = attempt == 2
-        with CrashDisk(root, None if last else crash_at, seed + attempt) as disk:
-            store = None
-            try:
-                store = opened(root / "flash", moments)
-                if promised is not None:
-                    assert store.durable_step is not None, "the store forgot that it was durable"
-                    assert store.durable_step >= promised, "a durable step was lost"
-                run(store)
-            except (PenstockError, OSError):
-                if not disk.crashed:
-                    raise
-            finally:
-                if store is not None:
-                    if not store.is_new and store.durable_step is not None:
-                        promised = max(promised or 0, store.durable_step)
-                    if last:
-                        assert store.step == STEPS
-                        assert store.content_hash() == clean_hash(moments)
-                    store.close()
-        disk.lose()
-    shutil.rmtree(root)
-
-
 @pytest.mark.parametrize("moments", quick_first(OPTIMIZERS, ["8bit"]))
 @pytest.mark.parametrize("batch", quick_first(range(5), [0]))
-def test_two_hundred_crashes_do_not_change_bits(batch, moments, operations, tmp_path):
+def test_crashes_do_not_change_bits(batch, moments, operations, tmp_path):
     """Two crashes each, with a part of the gradients on flash."""
     chosen = random.Random(batch)
     for number in range(10):
         seed = batch * 1000 + number
         crash_at = chosen.randrange(1, len(operations[moments]) + 1)
-        crash_and_go_on(tmp_path / str(number), crash_at, seed, moments)
+        crash_and_go_on(
+            tmp_path / str(number),
+            crash_at,
+            seed,
+            lambda path: opened(path, moments),
+            run,
+            (STEPS, clean_hash(moments)),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", OPTIMIZERS)
 @pytest.mark.parametrize("batch", range(250))
 def test_ten_thousand_crashes_do_not_change_bits(batch, moments, operations, tmp_path):
-    test_two_hundred_crashes_do_not_change_bits(1000 + batch, moments, operations, tmp_path)
+    test_crashes_do_not_change_bits(1000 + batch, moments, operations, tmp_path)

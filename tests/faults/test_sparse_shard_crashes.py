@@ -2,11 +2,11 @@
 
 import functools
 import random
-import shutil
 
 import pytest
 import torch
 from crash_disk import CrashDisk
+from flash_crash import crash_and_go_on
 from grids import quick_first
 from sharded_stores import sharded_flash
 from sparse_training import train_sparse
@@ -80,35 +80,6 @@ def clean(tmp_path_factory):
     return tmp_path_factory.mktemp("clean")
 
 
-def crash_and_go_on(root, crash_at, seed, policy):
-    """Crash at an operation, reopen, crash again, reopen and finish; the bits must be there."""
-    promised = None
-    root.mkdir()
-    for attempt in range(3):
-        last = attempt == 2
-        with CrashDisk(root, None if last else crash_at, seed + attempt) as disk:
-            store = None
-            try:
-                store = opened(root / "flash", policy)
-                if promised is not None:
-                    assert store.durable_step is not None, "the store forgot that it was durable"
-                    assert store.durable_step >= promised, "a durable step was lost"
-                run(store)
-            except (PenstockError, OSError):
-                if not disk.crashed:
-                    raise
-            finally:
-                if store is not None:
-                    if not store.is_new and store.durable_step is not None:
-                        promised = max(promised or 0, store.durable_step)
-                    if last:
-                        assert store.step == STEPS
-                        assert store.content_hash() == clean_hash(policy)
-                    store.close()
-        disk.lose()
-    shutil.rmtree(root)
-
-
 @pytest.mark.parametrize(
     ("policy", "batch"),
     [
@@ -122,7 +93,9 @@ def test_crashes_of_all_shards_do_not_change_bits(policy, batch, clean, tmp_path
     chosen, last = random.Random(batch), operations(policy, clean / policy)
     for number in range(4 if batch == 0 else 20):
         crash_at = chosen.randrange(1, last + 1)
-        crash_and_go_on(tmp_path / str(number), crash_at, batch * 1000 + number, policy)
+        root, expected = tmp_path / str(number), (STEPS, clean_hash(policy))
+        seed = batch * 1000 + number
+        crash_and_go_on(root, crash_at, seed, lambda path: opened(path, policy), run, expected)
 
 
 class Killed(OSError):
