@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from penstock.engine.lanes import Lanes
+from penstock.engine.sparse_operand import BaseSparseOperand
 from penstock.engine.sparse_weights import gradient_shape
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.sparsity import (
@@ -26,8 +27,8 @@ from penstock.sparsity import (
 _COLUMN_BYTES, _ROW_START_BYTES = 4, 8
 
 
-class ExpandedWeight:
-    """A sparse weight that executables compute with (`penstock.compiler.sparse_calls`).
+class ExpandedWeight(BaseSparseOperand):
+    """A sparse weight that is expanded on a device for each product.
 
     Args:
         weight: what the store has sent.
@@ -38,13 +39,11 @@ class ExpandedWeight:
     index_bytes = 0  # the mask is not streamed with the weight
 
     def __init__(self, weight: SparseWeight, values: torch.Tensor, mask: MaskBitmap) -> None:
-        self.name, self.shape = weight.name, weight.shape
-        self.dense_gradient = weight.dense_gradient
+        super().__init__(weight)
         self.values, self._mask = values, mask
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes on the device that stay there between stages."""
         return self._mask.bits.nbytes
 
     @property
@@ -52,37 +51,20 @@ class ExpandedWeight:
         """Shape of the weight's gradient."""
         return gradient_shape(self)
 
-    def multiply(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        transposed: bool,
-        tokens: int | None = None,
-    ) -> torch.Tensor:
-        """Return `x W^T + bias`, or `x W + bias` if `transposed`; `x` is [..., features]."""
-        rows = x.reshape(-1, x.shape[-1])
-        y = multiply_expanded(self._mask, self.values, rows, bias, transposed=transposed)
-        return y.view(*x.shape[:-1], y.shape[1])
-
-    def gradient(
-        self, x: torch.Tensor, gradient: torch.Tensor, transposed: bool, tokens: int | None = None
-    ) -> torch.Tensor:
-        """Return the gradient of the entries, float32 [kept], from inputs and outputs' gradient;
-        of all elements, in the weight's shape, if the store has asked for it."""
-        x, gradient = (value.reshape(-1, value.shape[-1]) for value in (x, gradient))
-        of_rows, of_columns = (x, gradient) if transposed else (gradient, x)
-        if self.dense_gradient:
-            return torch.mm(of_rows.t(), of_columns).float()
-        return entry_gradient(self._mask, of_rows, of_columns)
-
     def to_dense(self) -> torch.Tensor:
-        """Return the weight expanded, of the type of its values."""
         return expand(self._mask, self.values).view(self.shape)
 
-    def entries(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the entries from that of the expanded weight."""
-        if self.dense_gradient:
-            return gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    def _product(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, transposed: bool, tokens: int
+    ) -> torch.Tensor:
+        return multiply_expanded(self._mask, self.values, rows, bias, transposed=transposed)
+
+    def _entry_gradient(
+        self, of_rows: torch.Tensor, of_columns: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        return entry_gradient(self._mask, of_rows, of_columns)
+
+    def _selected(self, gradient: torch.Tensor) -> torch.Tensor:
         return select_entries(self._mask, gradient.reshape(self._mask.shape))
 
 

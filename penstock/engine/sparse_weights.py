@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from penstock.engine.sparse_operand import BaseSparseOperand
 from penstock.engine.sparse_products import SparseProducts
 from penstock.errors import ConfigError, few
 from penstock.program import Program, WeightSpec, extra_gradient_bytes
@@ -31,8 +32,8 @@ from penstock.sparsity import (
 )
 
 
-class PreparedSparse:
-    """A sparse weight that executables compute with (`penstock.compiler.sparse_calls`).
+class PreparedSparse(BaseSparseOperand):
+    """A sparse weight that is multiplied on the CPU.
 
     Results depend on the arguments and on the recorded choices alone.
 
@@ -45,17 +46,12 @@ class PreparedSparse:
     def __init__(
         self, weight: SparseWeight, layout: SparseLayout, products: SparseProducts
     ) -> None:
-        self.shape = weight.shape
+        super().__init__(weight)
         self.layout = layout
         self._weight, self._products = weight, products
 
     @property
-    def name(self) -> str:
-        return self._weight.name
-
-    @property
     def kept_bytes(self) -> int:
-        """Bytes that are derived from the mask and stay between stages."""
         return self.layout.nbytes
 
     @property
@@ -63,39 +59,22 @@ class PreparedSparse:
         """Shape of the weight's gradient."""
         return gradient_shape(self._weight)
 
-    def multiply(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        transposed: bool,
-        tokens: int | None = None,
-    ) -> torch.Tensor:
-        """Return `x W^T + bias`, or `x W + bias` if `transposed`; `x` is [..., features]."""
-        rows, values = x.reshape(-1, x.shape[-1]), self._weight.values
-        choice = None if rows.shape[0] == 1 else self._choice(tokens or rows.shape[0])
-        y = forward(self.layout, values, rows, bias, choice=choice, transposed=transposed)
-        return y.view(*x.shape[:-1], y.shape[1])
-
-    def gradient(
-        self, x: torch.Tensor, gradient: torch.Tensor, transposed: bool, tokens: int | None = None
-    ) -> torch.Tensor:
-        """Return the gradient of the entries, float32 [kept], from inputs and outputs' gradient;
-        of all elements, in the weight's shape, if the store has asked for it."""
-        x, gradient = (value.reshape(-1, value.shape[-1]) for value in (x, gradient))
-        of_rows, of_columns = (x, gradient) if transposed else (gradient, x)
-        if self._weight.dense_gradient:
-            return torch.mm(of_rows.t(), of_columns).float()
-        choice = self._choice(tokens or x.shape[0])
-        return weight_gradient(self.layout, of_columns, of_rows, choice=choice)
-
     def to_dense(self) -> torch.Tensor:
-        """Return the weight expanded, of the type of its values."""
         return to_dense(self.layout, self._weight.values).view(self.shape)
 
-    def entries(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the entries from that of the expanded weight."""
-        if self._weight.dense_gradient:
-            return gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    def _product(
+        self, rows: torch.Tensor, bias: torch.Tensor | None, transposed: bool, tokens: int
+    ) -> torch.Tensor:
+        choice = None if rows.shape[0] == 1 else self._choice(tokens)
+        values = self._weight.values
+        return forward(self.layout, values, rows, bias, choice=choice, transposed=transposed)
+
+    def _entry_gradient(
+        self, of_rows: torch.Tensor, of_columns: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        return weight_gradient(self.layout, of_columns, of_rows, choice=self._choice(tokens))
+
+    def _selected(self, gradient: torch.Tensor) -> torch.Tensor:
         return entries_of(self.layout, gradient.reshape(self.layout.shape))
 
     def _choice(self, tokens: int) -> Choice:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from penstock.collectives import PartialSum, TreeReduction
-from penstock.engine.expanded_weights import ExpandedWeight
 from penstock.engine.flow import Flow, check_inputs
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import InPlace, WeightSlots
+from penstock.engine.sparse_operand import BaseSparseOperand
 from penstock.engine.sparse_weights import (
-    PreparedSparse,
     SparseWeights,
     dense_gradient_bytes,
     held_bytes,
@@ -253,7 +252,7 @@ class TorchEngine:
         """Account for what the products of a stage have derived from masks and kept."""
         grown = 0
         for weight in weights:
-            if isinstance(weight, PreparedSparse | ExpandedWeight):
+            if isinstance(weight, BaseSparseOperand):
                 size = weight.kept_bytes
                 grown += size - self._layout_bytes.get(weight.name, 0)
                 self._layout_bytes[weight.name] = size
