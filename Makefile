@@ -15,7 +15,8 @@ WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Bytecode is kept whatever the environment says: without it each process rewrites asserts for 10 s.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY_DOCS := $(VENV)/.ready-docs
 
 .PHONY: demo test test-long soak lint bench docs clean

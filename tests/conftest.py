@@ -15,6 +15,8 @@ from penstock.compiler import build
 from penstock.distributed.launchers import fork_client, local
 from penstock.planning import builders
 
+gc.disable()  # until the tests are collected: thousands of objects that all stay
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _programs_are_shared() -> Iterator[None]:
@@ -24,6 +26,7 @@ def _programs_are_shared() -> Iterator[None]:
     build.make_kind = sharing_kinds(make_kind)
     gc.collect()
     gc.freeze()  # the collector need not traverse the libraries again and again
+    gc.enable()
     yield
     builders.compile_source, build.make_kind = compile_source, make_kind
 

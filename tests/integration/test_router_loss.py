@@ -91,6 +91,7 @@ def test_loss_of_one_micro_batch_equals_transformers(tmp_path):
     assert 0.1 * output.aux_loss.item() > 0.1  # the test would notice that it lacks
 
 
+@pytest.mark.long
 def test_the_held_out_loss_has_the_auxiliary_loss_as_transformers_reports_it(tmp_path):
     case, recipe = experts("mixtral"), Recipe(micro=8)
     trainer, _ = trainer_of(case, recipe, tmp_path)

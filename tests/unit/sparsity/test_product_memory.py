@@ -5,6 +5,7 @@ from __future__ import annotations
 import numba
 import pytest
 import torch
+from grids import thinned
 from real_allocations import arrays_allocated, peak_allocated_bytes
 from sparse_masks import layout_of, mask_of, random_tensor
 
@@ -39,9 +40,10 @@ def apart(x: torch.Tensor) -> torch.Tensor:
 
 
 # One panel, which threads share, and panels of their own.
-@pytest.mark.parametrize("tokens", [30, 300])
-@pytest.mark.parametrize("is_contiguous", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "is_contiguous", "tokens"),
+    thinned([torch.float32, torch.bfloat16], [True, False], [30, 300], others=pytest.mark.long),
+)
 def test_products_allocate_at_most_what_is_counted(dtype, is_contiguous, tokens):
     rows, columns = SHAPE
     layout = layout_of(mask_of("random", SHAPE, 1))
