@@ -11,7 +11,7 @@ from penstock.config.deciding_keys import (
     digest,
     trajectory,
 )
-from penstock.config.document import dump_inline
+from penstock.config.document import dump_inline, read
 from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
@@ -24,9 +24,11 @@ from penstock.config.model import (
 )
 from penstock.config.optimizer import GroupConfig, OptimizerConfig
 from penstock.config.presets import resolve_preset
+from penstock.config.problems import Origin, explain
 from penstock.config.record import check_run, load_run, recorded_flash, verify_record, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
+from penstock.config.section import Numbers, Section, refuse, setting
 from penstock.config.size import ByteSize, size_above
 from penstock.config.sparsity import SparsityConfig
 from penstock.config.starter import commented
@@ -43,9 +45,12 @@ __all__ = [
     "HuggingFaceModel",
     "LoraConfig",
     "ModelSpec",
+    "Numbers",
     "OptimizerConfig",
+    "Origin",
     "PresetModel",
     "ScheduleConfig",
+    "Section",
     "SparsityConfig",
     "check_data",
     "check_resumable",
@@ -55,10 +60,14 @@ __all__ = [
     "commented",
     "digest",
     "dump_inline",
+    "explain",
     "load",
     "load_run",
+    "read",
     "recorded_flash",
+    "refuse",
     "resolve_preset",
+    "setting",
     "size_above",
     "to_config",
     "trajectory",
