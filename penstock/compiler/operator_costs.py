@@ -25,28 +25,26 @@ penstock = torch.ops.penstock
 
 _ONEDNN = "mkldnn::_linear_pointwise"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"}
-_WORK = {
-    **dict.fromkeys(
-        ("native_layer_norm", "native_layer_norm_backward", "native_group_norm")
-        + ("native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward")
-        + ("_fused_rms_norm", "_fused_rms_norm_backward", "_softmax", "_softmax_backward_data")
-        + ("_log_softmax", "_log_softmax_backward_data"),
-        "norm",
-    ),
-    **dict.fromkeys(
-        ("gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "tanh")
-        + ("tanh_backward", "exp", "log", "erf", "pow", "softplus", "softplus_backward", "mish")
-        + ("mish_backward", "sin", "cos", "elu", "elu_backward", "dropout"),
-        "activation",
-    ),
-    **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "var_mean", "cumsum"), "reduction"),
-    **dict.fromkeys(("embedding", "embedding_dense_backward", "gather", "index"), "lookup"),
-    **dict.fromkeys(("index_select", "index_put", "scatter", "scatter_add"), "lookup"),
-    **dict.fromkeys(
-        ("_to_copy", "cat", "clone", "copy", "full", "zeros", "constant_pad_nd"), "copy"
-    ),
-    **dict.fromkeys(("slice_scatter", "select_scatter", "new_zeros", "stack", "fill"), "copy"),
+_WORK_OF_OPERATORS = {
+    "norm": """
+        native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+        native_batch_norm native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward
+        _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    """,
+    "activation": """
+        gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward exp log
+        erf pow softplus softplus_backward mish mish_backward sin cos elu elu_backward dropout
+    """,
+    "reduction": "sum mean amax amin var var_mean cumsum",
+    "lookup": """
+        embedding embedding_dense_backward gather index index_select index_put scatter scatter_add
+    """,
+    "copy": """
+        _to_copy cat clone copy full zeros constant_pad_nd slice_scatter select_scatter new_zeros
+        stack fill
+    """,
 }
+_WORK = {name: work for work, names in _WORK_OF_OPERATORS.items() for name in names.split()}
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
 
 
