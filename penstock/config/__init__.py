@@ -13,6 +13,7 @@ from penstock.config.deciding_keys import (
 )
 from penstock.config.document import FileKind, dump_inline, dump_tables, read
 from penstock.config.engine import EngineConfig
+from penstock.config.field_table import field_table
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
@@ -63,6 +64,7 @@ __all__ = [
     "dump_inline",
     "dump_tables",
     "explain",
+    "field_table",
     "load",
     "load_run",
     "read",

@@ -49,6 +49,7 @@ _STAND_IN: dict[str, Work] = {
     "reduction": "pointwise",
     "lookup": "pointwise",
     "copy": "pointwise",
+    "pointwise": "update",  # of a store, which has none of the engine's work
     "receive": "update",
 }
 """The work whose rate is used where a machine gives none."""
