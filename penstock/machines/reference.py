@@ -29,8 +29,8 @@ the links between them. `penstock plan CONFIG --machine NAME` takes a machine of
 In Python: `penstock.machines.load_machine("cs2")` or `load_machine("rack.yaml")`; `dump(machine)`
 returns the YAML.
 
-This page is made from the code and from the library's files: `python -m penstock.machines.reference
-> docs/machines.md`.
+This page is made from the code and from the library's files:
+`python -m penstock.machines.reference > docs/machines.md`.
 
 ## How to write a machine file
 
@@ -80,7 +80,8 @@ two sizes it is straight if both are drawn in logarithms.
 | `sparse product` | FLOP/s of kept entries | share of kept entries, up to 1 | `product` |
 | `attention` | FLOP/s | length of the sequence | `product` |
 | `head` | FLOP/s | tokens | `product` |
-| `norm`, `reduction`, `lookup`, `copy` | bytes/s | bytes | `pointwise`; of a store's `copy`: `update` |
+| `norm`, `reduction`, `lookup` | bytes/s | bytes | `pointwise` |
+| `copy` | bytes/s | bytes | `pointwise`; in a store: `update` |
 | `pointwise` | bytes/s | bytes | required |
 | `update` | bytes/s of weights, moments and gradients | bytes | required |
 | `receive` | bytes/s of gradients | bytes | `update` |
