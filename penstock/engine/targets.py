@@ -234,8 +234,19 @@ class NullTarget(Target):
         return NullEngine(program, plan, budget_bytes=budget_bytes)
 
 
+class DescribedTarget(NullTarget):
+    """A device with memory of its own that is known by its description alone: a run can be planned
+    for it, and does not start on it."""
+
+    name = "described"
+    has_own_memory = True
+
+    def devices(self) -> tuple[str, ...]:
+        return ()
+
+
 TARGETS: dict[str, Target] = {
-    target.name: target for target in (CpuTarget(), CudaTarget(), NullTarget())
+    target.name: target for target in (CpuTarget(), CudaTarget(), NullTarget(), DescribedTarget())
 }
 _PREFERRED = ("cuda", "cpu")  # for `engine.device: auto`, the first that exists
 

@@ -131,7 +131,14 @@ def plan_execution(
         if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:
             return planned(kept)
     division = divide_batch(
-        config, compile_for, device, length, recorded_micro_batch, devices, read_machine
+        config,
+        compile_for,
+        device,
+        length,
+        recorded_micro_batch,
+        devices,
+        read_machine,
+        machine.micro_batch_tokens,
     )
     try:
         layout = planned(division)

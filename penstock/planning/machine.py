@@ -34,6 +34,8 @@ class Machine:
             group or a limit of the process stops it.
         is_measurable: whether the system reports the resident memory of a process.
         devices: the requested devices that have memory of their own, by name.
+        micro_batch_tokens: tokens of a micro-batch beyond which products are no faster; None: those
+            of the target.
     """
 
     processor: Processor
@@ -42,6 +44,7 @@ class Machine:
     available_bytes: int
     is_measurable: bool = True
     devices: Mapping[str, DeviceMemory] = field(default_factory=dict)
+    micro_batch_tokens: int | None = None
 
     @property
     def memory_bytes(self) -> int:

@@ -64,6 +64,7 @@ def divide_batch(
     recorded_micro_batch: int | None = None,
     devices: Sequence[str] = (),
     read_machine: ReadMachine = Machine.here,
+    micro_batch_tokens: int | None = None,
 ) -> MicroBatchPlan:
     """Choose the micro-batch of sequences of `length`, and cut stages that are too large.
 
@@ -71,7 +72,8 @@ def divide_batch(
     conditions. It does not exceed the useful size; it leaves `_ENGINES` engines a micro-batch each
     (unless that makes it small); it fits one engine. If no divisor fits, the least is taken. Stages
     are cut smaller before the micro-batch is. A resumed run keeps its micro-batch. `read_machine`
-    reads the available memory.
+    reads the available memory. A micro-batch has at most `micro_batch_tokens` useful tokens; by
+    default those of the device's target.
 
     **Raises:** `BudgetError` if a stage cannot be cut small enough, or no memory is left for
     engines.
@@ -81,7 +83,8 @@ def divide_batch(
     tried: list[MicroBatchPlan] = []
     budget_bytes = 0
     slot_bytes: int | None
-    for micro_batch in _candidates(config, length, device, recorded_micro_batch):
+    useful = micro_batch_tokens or target_of(device).micro_batch_tokens
+    for micro_batch in _candidates(config, length, useful, recorded_micro_batch):
         tried.clear()
         slot_bytes, micro_batches = None, config.batch.size // micro_batch
         for _ in ("stages as they are", "stages cut to what an engine may use"):
@@ -129,13 +132,13 @@ def _one_engine_bytes(
     return Budget(alone, program, micro_batches, device, roles, machine, devices).engine_bytes()
 
 
-def _candidates(config: Config, length: int, device: str, recorded: int | None) -> list[int]:
+def _candidates(config: Config, length: int, useful: int, recorded: int | None) -> list[int]:
     size = config.batch.size
     if config.batch.micro != "auto":
         return [int(config.batch.micro)]
     if recorded is not None and size % recorded == 0:
         return [recorded]
     share = size * length // _ENGINES
-    tokens = max(_LEAST_TOKENS, min(share, target_of(device).micro_batch_tokens))
+    tokens = max(_LEAST_TOKENS, min(share, useful))
     most = max(1, tokens // length)
     return [c for c in range(min(most, size), 0, -1) if size % c == 0]

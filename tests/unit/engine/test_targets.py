@@ -44,7 +44,9 @@ def with_gpus(monkeypatch, count):
 def test_target_is_the_device_name_before_the_colon():
     assert target_of("cpu") is TARGETS["cpu"]
     assert target_of("cuda:3") is target_of("cuda")
-    with pytest.raises(ConfigError, match=r"expected one of cpu, cuda, null, got 'wafer:0'"):
+    with pytest.raises(
+        ConfigError, match=r"expected one of cpu, cuda, null, described, got 'wafer:0'"
+    ):
         target_of("wafer:0")
 
 

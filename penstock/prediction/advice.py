@@ -1,0 +1,124 @@
+"""What would make a run faster, and by how much: predictions of the same run with one change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.errors import BudgetError
+from penstock.prediction.predict import Prediction, predict
+
+_WORTH = 1.03  # a change that gains less is not named
+_HIDDEN = 0.95  # of the speed of a very large batch: the stream is hidden
+_MOST_TIMES = 64
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change, and the factor by which tokens per second rise."""
+
+    text: str
+    gain: float
+
+
+def advise(prediction: Prediction) -> list[Advice]:
+    """Return changes that make a run faster, the largest gain first."""
+    found = [*_larger_batch(prediction), *_more_memory(prediction), *_narrow_moments(prediction)]
+    return sorted((a for a in found if a.gain >= _WORTH), key=lambda advice: -advice.gain)
+
+
+def least_batch_that_hides_the_stream(prediction: Prediction) -> int | None:
+    """Return the smallest number of micro-batches with which a step is nearly as fast per token as
+    with any; None if the present one is."""
+    plan, config = prediction.plan, prediction.config
+    limit = _with_micro_batches(prediction, plan.micro_batches * _MOST_TIMES).tokens_per_second
+
+    def hides(count: int) -> bool:
+        return _with_micro_batches(prediction, count).tokens_per_second >= _HIDDEN * limit
+
+    if hides(plan.micro_batches):
+        return None
+    low, high = plan.micro_batches, plan.micro_batches * _MOST_TIMES
+    step = config.engines  # every engine gets as many micro-batches
+    while high - low > step:
+        middle = low + max(step, (high - low) // 2 // step * step)
+        low, high = (low, middle) if hides(middle) else (middle, high)
+    return high
+
+
+def least_dram_that_unbinds_flash(prediction: Prediction) -> int | None:
+    """Return the least bytes of `store.dram` with which flash slows a step by less than 5 %.
+
+    Returns None if the present ones are enough, or if there is no flash.
+    """
+    if prediction.flash is None:
+        return None
+    whole = _everything_in_memory(prediction)
+    best = _with_dram(prediction, whole)
+    if best is None or prediction.tokens_per_second >= _HIDDEN * best.tokens_per_second:
+        return None
+    low, high = prediction.plan.shares.store, whole
+    while high - low > max(1 << 20, low // 50):
+        middle = (low + high) // 2
+        found = _with_dram(prediction, middle)
+        fast = found is not None and found.tokens_per_second >= _HIDDEN * best.tokens_per_second
+        low, high = (low, middle) if fast else (middle, high)
+    return high
+
+
+def _larger_batch(prediction: Prediction) -> Iterator[Advice]:
+    least = least_batch_that_hides_the_stream(prediction)
+    if least is None:
+        return
+    more = least - prediction.plan.micro_batches
+    gain = _with_micro_batches(prediction, least).tokens_per_second / prediction.tokens_per_second
+    size = least * prediction.plan.micro_batch
+    yield Advice(f"{more} more micro-batches in a step hide the stream (batch.size: {size})", gain)
+
+
+def _more_memory(prediction: Prediction) -> Iterator[Advice]:
+    if prediction.flash is None:
+        return
+    before = prediction.plan.shares.store
+    for share in (0.25, 1.0):
+        found = _with_dram(prediction, int(before * (1 + share)))
+        if found is None:
+            continue
+        gain = found.tokens_per_second / prediction.tokens_per_second
+        if gain >= _WORTH:
+            sweep = "forward" if prediction.binding("forward").startswith("flash") else "step"
+            bound = f"flash binds the {sweep} sweep; " if sweep == "forward" else ""
+            yield Advice(f"{bound}{share:.0%} more store.dram saves reads", gain)
+            return
+
+
+def _narrow_moments(prediction: Prediction) -> Iterator[Advice]:
+    optimizer = prediction.config.optimizer
+    if optimizer.moments == "8bit" or optimizer.name == "sgd":
+        return
+    narrow = optimizer.model_copy(update={"moments": "8bit"})
+    config = prediction.config.model_copy(update={"optimizer": narrow})
+    try:
+        found = predict(config, prediction.plan, prediction.machine)
+    except BudgetError:
+        return
+    gain = found.tokens_per_second / prediction.tokens_per_second
+    yield Advice("optimizer.moments: 8bit moves fewer bytes of state", gain)
+
+
+def _with_micro_batches(prediction: Prediction, count: int) -> Prediction:
+    return predict(prediction.config, prediction.plan, prediction.machine, micro_batches=count)
+
+
+def _with_dram(prediction: Prediction, size: int) -> Prediction | None:
+    try:
+        return predict(prediction.config, prediction.plan, prediction.machine, dram_bytes=size)
+    except BudgetError:
+        return None
+
+
+def _everything_in_memory(prediction: Prediction) -> int:
+    assert prediction.flash is not None
+    weights = prediction.plan.program.weights.values()
+    state = sum(u.state_read for u in prediction.flash.updates)
+    return 2 * (state + sum(12 * w.entries for w in weights)) + (1 << 28)

@@ -1,0 +1,216 @@
+"""A prediction as a page that a person reads, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
+from penstock.prediction.predict import RESOURCE_OF, Prediction
+from penstock.progress import show_bytes, show_count, show_duration, show_flops, show_rate
+
+_WIDTH = 48  # of the time line
+_SHADES = " ░▒▓█"
+
+
+def page(prediction: Prediction, advice: Sequence[Advice]) -> Group:
+    """Return the page: does it fit, the time of a step, what binds it, and what would help."""
+    parts = [
+        Text(_title(prediction), style="bold"),
+        Text(_fits(prediction)),
+        _memory(prediction),
+        Text(_speed(prediction)),
+        _time_line(prediction),
+        Text(_binding(prediction)),
+        _traffic(prediction),
+        Text(_decisions(prediction)),
+    ]
+    price = _price(prediction)
+    if price:
+        parts.append(Text(price))
+    parts.append(Text(_advice(prediction, advice)))
+    return Group(*parts)
+
+
+def _title(prediction: Prediction) -> str:
+    program, machine, config = prediction.plan.program, prediction.machine, prediction.config
+    engines = f"{config.engines} engines" if config.engines > 1 else "one engine"
+    title = f" ({machine.title})" if machine.title else ""
+    return (
+        f"{program.name}, {show_count(program.parameters)} parameters, {config.precision}, on "
+        f"{engines} of {machine.name}{title}"
+    )
+
+
+def _fits(prediction: Prediction) -> str:
+    need, limit = sum(prediction.plan.memory.values()), prediction.plan.memory_limit
+    return f"\nIt fits: {show_bytes(need)} of {show_bytes(limit)} of the host's memory."
+
+
+def _memory(prediction: Prediction) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("memory of the host")
+    table.add_column("", justify="right", no_wrap=True)
+    for name, size in prediction.plan.memory.items():
+        table.add_row(name, show_bytes(size))
+    shares = prediction.plan.shares
+    if not prediction.machine.engine.is_host:
+        memory = prediction.machine.engine.memory
+        assert memory is not None
+        table.add_section()
+        table.add_row(
+            "each engine, of its own memory",
+            f"{show_bytes(shares.engine_peak)} of {show_bytes(int(memory))}",
+        )
+    if prediction.flash is not None:
+        table.add_section()
+        table.add_row("store on flash", show_bytes(prediction.flash.flash_bytes))
+    return table
+
+
+def _speed(prediction: Prediction) -> str:
+    interval = prediction.step_interval
+    between = ""
+    if interval is not None:
+        low, high = map(show_duration, interval)
+        between = f" (nine of ten measured runs: {low} to {high})"
+    else:
+        between = " (not compared with measured runs on this machine)"
+    rate = prediction.flops / prediction.step_seconds
+    return (
+        f"One step takes {show_duration(prediction.step_seconds)}{between}: "
+        f"{show_count(prediction.tokens_per_second)} tokens/s, {show_flops(rate)}FLOP/s.\n"
+        f"{prediction.config.run.steps:,} steps take {show_duration(prediction.run_seconds)}."
+    )
+
+
+def _time_line(prediction: Prediction) -> Table:
+    """One row per resource: in each column of time, how busy it is."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("one step")
+    table.add_column(f"0 to {show_duration(prediction.step_seconds)}", no_wrap=True)
+    table.add_column("busy", justify="right")
+    width = prediction.step_seconds / _WIDTH
+    for resource, share in prediction.busy["step"].items():
+        filled = [0.0] * _WIDTH
+        for span in prediction.spans:
+            if RESOURCE_OF.get(span.what) != resource:
+                continue
+            for column in range(_WIDTH):
+                begin, end = column * width, (column + 1) * width
+                filled[column] += max(0.0, min(span.end, end) - max(span.begin, begin)) / width
+        bar = "".join(_shade(value) for value in filled)
+        table.add_row(resource, bar, f"{share:.0%}")
+    return table
+
+
+def _shade(value: float) -> str:
+    """Return a block that is as dark as a resource is busy; any work at all shows."""
+    if value <= 0:
+        return _SHADES[0]
+    return _SHADES[min(len(_SHADES) - 1, max(1, round(value * (len(_SHADES) - 1))))]
+
+
+def _binding(prediction: Prediction) -> str:
+    sentences = []
+    for sweep in ("forward", "backward"):
+        name = prediction.binding(sweep)
+        share = min(1.0, prediction.busy[sweep][name])
+        sentences.append(f"{sweep} sweep: {name} ({share:.0%} of the time)")
+    return "What binds the " + ", the ".join(sentences) + "."
+
+
+def _traffic(prediction: Prediction) -> Table:
+    costs, flash = prediction.costs, prediction.flash
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("traffic of one step")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("rate", justify="right", no_wrap=True)
+    rows = [
+        ("weights to each engine", costs.stream_bytes),
+        ("gradients to the store", costs.gradient_bytes),
+    ]
+    if flash is not None:
+        shards = prediction.config.store.shards
+        rows += [("read from flash", shards * flash.read_bytes)]
+        rows += [("written to flash", shards * flash.written_bytes)]
+    for name, size in rows:
+        table.add_row(name, show_bytes(size), show_rate(size / prediction.step_seconds))
+    return table
+
+
+def _decisions(prediction: Prediction) -> str:
+    plan = prediction.plan
+    again = len(plan.plan.recompute)
+    stages = len(plan.program.stages)
+    repeated = (
+        f"the forward of {again} of {stages} stages is computed again"
+        if again
+        else ("no stage is computed again")
+    )
+    return (
+        f"As training decides: {plan.micro_batches} micro-batches of {plan.micro_batch} x "
+        f"{plan.sequence_length}; {stages} stages; {repeated}."
+    )
+
+
+def _price(prediction: Prediction) -> str:
+    found = []
+    hours = prediction.run_seconds / 3600
+    if prediction.cost_per_hour is not None:
+        per_hour = prediction.cost_per_hour
+        found.append(f"costs {hours * per_hour:,.0f} US dollars at {per_hour:,.2f} per hour")
+    if prediction.watts is not None:
+        found.append(f"takes {hours * prediction.watts / 1000:,.1f} kWh")
+    return f"The run {' and '.join(found)}." if found else ""
+
+
+def _advice(prediction: Prediction, advice: Sequence[Advice]) -> str:
+    lines = [f"- {item.text}: {item.gain:.2f}x" for item in advice]
+    unbound = least_dram_that_unbinds_flash(prediction)
+    if unbound is not None:
+        lines.append(f"- flash costs less than 5 % from store.dram: {-(-unbound >> 20)}MiB on")
+    if not lines:
+        return "No change of batch, memory or moments makes it more than 3 % faster."
+    return "What would make it faster (tokens per second):\n" + "\n".join(lines)
+
+
+def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Return the prediction in numbers: seconds, bytes, FLOP, US dollars, watts."""
+    plan, flash, costs = prediction.plan, prediction.flash, prediction.costs
+    interval = prediction.step_interval
+    return {
+        "machine": prediction.machine.name,
+        "model": plan.program.name,
+        "parameters": plan.program.parameters,
+        "trainable_parameters": plan.program.trainable_parameters,
+        "engines": prediction.config.engines,
+        "batch_size": prediction.config.batch.size,
+        "micro_batch": plan.micro_batch,
+        "micro_batches": plan.micro_batches,
+        "sequence_length": plan.sequence_length,
+        "recomputed_stages": len(plan.plan.recompute),
+        "memory_bytes": dict(plan.memory),
+        "memory_limit_bytes": plan.memory_limit,
+        "engine_bytes": plan.shares.engine_peak,
+        "step_seconds": prediction.step_seconds,
+        "step_seconds_interval": None if interval is None else list(interval),
+        "tokens_per_second": prediction.tokens_per_second,
+        "run_seconds": prediction.run_seconds,
+        "step_flops": prediction.flops,
+        "stream_bytes": costs.stream_bytes,
+        "gradient_bytes": costs.gradient_bytes,
+        "flash_read_bytes": None if flash is None else flash.read_bytes,
+        "flash_written_bytes": None if flash is None else flash.written_bytes,
+        "flash_bytes": None if flash is None else flash.flash_bytes,
+        "busy": prediction.busy,
+        "binding": {sweep: prediction.binding(sweep) for sweep in prediction.busy},
+        "cost_per_hour": prediction.cost_per_hour,
+        "watts": prediction.watts,
+        "advice": [{"text": item.text, "gain": item.gain} for item in advice],
+    }
