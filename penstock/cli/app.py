@@ -21,6 +21,7 @@ from penstock.cli import (
     init,
     inspect,
     output,
+    plan,
     program,
     prune,
     scale,
@@ -51,7 +52,7 @@ def _print_version(wanted: bool) -> None:
 
 # Measured with PyTorch 2.13 for CPUs: the smallest run is made in 1.4 GiB, and not in 1.2.
 _LEAST_ADDRESS_SPACE_BYTES = 1280 << 20
-_WITH_TORCH = ("train", "eval", "generate", "export", "prune", "program", "scale")
+_WITH_TORCH = ("train", "eval", "generate", "export", "prune", "program", "plan", "scale")
 
 
 @app.callback()
@@ -81,6 +82,7 @@ app.command("export")(export.export)
 app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
+app.command("plan")(plan.plan)
 app.add_typer(data.app, name="data")
 
 

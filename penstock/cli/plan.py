@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.program import configuration
+from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.config import Config
+    from penstock.machines import MachineDescription
+    from penstock.prediction import Planner, Point, Prediction, Sweep
 
 
 def plan(
@@ -26,40 +37,182 @@ def plan(
         typer.Option(
             "--machine",
             metavar="NAME",
-            help="Known machine or machine file; may be repeated. Default: this host, as measured "
-            "by `penstock calibrate`.",
+            help="Known machine or machine file; repeat it to compare. Default: this host, as "
+            "measured by `penstock calibrate`.",
         ),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="One line per value: engines=1..192 doubles, batch.size=8..64+8 adds, "
+            "store.dram=1GiB,2GiB lists.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="Find the fewest engines that end the run in time: '3 days'."
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the sweep as comma-separated values.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the sweep (.png or .svg); needs penstock[plot]."),
+    ] = None,
     json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per machine.")
+        bool, typer.Option("--json", help="Print JSON: one object per machine.")
     ] = False,
 ) -> None:
     """Predict the run of CONFIG: memory, time of a step and of the run, traffic, cost.
 
-    The decisions and refusals are those of `penstock train`. Nothing is trained and no weights are
+    Decisions and refusals are those of `penstock train`. Nothing is trained, and no weights are
     created.
     """
+    from penstock.prediction import Sweep, parse_deadline
+
     settings = configuration(config, overrides or [])
+    swept = Sweep.parse(sweep) if sweep else None
+    seconds = parse_deadline(target) if target else None
+    for name, file in (("--csv", csv), ("--plot", plot)):
+        if file is not None and swept is None:
+            raise ConfigError(f"{name}: expected --sweep beside it, got none")
+    if swept and target:
+        raise ConfigError("--target: expected no --sweep beside it; use one of them")
+    if swept and len(machine or ()) > 1:
+        raise ConfigError("--sweep: expected one --machine, got several; run it for each of them")
 
     from rich.console import Console
-
-    from penstock.calibration import this_host
-    from penstock.machines import load_machine
-    from penstock.prediction import advise, as_json, page, plan_run
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
 
-    def notice(text: str) -> None:
-        typer.echo(f"note: {text}", err=True)
+    from penstock.prediction import Planner, fewest_engines
 
-    names: list[str | None] = [*machine] if machine else [None]
-    for name in names:
-        described = this_host(notice) if name is None else load_machine(name)
-        found = plan_run(settings, described, notice, is_here=name is None)
-        advice = advise(found)
-        if json_output:
-            typer.echo(json.dumps(as_json(found, advice)))
-        else:
-            console.print(page(found, advice))
+    planner = Planner(_notice)
+    described = _machines(machine)
+    if swept is not None:
+        _sweep(
+            console, settings, swept, _planned_on(planner, *described[0]), csv, plot, json_output
+        )
+        return
+    found: list[tuple[str, Prediction | PenstockError]] = []
+    for one, is_here in described:
+        plan_on = _planned_on(planner, one, is_here)
+        try:
+            if seconds is None:
+                found.append((one.name, plan_on(settings)))
+            else:
+                found.append(
+                    (one.name, fewest_engines(settings, one.engine.most, seconds, plan_on))
+                )
+        except PenstockError as error:
+            if len(described) == 1:
+                raise
+            found.append((one.name, error))
+    _print(console, found, json_output)
+
+
+def _notice(text: str) -> None:
+    typer.echo(f"note: {text}", err=True)
+
+
+def _machines(names: list[str] | None) -> list[tuple[MachineDescription, bool]]:
+    """Return the machines, each with whether it is this host."""
+    from penstock.machines import load_machine
+
+    if names:
+        return [(load_machine(name), False) for name in names]
+    from penstock.calibration import this_host
+
+    return [(this_host(_notice), True)]
+
+
+def _planned_on(
+    planner: Planner, machine: MachineDescription, is_here: bool
+) -> Callable[[Config], Prediction]:
+    return lambda config: planner.plan(config, machine, is_here=is_here)
+
+
+def _sweep(
+    console: Console,
+    settings: Config,
+    sweep: Sweep,
+    plan_on: Callable[[Config], Prediction],
+    csv: Path | None,
+    plot: Path | None,
+    json_output: bool,
+) -> None:
+    from penstock.prediction import as_csv, plot_sweep, row, run_sweep
+
+    points = run_sweep(settings, sweep, plan_on)
+    if json_output:
+        for point in points:
+            figures = (
+                {"problem": point.problem} if point.prediction is None else row(point.prediction)
+            )
+            typer.echo(json.dumps({sweep.key: point.value, **figures}))
+    else:
+        console.print(_table(sweep.key, points))
+    if csv is not None:
+        csv.write_text(as_csv(sweep, points))
+    if plot is not None:
+        plot_sweep(sweep, points, plot)
+
+
+def _print(
+    console: Console, found: list[tuple[str, Prediction | PenstockError]], json_output: bool
+) -> None:
+    from penstock.prediction import Point, advise, as_json, page
+
+    if json_output:
+        for name, each in found:
+            if isinstance(each, PenstockError):
+                typer.echo(json.dumps({"machine": name, "problem": str(each)}))
+            else:
+                typer.echo(json.dumps(as_json(each, advise(each))))
+        return
+    if len(found) == 1:
+        _, only = found[0]
+        assert not isinstance(only, PenstockError)
+        console.print(page(only, advise(only)))
+        return
+    points = [
+        Point(name, None, str(each)) if isinstance(each, PenstockError) else Point(name, each)
+        for name, each in found
+    ]
+    console.print(_table("machine", points))
+
+
+def _table(key: str, points: list[Point]) -> Table:
+    """Return one line per prediction."""
+    from rich import box
+    from rich.table import Table
+
+    from penstock.progress import show_bytes, show_count, show_duration
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column(key, no_wrap=True)
+    for heading in ("engines", "tokens/s", "step", "run", "engine memory", "US dollars"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bound by", overflow="fold")
+    for point in points:
+        found = point.prediction
+        if found is None:
+            table.add_row(point.value, *[""] * 6, point.problem.splitlines()[0])
+            continue
+        price = found.cost_per_hour
+        table.add_row(
+            point.value,
+            f"{found.config.engines:,}",
+            show_count(found.tokens_per_second),
+            show_duration(found.step_seconds),
+            show_duration(found.run_seconds),
+            show_bytes(found.plan.shares.engine_peak),
+            "" if price is None else f"{price * found.run_seconds / 3600:,.0f}",
+            found.binding("step"),
+        )
+    return table

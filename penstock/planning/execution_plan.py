@@ -87,6 +87,7 @@ def plan_execution(
     recorded_products: Products | None = None,
     recorded_entries: Mapping[str, int] | None = None,
     read_machine: ReadMachine = Machine.here,
+    compile_source: Callable[..., Program] | None = None,
 ) -> ExecutionPlan:
     """Divide the batch (`micro_batching.py`), compile, and choose the stages to recompute.
 
@@ -94,7 +95,7 @@ def plan_execution(
     products, and the numbers of entries that its sparse weights had. `devices` are those of a
     group. `notice` is called with sentences for the user. `bfloat16` are the frozen weights to
     store as bfloat16; by default, the weights that came as bfloat16. `read_machine` reads the
-    machine of the engines.
+    machine of the engines. `compile_source` replaces `builders.compile_source`.
 
     **Raises:** `BudgetError` if the engines cannot execute a step; the errors of
     `refuse_implausible`.
@@ -103,7 +104,7 @@ def plan_execution(
     sparse = builders.sparse_weights_of(config, source, recorded_entries)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
-        return builders.compile_source(
+        return (compile_source or builders.compile_source)(
             source,
             micro_batch=micro_batch,
             length=length,

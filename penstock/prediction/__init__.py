@@ -7,21 +7,38 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.prediction.advice import Advice, advise
     from penstock.prediction.page import as_json, page
-    from penstock.prediction.planned import plan_run, sweep
+    from penstock.prediction.planned import Planner
+    from penstock.prediction.plots import plot_sweep
     from penstock.prediction.predict import Prediction, predict
+    from penstock.prediction.sweep import (
+        Point,
+        Sweep,
+        as_csv,
+        fewest_engines,
+        parse_deadline,
+        row,
+        run_sweep,
+    )
     from penstock.prediction.timeline import Task, simulate
 
 __all__ = [
     "Advice",
+    "Planner",
+    "Point",
     "Prediction",
+    "Sweep",
     "Task",
     "advise",
+    "as_csv",
     "as_json",
+    "fewest_engines",
     "page",
-    "plan_run",
+    "parse_deadline",
+    "plot_sweep",
     "predict",
+    "row",
+    "run_sweep",
     "simulate",
-    "sweep",
 ]
 
 __getattr__ = lazily(
@@ -33,9 +50,16 @@ __getattr__ = lazily(
         "advise": "advice",
         "as_json": "page",
         "page": "page",
-        "plan_run": "planned",
+        "Planner": "planned",
+        "Point": "sweep",
+        "Sweep": "sweep",
+        "as_csv": "sweep",
+        "fewest_engines": "sweep",
+        "parse_deadline": "sweep",
+        "plot_sweep": "plots",
         "predict": "predict",
+        "row": "sweep",
+        "run_sweep": "sweep",
         "simulate": "timeline",
-        "sweep": "planned",
     },
 )

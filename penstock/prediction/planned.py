@@ -7,68 +7,92 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.machines import MachineDescription
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, Machine, builders, plan_execution
+from penstock.planning import Machine, builders, plan_execution
 from penstock.planning.machine import DeviceMemory
 from penstock.prediction.predict import Prediction, predict
+from penstock.program import Program
 from penstock.telemetry import process_memory
 
 _DESCRIBED = "described"  # the target of engines that are known by their description alone
 _SEQUENCE = 1  # tokens per sample of a model without a sequence
 
 
-def plan_run(
-    config: Config,
-    machine: MachineDescription,
-    notice: Callable[[str], None] = lambda text: None,
-    *,
-    is_here: bool = False,
-    source: ModelSource | None = None,
-) -> Prediction:
-    """Return the prediction of a run on a machine.
+class Planner:
+    """Predicts runs of one model; equal programs are compiled once.
 
     Args:
-        config: of the run; `engines` is the number of engines.
-        machine: the machine.
-        notice: called with sentences for the user.
-        is_here: whether the machine is this host; the memory that is free now then counts.
+        notice: called with sentences for the user, each once.
         source: the model, if it is not the configured one.
-
-    Raises:
-        BudgetError: the run does not fit; the message has the sum.
-        ConfigError: the run cannot be planned on this machine.
     """
-    most = machine.engine.most
-    if most is not None and config.engines > most:
-        raise ConfigError(
-            f"engines: {machine.name} has at most {most} engines, got {config.engines}; lower "
-            "engines, or choose another machine"
+
+    def __init__(
+        self, notice: Callable[[str], None] = lambda text: None, source: ModelSource | None = None
+    ) -> None:
+        self._notice = notice
+        self._noticed: set[str] = set()
+        self._given = source
+        self._sources: dict[str, ModelSource] = {}
+        self._programs: dict[str, Program] = {}
+
+    def plan(
+        self, config: Config, machine: MachineDescription, *, is_here: bool = False
+    ) -> Prediction:
+        """Return the prediction of a run on a machine.
+
+        Args:
+            config: of the run; `engines` is the number of engines.
+            machine: the machine.
+            is_here: whether the machine is this host; the memory that is free now then counts.
+
+        Raises:
+            BudgetError: the run does not fit; the message has the sum.
+            ConfigError: the run cannot be planned on this machine.
+        """
+        most = machine.engine.most
+        if most is not None and config.engines > most:
+            raise ConfigError(
+                f"engines: {machine.name} has at most {most} engines, got {config.engines}; lower "
+                "engines, or choose another machine"
+            )
+        config = _as_on(machine, config)
+        source = self._source(config)
+        plan = plan_execution(
+            config,
+            source,
+            "cpu" if machine.engine.is_host else _DESCRIBED,
+            config.data.sequence_length or source.max_sequence_length or _SEQUENCE,
+            notice=self._notice_once,
+            read_machine=Machine.here if is_here else lambda devices: _machine_of(machine),
+            compile_source=self._compile,
         )
-    source = source or builders.source_of(config, None, False, notice)
-    config = _as_on(machine, config)
-    plan = planned(config, machine, source, notice, is_here=is_here)
-    return predict(config, plan, machine)
+        return predict(config, plan, machine)
 
+    def _source(self, config: Config) -> ModelSource:
+        if self._given is not None:
+            return self._given
+        key = repr((config.model, config.lora))
+        if key not in self._sources:
+            self._sources[key] = builders.source_of(config, None, False, self._notice_once)
+        return self._sources[key]
 
-def planned(
-    config: Config,
-    machine: MachineDescription,
-    source: ModelSource,
-    notice: Callable[[str], None],
-    *,
-    is_here: bool,
-) -> ExecutionPlan:
-    """Return the decisions that training makes on a machine."""
-    read = Machine.here if is_here else lambda devices: _machine_of(machine)
-    length = config.data.sequence_length or source.max_sequence_length or _SEQUENCE
-    device = "cpu" if machine.engine.is_host else _DESCRIBED
-    return plan_execution(config, source, device, length, notice=notice, read_machine=read)
+    def _compile(self, source: ModelSource, **options: Any) -> Program:
+        key = repr((id(source), sorted(options.items(), key=lambda item: item[0])))
+        if key not in self._programs:
+            self._programs[key] = builders.compile_source(source, **options)
+        return self._programs[key]
+
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self._notice(text)
 
 
 def _as_on(machine: MachineDescription, config: Config) -> Config:
@@ -95,20 +119,3 @@ def _machine_of(machine: MachineDescription) -> Machine:
         devices=devices,
         micro_batch_tokens=machine.engine.micro_batch_tokens,
     )
-
-
-def sweep(
-    config: Config, key: str, values: Sequence[object], plan: Callable[[Config], Prediction]
-) -> list[tuple[object, Prediction | str]]:
-    """Return the prediction for each value of a key; the message of an error where there is none.
-
-    **Arguments:** `plan` returns the prediction of a configuration.
-    """
-    found: list[tuple[object, Prediction | str]] = []
-    for value in values:
-        try:
-            changed = Config.from_mapping(config.to_mapping(), [f"{key}={value}"])
-            found.append((value, plan(changed)))
-        except ConfigError as error:
-            found.append((value, str(error)))
-    return found

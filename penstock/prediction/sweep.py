@@ -1,0 +1,192 @@
+"""Predictions over the values of one key, and the fewest engines that make a deadline."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import Config
+from penstock.errors import ConfigError, PenstockError
+from penstock.prediction.predict import Prediction
+
+_MOST_VALUES = 1000
+_MOST_ENGINES = 1 << 16  # that a deadline may take, on a machine without a limit
+_RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\+(\d+))?")
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800, "year": 31536000}
+_DEADLINE = re.compile(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_SECONDS)})s?\s*")
+
+COLUMNS = (
+    "tokens_per_second",
+    "step_seconds",
+    "run_seconds",
+    "engine_bytes",
+    "host_bytes",
+    "flash_read_bytes",
+    "flash_written_bytes",
+    "cost",
+    "kilowatt_hours",
+    "binding",
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The values of a key, as `--sweep` names them."""
+
+    key: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Sweep:
+        """Return the sweep that `engines=1..192` or `store.dram=1GiB,2GiB` stands for.
+
+        `1..192` doubles from the first number on and ends with the last; `8..64+8` adds 8.
+
+        Raises:
+            ConfigError: the text is no sweep.
+        """
+        key, equals, values = text.partition("=")
+        wanted = "expected KEY=VALUES such as engines=1..192, batch.size=8..64+8 or a=1,2"
+        if not equals or not key or not values:
+            raise ConfigError(f"--sweep: {wanted}, got {text!r}")
+        found = _RANGE.fullmatch(values)
+        if found is None:
+            return cls(key, tuple(part.strip() for part in values.split(",")))
+        first, last, step = (int(part) if part else 0 for part in found.groups())
+        if first < 1 or last < first or (found[3] and step < 1):
+            raise ConfigError(f"--sweep: {wanted}, with numbers from 1 up, got {text!r}")
+        numbers = list(range(first, last + 1, step)) if step else _doubling(first, last)
+        if len(numbers) > _MOST_VALUES:
+            raise ConfigError(
+                f"--sweep: expected at most {_MOST_VALUES} values, got {len(numbers)}; choose a "
+                "larger step"
+            )
+        return cls(key, tuple(map(str, numbers)))
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    numbers = [first]
+    while numbers[-1] * 2 < last:
+        numbers.append(numbers[-1] * 2)
+    return numbers if numbers[-1] == last else [*numbers, last]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a sweep: its prediction, or why there is none."""
+
+    value: str
+    prediction: Prediction | None
+    problem: str = ""
+
+
+def run_sweep(config: Config, sweep: Sweep, plan: Callable[[Config], Prediction]) -> list[Point]:
+    """Return a point for each value.
+
+    **Arguments:** `plan` returns the prediction of a configuration.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    section: Any = config
+    for part in sweep.key.split("."):
+        if not hasattr(section, part):
+            raise ConfigError(f"--sweep: {sweep.key} is no key of the configuration")
+        section = getattr(section, part)
+    points = []
+    for value in sweep.values:
+        try:
+            changed = Config.from_mapping(config.to_mapping(), [f"{sweep.key}={value}"])
+            points.append(Point(value, plan(changed)))
+        except PenstockError as error:
+            points.append(Point(value, None, str(error)))
+    return points
+
+
+def row(prediction: Prediction) -> dict[str, Any]:
+    """Return the figures of a prediction that a table compares, by column."""
+    flash, hours = prediction.flash, prediction.run_seconds / 3600
+    price, watts = prediction.cost_per_hour, prediction.watts
+    return {
+        "tokens_per_second": prediction.tokens_per_second,
+        "step_seconds": prediction.step_seconds,
+        "run_seconds": prediction.run_seconds,
+        "engine_bytes": prediction.plan.shares.engine_peak,
+        "host_bytes": sum(prediction.plan.memory.values()),
+        "flash_read_bytes": 0 if flash is None else flash.read_bytes,
+        "flash_written_bytes": 0 if flash is None else flash.written_bytes,
+        "cost": None if price is None else price * hours,
+        "kilowatt_hours": None if watts is None else watts * hours / 1000,
+        "binding": prediction.binding("step"),
+    }
+
+
+def as_csv(sweep: Sweep, points: Sequence[Point]) -> str:
+    """Return the points as comma-separated values: seconds, bytes, US dollars, kWh."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([sweep.key, *COLUMNS, "problem"])
+    for point in points:
+        figures = {} if point.prediction is None else row(point.prediction)
+        values = [figures.get(column) for column in COLUMNS]
+        writer.writerow([point.value, *values, point.problem.replace("\n", " ")])
+    return text.getvalue()
+
+
+def parse_deadline(text: str) -> float:
+    """Return the seconds of a duration such as `3 days` or `12 hours`.
+
+    Raises:
+        ConfigError: the text is no duration.
+    """
+    found = _DEADLINE.fullmatch(text)
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(
+            f"--target: expected a duration such as '3 days' or '12 hours', got {text!r}"
+        )
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def fewest_engines(
+    config: Config, most: int | None, seconds: float, plan: Callable[[Config], Prediction]
+) -> Prediction:
+    """Return the prediction with the smallest number of engines whose run ends within `seconds`.
+
+    More engines than there are micro-batches have nothing to do, so the number is at most that.
+
+    Args:
+        most: engines that the machine can have.
+        plan: returns the prediction of a configuration.
+
+    Raises:
+        ConfigError: no number of engines is fast enough; the message says what the most of them do.
+    """
+
+    def of(engines: int) -> Prediction:
+        return plan(config.model_copy(update={"engines": engines}))
+
+    one = of(1)
+    limit = min(most or _MOST_ENGINES, one.plan.micro_batches)
+    if one.run_seconds <= seconds:
+        return one
+    best = of(limit)
+    if best.run_seconds > seconds:
+        raise ConfigError(
+            f"--target: {limit} engines, the most that {one.machine.name} or a batch of "
+            f"{one.plan.micro_batches} micro-batches allows, take {best.run_seconds / 86400:.1f} "
+            f"days for {config.run.steps:,} steps, expected {seconds / 86400:.1f}; raise "
+            "batch.size and lower run.steps, or choose another machine"
+        )
+    low, high = 1, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = of(middle)
+        if found.run_seconds <= seconds:
+            high, best = middle, found
+        else:
+            low = middle
+    return best
