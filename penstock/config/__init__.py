@@ -11,7 +11,7 @@ from penstock.config.deciding_keys import (
     digest,
     trajectory,
 )
-from penstock.config.document import dump, dump_inline, parse, read
+from penstock.config.document import dump_inline, read
 from penstock.config.engine import EngineConfig
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
@@ -59,12 +59,10 @@ __all__ = [
     "cluster_keys",
     "commented",
     "digest",
-    "dump",
     "dump_inline",
     "explain",
     "load",
     "load_run",
-    "parse",
     "read",
     "recorded_flash",
     "refuse",

@@ -11,6 +11,7 @@ from penstock.store.flash.folder import (
     recorded_extra,
     repair,
 )
+from penstock.store.flash.forecast import FlashForecast, forecast
 from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded import DurableStore, ShardedFlashStore, SingleFlashShard
@@ -20,6 +21,7 @@ from penstock.store.flash.store import FlashStore
 __all__ = [
     "DurableStore",
     "ExtentFile",
+    "FlashForecast",
     "FlashReader",
     "FlashStore",
     "OtherStoreError",
@@ -27,6 +29,7 @@ __all__ = [
     "ShardedFlashStore",
     "SingleFlashShard",
     "discard_untrained",
+    "forecast",
     "forget",
     "go_back",
     "holds_store",
