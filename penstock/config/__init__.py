@@ -11,8 +11,9 @@ from penstock.config.deciding_keys import (
     digest,
     trajectory,
 )
-from penstock.config.document import dump_inline, read
+from penstock.config.document import FileKind, dump_inline, dump_tables, read
 from penstock.config.engine import EngineConfig
+from penstock.config.field_table import field_table
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
@@ -28,7 +29,7 @@ from penstock.config.problems import Origin, explain
 from penstock.config.record import check_run, load_run, recorded_flash, verify_record, write_record
 from penstock.config.root import Config
 from penstock.config.schedule import ScheduleConfig
-from penstock.config.section import Numbers, Section, refuse, setting
+from penstock.config.section import Numbers, Section, refuse, refuse_all, setting
 from penstock.config.size import ByteSize, size_above
 from penstock.config.sparsity import SparsityConfig
 from penstock.config.starter import commented
@@ -40,6 +41,7 @@ __all__ = [
     "Config",
     "EngineConfig",
     "FactoryModel",
+    "FileKind",
     "GroupConfig",
     "HuggingFaceConfigModel",
     "HuggingFaceModel",
@@ -60,12 +62,15 @@ __all__ = [
     "commented",
     "digest",
     "dump_inline",
+    "dump_tables",
     "explain",
+    "field_table",
     "load",
     "load_run",
     "read",
     "recorded_flash",
     "refuse",
+    "refuse_all",
     "resolve_preset",
     "setting",
     "size_above",

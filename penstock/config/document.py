@@ -6,8 +6,10 @@ scalar has the type of its form: null, true/false, an integer, a number, else a 
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,17 +101,31 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+@dataclass(frozen=True)
+class FileKind:
+    """What a file is, for its size limit and for messages about it.
+
+    `example` is its first line, `start` says how to get such a file.
+    """
+
+    example: str = "model: gpt2"
+    start: str = "`penstock init {path}` writes a starter there"
+    most_bytes: int = MAX_BYTES
+
+
+RUN_FILE = FileKind()
+
+
+def read(path: Path, kind: FileKind = RUN_FILE) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return a file's mapping and, per key path, the line (from 1) on which it stands.
 
     Raises `ConfigError` for a file that is missing, unreadable, no YAML, or no mapping.
     """
     try:
-        text = read_plain(path, MAX_BYTES).decode()
+        text = read_plain(path, kind.most_bytes).decode()
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such file; `penstock init {path}` writes a starter there"
-        ) from None
+        start = kind.start.replace("{path}", str(path))
+        raise ConfigError(f"{path}: no such file; {start}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#04x} at "
@@ -117,11 +133,15 @@ def read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         ) from None
     except OSError as error:
         what = "expected a YAML file, got a folder" if path.is_dir() else error.strerror
+        if error.errno == errno.EFBIG:
+            what = f"{what}; give another file"
         raise ConfigError(f"{path}: cannot be read: {what}") from None
-    return parse(text, str(path))
+    return parse(text, str(path), kind)
 
 
-def parse(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def parse(
+    text: str, name: str, kind: FileKind = RUN_FILE
+) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Do the same as `read` for a string; `name` precedes the line in messages."""
     try:
         loader = _Loader(text)
@@ -144,7 +164,7 @@ def parse(text: str, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         value = {}
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{name}:1: expected keys and values such as `model: gpt2`, got {value!r:.60}"
+            f"{name}:1: expected keys and values such as `{kind.example}`, got {value!r:.60}"
         )
     lines: dict[KeyPath, int] = {}
     _collect_lines(node, (), lines, depth=0)
@@ -183,6 +203,26 @@ def _compose(loader: _Loader) -> Any:
 def dump(value: Any) -> str:
     """Return JSON-able values as YAML in their own order."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of plain values on one line; strings in quotes where `_Loader` would not read one."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_list(self, data: list[Any]) -> yaml.Node:
+        flow = not any(isinstance(item, list | dict) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_Dumper.add_representer(list, _Dumper.represent_list)
+
+
+def dump_tables(value: Any) -> str:
+    """Return JSON-able values as YAML in their own order, each list of plain values on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def dump_inline(value: Any) -> str:

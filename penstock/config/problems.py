@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -64,7 +65,8 @@ def explain(error: ValidationError, root: type[BaseModel], origin: Origin) -> st
     lines: list[tuple[tuple[int, int], str]] = []
     for number, problem in enumerate(error.errors(include_url=False)):
         path = _key_path(problem)
-        text = f"{origin.place(path)}{dotted(path)}: {_text(problem, path, root)}"
+        key = dotted(path) if path else _name_of(root)
+        text = f"{origin.place(path)}{key}: {_text(problem, path, root)}"
         lines.append(((origin.line(path), number), text))
     return "\n".join(dict.fromkeys(text for _, text in sorted(lines)))
 
@@ -83,7 +85,8 @@ def _key_path(problem: Any) -> KeyPath:
     if len(path) > 1 and path[0] == "model":
         del path[1]
     if problem["type"] == "refused":
-        path += problem["ctx"]["key"].split(".")
+        keys = problem["ctx"]["key"].split(".")
+        path += [int(key) if key.isdigit() else key for key in keys]
     return tuple(path)
 
 
@@ -108,28 +111,32 @@ def _unknown_key(path: KeyPath, root: type[BaseModel], place: tuple[str | int, .
     if owner is None and path[0] == "model":
         owner = FORM_CLASSES.get(str(place[1]))
     known = list(owner.model_fields) if owner else []
-    name = dotted(path[:-1]) if len(path) > 1 else "a configuration"
+    name = dotted(path[:-1]) if len(path) > 1 else f"a {_name_of(root)}"
     word = str(path[-1])
-    hint = _elsewhere(word, root) or did_you_mean(word, known)
+    if word + "s" in known or word.removesuffix("s") in known:  # rather than a key elsewhere
+        hint = did_you_mean(word, known)
+    else:
+        hint = _elsewhere(word, root) or did_you_mean(word, known)
     return f"unknown key{hint}; {name} has {', '.join(known)}"
 
 
 def _elsewhere(word: str, root: type[BaseModel]) -> str:
     """Return ` (did you mean 'run.steps'?)`: a key of another section, or of another trainer."""
     found = [repr(dotted(path)) for path in _keys(root) if path[-1] == word]
-    if not found and word in NAMES_ELSEWHERE:
-        found = [repr(NAMES_ELSEWHERE[word])]
+    other = NAMES_ELSEWHERE.get(word)
+    if not found and other is not None and other.partition(".")[0] in root.model_fields:
+        found = [repr(other)]
     return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
 def _keys(owner: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths of all keys with a plain value, except those in items of lists."""
     for name, info in owner.model_fields.items():
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _keys(annotation, (*prefix, name))
-        elif _inner_section(annotation) is None:
+        inner = _inner_section(info.annotation)
+        if inner is None:
             yield (*prefix, name)
+        elif not _is_list(info.annotation):
+            yield from _keys(inner, (*prefix, name))
 
 
 def _expected(kind: str, context: dict[str, Any]) -> str | None:
@@ -169,10 +176,20 @@ def _remedy(path: KeyPath, root: type[BaseModel]) -> str:
     """Return the next action: the default or example of the field, with its unit."""
     info = _field(path, root)
     owner = _section(path, root)
-    if owner is not None and (isinstance(path[-1], int) or info is None or info.default_factory):
+    if owner is not None and (
+        isinstance(path[-1], int)
+        or info is None
+        or info.default_factory
+        or not _is_list(info.annotation)
+    ):
         return f"; it has the keys {', '.join(owner.model_fields)}"
+    if owner is not None and info is not None and info.is_required():
+        return f"; each item has the keys {', '.join(owner.model_fields)}"
     if info is None:
-        return ""
+        around = _field(path[:-1], root)  # a value in a mapping of plain values
+        if around is None or around.annotation is None or get_origin(around.annotation) is not dict:
+            return ""
+        path, info = path[:-1], around
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     example = extra.get("example", None if info.is_required() else info.get_default())
     if example is None or example == ():
@@ -222,9 +239,20 @@ def _section(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
 def _inner_section(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if getattr(annotation, "__origin__", None) is tuple:
+    if _is_list(annotation):
         return next((found for a in get_args(annotation) if (found := _inner_section(a))), None)
+    if isinstance(annotation, UnionType):
+        sections = [found for a in get_args(annotation) if (found := _inner_section(a))]
+        return sections[0] if len(sections) == 1 else None
     return None
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple
+
+
+def _name_of(root: type[BaseModel]) -> str:
+    return str(getattr(root, "whole", "configuration"))
 
 
 def _plain(value: Any) -> Any:

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
-
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from penstock.config.document import dump_inline
+from penstock.config.field_table import field_table
 from penstock.config.model import (
     FactoryModel,
     HuggingFaceConfigModel,
@@ -19,7 +17,6 @@ from penstock.config.model import (
 )
 from penstock.config.optimizer import GroupConfig
 from penstock.config.root import Config
-from penstock.config.size import ByteSize
 
 _HEAD = """\
 # Configuration
@@ -41,7 +38,7 @@ def markdown() -> str:
         for key, info in Config.model_fields.items()
         if key != "model" and not _is_section(info)
     ]
-    parts.append("## Top level\n\n" + _table(plain))
+    parts.append("## Top level\n\n" + field_table(plain))
     parts.append(_model())
     for key, info in Config.model_fields.items():
         if _is_section(info):
@@ -63,7 +60,7 @@ def _model() -> str:
     text = "## `model`\n\n" + (Config.model_fields["model"].description or "") + ".\n"
     for title, how, form in forms:
         rows = [(k, i) for k, i in form.model_fields.items() if k != "overrides"]
-        text += f"\n{title}: {how}\n\n" + _table(rows)
+        text += f"\n{title}: {how}\n\n" + field_table(rows)
     return text
 
 
@@ -72,52 +69,15 @@ def _section(key: str, info: FieldInfo) -> list[str]:
     assert isinstance(owner, type)
     assert issubclass(owner, BaseModel)
     plain = [(k, i) for k, i in owner.model_fields.items() if not _is_section(i)]
-    parts = [f"## `{key}`\n\n{(info.description or '').capitalize()}.\n\n" + _table(plain)]
+    parts = [f"## `{key}`\n\n{(info.description or '').capitalize()}.\n\n" + field_table(plain)]
     if key == "optimizer":
-        parts.append("## `optimizer.groups[]`\n\n" + _table(list(GroupConfig.model_fields.items())))
+        parts.append(
+            "## `optimizer.groups[]`\n\n" + field_table(list(GroupConfig.model_fields.items()))
+        )
     for inner, inner_info in owner.model_fields.items():
         if _is_section(inner_info):
             parts += _section(f"{key}.{inner}", inner_info)
     return parts
-
-
-def _table(rows: list[tuple[str, FieldInfo]]) -> str:
-    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for key, info in rows:
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-        unit = f" ({extra['unit']})" if "unit" in extra else ""
-        default = "required" if info.is_required() else f"`{dump_inline(_plain(info))}`"
-        meaning = (info.description or "").replace("|", "\\|")
-        lines.append(f"| `{key}` | {_values(info.annotation)}{unit} | {default} | {meaning} |")
-    return "\n".join(lines) + "\n"
-
-
-def _values(annotation: Any) -> str:
-    """Return the allowed values, in words."""
-    if annotation is type(None):
-        return "null"
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return "list"
-    if get_origin(annotation) is dict:
-        return "mapping"
-    members = get_args(annotation)
-    if members and isinstance(annotation, type) is False:
-        if hasattr(annotation, "__metadata__"):
-            return _values(members[0])
-        return ", ".join(dict.fromkeys(_values(member) for member in members))
-    words = {"int": "integer", "float": "number", "bool": "`true`, `false`", "str": "text"}
-    words |= {"Path": "path", "ByteSize": "size"}
-    return words.get(annotation.__name__, annotation.__name__)
-
-
-def _plain(info: FieldInfo) -> Any:
-    value = info.get_default(call_default_factory=True)
-    if isinstance(value, tuple):
-        return list(value)
-    plain = isinstance(value, int | float | bool | dict | None) and not isinstance(value, ByteSize)
-    return value if plain else str(value)
 
 
 def _is_section(info: FieldInfo) -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 class Section(BaseModel):
     """One section of the configuration: unknown keys are rejected, types are strict, values are
     frozen."""
+
+    whole: ClassVar[str] = "configuration"
+    """What a file with the keys of this section is called in messages."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -107,3 +111,11 @@ def refuse(key: str, text: str) -> PydanticCustomError:
     the invalid key.
     """
     return PydanticCustomError("refused", "{text}", {"text": text, "key": key})
+
+
+def refuse_all(problems: Sequence[PydanticCustomError]) -> None:
+    """Raise all problems of the section being validated at once, each made by `refuse`."""
+    if problems:
+        raise ValidationError.from_exception_data(
+            "section", [InitErrorDetails(type=problem, input=None) for problem in problems]
+        )

@@ -11,6 +11,7 @@ from penstock.machines.description import (
     MachineDescription,
     StorePart,
 )
+from penstock.machines.load import dump, known_machines, load_machine
 from penstock.machines.rates import IN_FLOPS, RateCurve, RateTable, Work
 
 __all__ = [
@@ -24,4 +25,7 @@ __all__ = [
     "RateTable",
     "StorePart",
     "Work",
+    "dump",
+    "known_machines",
+    "load_machine",
 ]

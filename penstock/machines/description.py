@@ -7,19 +7,37 @@ cluster by a network or a fabric that broadcasts and reduces.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from penstock.config import ByteSize, Section, refuse, setting
-from penstock.machines.rates import RateCurve, RateTable
+from penstock.config import ByteSize, Section, refuse, refuse_all, setting
+from penstock.machines.rates import RateCurve, RateTable, Work
+
+ENGINE_WORK: tuple[Work, ...] = (
+    "product",
+    "sparse product",
+    "attention",
+    "head",
+    "norm",
+    "pointwise",
+    "reduction",
+    "lookup",
+    "copy",
+)
+STORE_WORK: tuple[Work, ...] = ("update", "receive", "copy")
+FLASH_WORK: tuple[Work, ...] = ("flash read", "flash write")
 
 
 class EnginePart(Section):
     """One engine: the device that computes a program's stages."""
 
-    most: int | None = setting(None, "engines that the machine can have; null: any number", ge=1)
+    most: int | None = setting(
+        None, "engines that the machine can have; null: any number", example=8, ge=1
+    )
     is_host: bool = setting(
         False, "whether the engine is the processor of the store's host, and computes in its memory"
     )
@@ -30,14 +48,25 @@ class EnginePart(Section):
         4096, "tokens of a micro-batch beyond which products are no faster", ge=1
     )
     operator_seconds: float = setting(
-        0.0, "time that a call of an operator takes besides its work", unit="s", ge=0
+        0.0, "time that a call of an operator takes besides its work", unit="s", example=5e-6, ge=0
     )
     stage_seconds: float = setting(
-        0.0, "time that an engine takes per stage and micro-batch besides its operators", ge=0
+        0.0,
+        "time that an engine takes per stage and micro-batch besides its operators",
+        unit="s",
+        example=5e-5,
+        ge=0,
     )
     rates: tuple[RateCurve, ...] = Field(strict=False, description="speed by kind of work")
-    watts: float | None = setting(None, "power of one engine while it computes", unit="W", ge=0)
-    price: float | None = setting(None, "price of one engine", unit="USD/hour", ge=0)
+    watts: float | None = setting(
+        None, "power of one engine while it computes", unit="W", example=700, ge=0
+    )
+    price: float | None = setting(None, "price of one engine", unit="USD/hour", example=4.9, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> EnginePart:
+        refuse_all(list(_wrong_curves(self.rates, ENGINE_WORK, ("product", "pointwise"))))
+        return self
 
     @cached_property
     def speed(self) -> RateTable:
@@ -53,8 +82,17 @@ class FlashPart(Section):
         strict=False, description="`flash read` and `flash write`, by the bytes of a call"
     )
     both: float | None = setting(
-        None, "bytes per second of reads and writes together; null: the two do not disturb", gt=0
+        None,
+        "bytes per second of reads and writes together; null: the two do not disturb each other",
+        unit="bytes/s",
+        example=3e9,
+        gt=0,
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> FlashPart:
+        refuse_all(list(_wrong_curves(self.rates, FLASH_WORK, FLASH_WORK)))
+        return self
 
     @cached_property
     def speed(self) -> RateTable:
@@ -69,8 +107,15 @@ class StorePart(Section):
     cores: int = setting(1, "processor cores of a host", ge=1)
     rates: tuple[RateCurve, ...] = Field(strict=False, description="`update`, `receive`, `copy`")
     flash: FlashPart | None = setting(None, "its disk; null: none")
-    watts: float | None = setting(None, "power of the whole store", unit="W", ge=0)
-    price: float | None = setting(None, "price of the whole store", unit="USD/hour", ge=0)
+    watts: float | None = setting(None, "power of the whole store", unit="W", example=500, ge=0)
+    price: float | None = setting(
+        None, "price of the whole store", unit="USD/hour", example=2.5, ge=0
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> StorePart:
+        refuse_all(list(_wrong_curves(self.rates, STORE_WORK, ("update",))))
+        return self
 
     @cached_property
     def speed(self) -> RateTable:
@@ -81,75 +126,144 @@ class StorePart(Section):
 class LinkPart(Section):
     """The way between the store and an engine; on an engine that is the host there is none."""
 
-    weights: float = setting(..., "bytes per second to one engine", unit="bytes/s", gt=0)
-    gradients: float = setting(..., "bytes per second from one engine", unit="bytes/s", gt=0)
+    weights: float = setting(
+        ..., "bytes per second to one engine", unit="bytes/s", example=12.5e9, gt=0
+    )
+    gradients: float = setting(
+        ..., "bytes per second from one engine", unit="bytes/s", example=12.5e9, gt=0
+    )
     store: float | None = setting(
         None,
         "bytes per second that the store sends, and receives, in all; null: no limit",
         unit="bytes/s",
+        example=12.5e9,
         gt=0,
     )
     fan_out: int | None = setting(
         None,
         "engines, or further nodes, to which a node of the fabric broadcasts and from which it "
         "reduces; null: the store serves each engine itself",
+        example=4,
         ge=2,
     )
-    seconds: float = setting(0.0, "latency of one node of the fabric, or of a message", ge=0)
-    value_bytes: int | None = setting(
-        None, "bytes of a streamed value; null: those of the program's type", ge=1
+    peers: float | None = setting(
+        None,
+        "bytes per second that one engine exchanges with the others of its host. Each engine then "
+        "receives an equal part of the weights from the store and the rest from the others, and "
+        "sends an equal part of the summed gradients; null: engines exchange nothing",
+        unit="bytes/s",
+        example=450e9,
+        gt=0,
     )
+    seconds: float = setting(
+        0.0, "latency of one node of the fabric, or of a message", unit="s", example=2e-5, ge=0
+    )
+    value_bytes: int | None = setting(
+        None, "bytes of a streamed value; null: those of the program's type", example=4, ge=1
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LinkPart:
+        if self.fan_out is not None and self.peers is not None:
+            raise refuse(
+                "peers",
+                "expected null beside fan_out, since weights reach an engine by one way; "
+                "remove one of the two",
+            )
+        return self
 
 
 class Accuracy(Section):
     """The interval in which nine of ten measured runs lay: measured time over predicted time."""
 
-    low: float = setting(..., "lower end", gt=0)
-    high: float = setting(..., "upper end", gt=0)
-    runs: int = setting(..., "number of measured runs", ge=1)
-    source: str = setting(..., "where they are recorded")
+    low: float = setting(..., "lower end", example=0.9, gt=0)
+    high: float = setting(..., "upper end", example=1.1, gt=0)
+    runs: int = setting(..., "number of measured runs", example=24, ge=1)
+    source: str = setting(..., "where they are recorded", example="benchmarks/planner.py")
 
     @model_validator(mode="after")
     def _check(self) -> Accuracy:
         if self.low > self.high:
-            raise refuse("low", f"expected at most high ({self.high:g}), got {self.low:g}")
+            raise refuse(
+                "low", f"expected at most high ({self.high:g}), got {self.low:g}; exchange the two"
+            )
         return self
 
 
 class MachineDescription(Section):
     """A machine: one store, equal engines, and the links between them."""
 
-    name: str = setting(..., "short name")
-    title: str = setting("", "one line about the machine")
+    whole: ClassVar[str] = "machine"
+
+    name: str = setting(..., "short name", example="rack", min_length=1)
+    title: str = setting("", "one line about the machine", example="four hosts in one rack")
     kind: Literal["host", "cluster", "wafer"] = setting(..., "kind of machine")
-    processor: str | None = setting(None, "name of the processor, as the system reports it")
+    processor: str | None = setting(
+        None, "name of the processor, as the system reports it", example="NVIDIA H100 80GB HBM3"
+    )
     engine: EnginePart = setting(..., "one engine")
     store: StorePart = setting(..., "the store")
     link: LinkPart | None = setting(None, "between store and engine; null: they are one processor")
     accuracy: Accuracy | None = setting(None, "how near predictions were; null: never measured")
     sources: dict[str, str] = Field(
-        default_factory=dict, description="where the figures come from, by key"
+        default_factory=dict,
+        description="where the figures come from, by key",
+        json_schema_extra={"example": {"engine.memory": "data sheet of 2024"}},
     )
 
     @model_validator(mode="after")
     def _check(self) -> MachineDescription:
+        problems = []
         if self.engine.is_host and self.link is not None:
-            raise refuse("link", "expected null for an engine that is the host (engine.is_host)")
+            problems.append(
+                refuse(
+                    "link",
+                    "expected null for an engine that is the host (engine.is_host: true); remove "
+                    "link, or set engine.is_host: false",
+                )
+            )
         if not self.engine.is_host and self.link is None:
-            raise refuse(
-                "link", "missing; an engine that is not the host needs a link to the store"
+            problems.append(
+                refuse(
+                    "link",
+                    "missing; an engine that is not the host needs a link to the store. Add link: "
+                    "{weights: ..., gradients: ...} in bytes/s, or set engine.is_host: true",
+                )
             )
         if not self.engine.is_host and self.engine.memory is None:
-            raise refuse("engine.memory", "missing; an engine that is not the host has its own")
-        for part, table, work in (
-            ("engine.rates", self.engine.speed, "product"),
-            ("engine.rates", self.engine.speed, "pointwise"),
-            ("store.rates", self.store.speed, "update"),
-        ):
-            if not table.has(work):  # type: ignore[arg-type]
-                raise refuse(part, f"expected a curve of work {work!r}, got none")
-        flash = self.store.flash
-        for work in ("flash read", "flash write"):
-            if flash is not None and not flash.speed.has(work):  # type: ignore[arg-type]
-                raise refuse("store.flash.rates", f"expected a curve of work {work!r}, got none")
+            problems.append(
+                refuse(
+                    "engine.memory",
+                    "missing; an engine that is not the host has its own. Add for example "
+                    "engine.memory: 40GB, or set engine.is_host: true",
+                )
+            )
+        refuse_all(problems)
         return self
+
+
+def _wrong_curves(
+    curves: Sequence[RateCurve], allowed: Sequence[Work], needed: Sequence[Work]
+) -> Iterator[PydanticCustomError]:
+    """Yield what is wrong with the curves of one part, whose key is `rates`."""
+    seen: dict[tuple[str, str, str], int] = {}
+    for number, curve in enumerate(curves):
+        if curve.work not in allowed:
+            yield refuse(
+                f"rates.{number}.work",
+                f"expected one of {', '.join(allowed)}, got {curve.work!r}; remove the curve, or "
+                "move it to the part that does such work",
+            )
+        first = seen.setdefault((curve.work, curve.dtype, curve.layout), number)
+        if first != number:
+            yield refuse(
+                f"rates.{number}",
+                f"expected one curve of work {curve.work!r}, dtype {curve.dtype!r} and layout "
+                f"{curve.layout!r}, got rates[{first}] as well; keep one",
+            )
+    for work in needed:
+        if all(curve.work != work for curve in curves):
+            yield refuse(
+                "rates",
+                f"expected a curve of work {work!r}, got none; add {{work: {work}, rates: [...]}}",
+            )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pydantic import model_validator
+from pydantic_core import PydanticCustomError
 
-from penstock.config import Numbers, Section, refuse, setting
+from penstock.config import Numbers, Section, refuse, refuse_all, setting
 
 Work = Literal[
     "product",
@@ -51,6 +52,7 @@ _STAND_IN: dict[str, Work] = {
     "reduction": "pointwise",
     "lookup": "pointwise",
     "copy": "pointwise",
+    "pointwise": "update",  # of a store, which has none of the engine's work
     "receive": "update",
 }
 """The work whose rate is used where a machine gives none."""
@@ -69,24 +71,45 @@ class RateCurve(Section):
     work: Work = setting(..., "kind of work")
     dtype: Type = setting("any", "type of the values; any: all types without a curve of their own")
     layout: Layout = setting("any", "of a product: over what it sums")
-    sizes: Numbers = setting((1.0,), "sizes of a call, ascending", min_length=1)
-    rates: Numbers = setting(..., "rate at each size, in FLOP/s or bytes/s", min_length=1)
+    sizes: Numbers = setting(
+        (1.0,), "sizes of a call, ascending", example=[64, 256, 1024], min_length=1
+    )
+    rates: Numbers = setting(
+        ..., "rate at each size, in FLOP/s or bytes/s", example=[2e11, 4e11, 5e11], min_length=1
+    )
     spread: float = setting(
         0.0, "half the range of the repeated measurements, relative to their median", ge=0
     )
 
     @model_validator(mode="after")
     def _check(self) -> RateCurve:
+        refuse_all(list(self._problems()))
+        return self
+
+    def _problems(self) -> Iterator[PydanticCustomError]:
         if len(self.sizes) != len(self.rates):
-            raise refuse(
-                "rates", f"expected one rate per size, got {len(self.rates)} for {len(self.sizes)}"
+            yield refuse(
+                "rates",
+                f"expected one rate per size, got {len(self.rates)} for {len(self.sizes)}; add or "
+                "remove some",
             )
-        if any(later <= size for size, later in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise refuse("sizes", f"expected ascending sizes, got {list(self.sizes)}")
         for key, values in (("sizes", self.sizes), ("rates", self.rates)):
             if min(values) <= 0:
-                raise refuse(key, f"expected numbers above 0, got {min(values):g}")
-        return self
+                yield refuse(
+                    key, f"expected numbers above 0, got {min(values):g}; correct or remove it"
+                )
+        if any(later <= size for size, later in zip(self.sizes, self.sizes[1:], strict=False)):
+            got = ", ".join(f"{size:g}" for size in self.sizes)
+            yield refuse(
+                "sizes",
+                f"expected ascending sizes, got {got}; order sizes and rates alike, each size once",
+            )
+        if self.work == "sparse product" and max(self.sizes) > 1:
+            yield refuse(
+                "sizes",
+                f"expected shares of kept entries up to 1 for a sparse product, got "
+                f"{max(self.sizes):g}; write 0.1 for 10 %",
+            )
 
     def at(self, size: float) -> float:
         """Return the rate of a call of a size, in FLOP/s or bytes/s."""
