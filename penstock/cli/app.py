@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from penstock.cli import (
+    calibrate,
     data,
     evaluate,
     export,
@@ -51,7 +52,7 @@ def _print_version(wanted: bool) -> None:
 
 # Measured with PyTorch 2.13 for CPUs: the smallest run is made in 1.4 GiB, and not in 1.2.
 _LEAST_ADDRESS_SPACE_BYTES = 1280 << 20
-_WITH_TORCH = ("train", "eval", "generate", "export", "prune", "program", "scale")
+_WITH_TORCH = ("train", "eval", "generate", "export", "prune", "program", "scale", "calibrate")
 
 
 @app.callback()
@@ -81,6 +82,7 @@ app.command("export")(export.export)
 app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
+app.command("calibrate")(calibrate.calibrate)
 app.add_typer(data.app, name="data")
 
 
