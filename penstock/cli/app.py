@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from penstock.cli import (
+    calibrate,
     data,
     evaluate,
     export,
@@ -52,7 +53,17 @@ def _print_version(wanted: bool) -> None:
 
 # Measured with PyTorch 2.13 for CPUs: the smallest run is made in 1.4 GiB, and not in 1.2.
 _LEAST_ADDRESS_SPACE_BYTES = 1280 << 20
-_WITH_TORCH = ("train", "eval", "generate", "export", "prune", "program", "plan", "scale")
+_WITH_TORCH = (
+    "train",
+    "eval",
+    "generate",
+    "export",
+    "prune",
+    "program",
+    "plan",
+    "scale",
+    "calibrate",
+)
 
 
 @app.callback()
@@ -83,6 +94,7 @@ app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
 app.command("plan")(plan.plan)
+app.command("calibrate")(calibrate.calibrate)
 app.add_typer(data.app, name="data")
 
 

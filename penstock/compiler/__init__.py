@@ -3,15 +3,18 @@
 from penstock.compiler.build import CompileOptions, compile_module
 from penstock.compiler.capture import Precision, tensor_attributes
 from penstock.compiler.hooks import refuse_gradient_hooks
-from penstock.compiler.products import Products, has_onednn, products_for
+from penstock.compiler.operator_costs import operator_costs
+from penstock.compiler.products import Products, choose_products, has_onednn, products_for
 from penstock.compiler.selection import select_trainable
 
 __all__ = [
     "CompileOptions",
     "Precision",
     "Products",
+    "choose_products",
     "compile_module",
     "has_onednn",
+    "operator_costs",
     "products_for",
     "refuse_gradient_hooks",
     "select_trainable",

@@ -112,9 +112,10 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _dtype(node: fx.Node) -> str:
-    """Return the type of a node's first floating-point operand or result."""
+    """Return the type of a node's first floating-point operand or result with a dimension: the
+    gradient of a loss is a float32 number in a stage of any type."""
     for value in (*_values(node.args), *_tensors(node.meta.get("val"))):
-        if isinstance(value, torch.Tensor) and value.dtype in _TYPES:
+        if isinstance(value, torch.Tensor) and value.dim() and value.dtype in _TYPES:
             return _TYPES[value.dtype]
     return "any"
 

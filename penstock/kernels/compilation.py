@@ -19,6 +19,8 @@ from typing import Any
 import numba
 from numba.core import config as _numba_config
 
+from penstock.user_folders import cache_folder
+
 config: Any = _numba_config  # its attributes are created from the environment
 
 
@@ -31,9 +33,7 @@ def _source_digest() -> str:
 
 def _cache_folder() -> str | None:
     """The first writable folder for compiled code, or None if there is none."""
-    places = [Path(__file__).parent / "__pycache__"]
-    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    places.append(Path(cache_home) / "penstock")
+    places = [Path(__file__).parent / "__pycache__", cache_folder()]
     if config.CACHE_DIR:
         places = [Path(config.CACHE_DIR) / "penstock"]
     for place in places:

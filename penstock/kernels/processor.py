@@ -36,11 +36,21 @@ def _here() -> Processor:
     return Processor(platform.machine(), _vendor(_CPUINFO))
 
 
+def processor_name(cpuinfo: Path = _CPUINFO) -> str:
+    """Return the name of this machine's processor, as the system reports it."""
+    return _field(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
 def _vendor(cpuinfo: Path) -> str | None:
+    return _field(cpuinfo, "vendor_id")
+
+
+def _field(cpuinfo: Path, name: str) -> str | None:
+    """Return a field of the first core; empty if it has none, None without such a file."""
     if not cpuinfo.exists():
         return None
     for line in cpuinfo.read_text(errors="replace").splitlines():
         key, _, value = line.partition(":")
-        if key.strip() == "vendor_id":
+        if key.strip() == name:
             return value.strip()
     return ""

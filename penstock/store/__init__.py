@@ -21,7 +21,7 @@ from penstock.store.checkpoint import (
 from penstock.store.commit import CommitRule, commit_by
 from penstock.store.comparing import Compared
 from penstock.store.dram import DramStore
-from penstock.store.gradients import trainable_weights
+from penstock.store.gradients import Gradients, trainable_weights
 from penstock.store.holding import HeldPart, Holding, PartStage
 from penstock.store.huggingface_export import MAX_SHARD_BYTES, export_huggingface
 from penstock.store.incoming import fill
@@ -88,6 +88,7 @@ __all__ = [
     "FlashTraffic",
     "FolderLock",
     "GradientReport",
+    "Gradients",
     "Group",
     "GroupSettings",
     "HeldPart",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.errors import BudgetError
@@ -48,6 +49,13 @@ def available_bytes() -> int:
     return max(0, min(left))
 
 
+def total_bytes() -> int:
+    """Return the memory that this process could use if no other program used any: that of the
+    machine, or the limit of a control group if it is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_limits_of_groups(_CGROUPS, _SELF_CGROUP)])
+
+
 def address_space_limit() -> int | None:
     """Return the limit on this process's address space in bytes; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -73,6 +81,23 @@ def require_address_space(least_bytes: int) -> None:
 def _left_by_groups(root: Path, membership: Path) -> list[int]:
     """Return the remaining bytes of this process's control groups, innermost first."""
     left = [sys.maxsize]
+    for folder, (most, present, cached) in _groups(root, membership):
+        limit, used = _number(folder / most), _number(folder / present)
+        if limit is not None and used is not None:
+            # The page cache counts as used, but is reclaimed on demand.
+            left.append(limit - used + (_stat(folder / "memory.stat", cached) or 0))
+    return left
+
+
+def _limits_of_groups(root: Path, membership: Path) -> list[int]:
+    """Return the limits of this process's control groups, innermost first."""
+    limits = (_number(folder / names[0]) for folder, names in _groups(root, membership))
+    return [limit for limit in limits if limit is not None]
+
+
+def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the folders of this process's control groups, innermost first, with the names of the
+    limit, of the use, and of the page cache that can be reclaimed."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
@@ -84,11 +109,7 @@ def _left_by_groups(root: Path, membership: Path) -> list[int]:
             continue
         inner = Path(path.lstrip("/"))
         for folder in (top / inner, *(top / parent for parent in inner.parents)):
-            limit, used = _number(folder / names[0]), _number(folder / names[1])
-            if limit is not None and used is not None:
-                # The page cache counts as used, but is reclaimed on demand.
-                left.append(limit - used + (_stat(folder / "memory.stat", names[2]) or 0))
-    return left
+            yield folder, names
 
 
 def _number(path: Path) -> int | None:

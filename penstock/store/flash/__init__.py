@@ -12,6 +12,7 @@ from penstock.store.flash.folder import (
     repair,
 )
 from penstock.store.flash.forecast import FlashForecast, forecast
+from penstock.store.flash.medium import ExtentFile
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded import DurableStore, ShardedFlashStore, SingleFlashShard
 from penstock.store.flash.shards import forget, go_back, require_shards, shard_folder
@@ -19,6 +20,7 @@ from penstock.store.flash.store import FlashStore
 
 __all__ = [
     "DurableStore",
+    "ExtentFile",
     "FlashForecast",
     "FlashReader",
     "FlashStore",

@@ -6,6 +6,7 @@ matrix product by 2 %, buffered I/O by 17 % or more. Memory, offset and length m
 """
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,6 +57,12 @@ class ExtentFile:
             self.close()
             path.unlink(missing_ok=True)
             raise
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        return bool(flags & getattr(os, "O_DIRECT", 0))
 
     def read(self, offset: int, into: np.ndarray) -> None:
         """Fill `into`, uint8 and contiguous, from `offset` on.

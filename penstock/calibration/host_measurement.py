@@ -1,0 +1,224 @@
+"""Measures this host: every kind of work of a step on the processor, as a machine description."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numba
+import torch
+
+from penstock.calibration.disk_cases import PIECE_BYTES, Disk, measured_disk
+from penstock.calibration.kept_measurements import KEY, HostKey
+from penstock.calibration.operator_cases import operator_cases
+from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
+from penstock.calibration.repetitions import (
+    Case,
+    Measured,
+    OnProgress,
+    Part,
+    measure,
+    repetition_counts,
+)
+from penstock.calibration.sparse_cases import Choices, sparse_cases
+from penstock.calibration.store_cases import store_cases
+from penstock.engine import (
+    keep_freed_pages,
+    return_freed_pages,
+    set_threads,
+    target_of,
+    thread_count,
+)
+from penstock.errors import ConfigError, StorageError
+from penstock.kernels.processor import Processor
+from penstock.machines import EnginePart, FlashPart, MachineDescription, RateCurve, StorePart
+from penstock.telemetry import process_memory
+from penstock.user_folders import cache_folder
+
+ENOUGH_REPETITIONS = 3
+"""Fewer give a median that one disturbance can spoil."""
+
+_CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
+_DIGITS = 4  # of a rate: its spread is larger than the rest
+_ALONE = (OPERATOR_CALL, STAGE_CALL, "flash both")  # figures that are no curve
+
+
+def calibrate(
+    budget_seconds: float = 30,
+    flash_dir: Path | None = None,
+    on_progress: OnProgress = lambda text, share: None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> MachineDescription:
+    """Measure this host and return its description.
+
+    Args:
+        budget_seconds: of the measurements. Compiling kernels, at first use, and preparing the
+            measurements come on top. Everything is measured once, whatever the budget.
+        flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if the
+            measurement of that one fails.
+        on_progress: called with what is being measured, and the share that is done.
+        notice: called with a sentence for the user about a part that was not measured.
+
+    Raises:
+        ConfigError: the budget is not above 0, or `flash_dir` is no folder.
+        StorageError: the disk of `flash_dir` cannot be measured.
+    """
+    if not budget_seconds > 0:
+        raise ConfigError(f"seconds: expected a number above 0, got {budget_seconds:g}")
+    if flash_dir is not None and not flash_dir.is_dir():
+        what = "which is not a folder" if flash_dir.exists() else "which does not exist"
+        raise ConfigError(
+            f"--flash-dir: expected a folder on the disk to measure, got {flash_dir}, {what}"
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_in_a_run())
+        on_progress("writing a file to measure the disk", 0.0)
+        folder = flash_dir or _existing(cache_folder())
+        disk = _disk_of(stack, folder, is_wanted=flash_dir is not None, notice=notice)
+        cases = list(_cases(_CHOICES_SHARE * budget_seconds))
+        if disk is not None:
+            cases += disk.cases()
+        measured = measure(cases, budget_seconds, on_progress=on_progress)
+        flash = None if disk is None else _flash(measured, folder)
+        sources = {"rates": _about_rates(measured, budget_seconds), KEY: str(HostKey.here())}
+        if disk is not None:
+            sources["store.flash"] = _about_disk(disk, folder)
+    return _description(measured, flash, sources)
+
+
+def _cases(choices_seconds: float) -> Iterator[Case]:
+    products = target_of("cpu").choose_products(Processor.here())
+    yield from overhead_cases()
+    yield from operator_cases(products, thread_count(None))
+    yield from store_cases()
+    yield from sparse_cases(Choices(choices_seconds))
+
+
+@contextlib.contextmanager
+def _as_in_a_run() -> Iterator[None]:
+    """Set threads and memory as an engine has them, and restore the threads at the end."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    set_threads(None)
+    keep_freed_pages()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        return_freed_pages()
+        numba.set_num_threads(before[1])
+        torch.set_num_threads(before[0])
+
+
+def _disk_of(
+    stack: contextlib.ExitStack, folder: Path, *, is_wanted: bool, notice: Callable[[str], None]
+) -> Disk | None:
+    try:
+        return stack.enter_context(measured_disk(folder))
+    except StorageError as error:
+        if is_wanted:
+            raise
+        notice(f"the disk was not measured: {error}")
+    return None
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _description(
+    measured: Sequence[Measured], flash: FlashPart | None, sources: dict[str, str]
+) -> MachineDescription:
+    key = HostKey.here()
+    alone = {m.quantity.work: _rounded(m.rate) for m in measured if m.quantity.work in _ALONE}
+    engine = EnginePart(
+        is_host=True,
+        micro_batch_tokens=target_of("cpu").micro_batch_tokens,
+        operator_seconds=_rounded(1 / alone[OPERATOR_CALL]),
+        stage_seconds=_rounded(1 / alone[STAGE_CALL]),
+        rates=curves(measured, "engine"),
+    )
+    store = StorePart(
+        memory=process_memory.total_bytes(),
+        cores=key.cores,
+        rates=curves(measured, "store"),
+        flash=flash,
+    )
+    return MachineDescription(
+        name=platform.node() or "host",
+        title=f"{key.processor}, {key.cores} cores, measured by penstock calibrate",
+        kind="host",
+        processor=key.processor,
+        engine=engine,
+        store=store,
+        sources=sources,
+    )
+
+
+def curves(measured: Sequence[Measured], part: Part) -> tuple[RateCurve, ...]:
+    """Return the curves of a part of the machine, in the order in which they were measured.
+
+    The spread of a curve is the largest of its points.
+    """
+    points: dict[tuple[str, str, str], list[Measured]] = {}
+    for one in measured:
+        if one.quantity.part == part and one.quantity.work not in _ALONE:
+            quantity = one.quantity
+            points.setdefault((quantity.work, quantity.dtype, quantity.layout), []).append(one)
+    return tuple(
+        RateCurve.model_validate(
+            {
+                "work": work,
+                "dtype": dtype,
+                "layout": layout,
+                "sizes": [_rounded(one.size) for one in ordered],
+                "rates": [_rounded(one.rate) for one in ordered],
+                "spread": round(max(one.spread for one in ordered), 3),
+            }
+        )
+        for (work, dtype, layout), found in points.items()
+        if (ordered := sorted(found, key=lambda one: one.size))
+    )
+
+
+def _flash(measured: Sequence[Measured], folder: Path) -> FlashPart:
+    found = os.statvfs(folder)
+    both = next(one.rate for one in measured if one.quantity.work == "flash both")
+    return FlashPart(
+        size=found.f_blocks * found.f_frsize,
+        rates=curves(measured, "flash"),
+        both=_rounded(both),
+    )
+
+
+def _about_disk(disk: Disk, folder: Path) -> str:
+    pieces = " and ".join(f"{size >> 20}" for size in PIECE_BYTES)
+    if disk.is_direct:
+        return f"the disk of {folder}, past the page cache, in pieces of {pieces} MiB"
+    return (
+        f"the file system of {folder} has no direct I/O: these are rates of the page cache, and "
+        "those of its disk are lower"
+    )
+
+
+def _about_rates(measured: Sequence[Measured], budget_seconds: float) -> str:
+    least, most = repetition_counts(measured)
+    count = f"{least}" if least == most else f"{least} to {most}"
+    text = f"penstock calibrate on {datetime.date.today()}: median of {count} repetitions"
+    if least < ENOUGH_REPETITIONS:
+        text += (
+            f"; fewer than {ENOUGH_REPETITIONS} of some work: {budget_seconds:g} s were too short"
+        )
+    return text
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,184 @@
+"""The measurements of this host, kept in the user's cache folder.
+
+A file is named for what its figures depend on: processor, cores, libraries, and what is measured.
+After a change of one of these, the file is not found, and the host is measured again. The first
+line of the file is a checksum of the others. Without it, the file is a machine file as any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import get_args
+
+import xxhash
+from pydantic import BaseModel
+
+from penstock.calibration.repetitions import OnProgress
+from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
+from penstock.io import durable, read_plain
+from penstock.kernels.processor import processor_name
+from penstock.machines import MachineDescription, dump, load_machine
+from penstock.user_folders import cache_folder
+
+MEASUREMENTS = 1
+"""Raised when the measurements change, so that kept figures are measured again."""
+
+_MAX_BYTES = 1 << 20
+_SEAL = "# penstock calibrate, checksum "
+KEY = "key"
+"""The entry of a kept machine's sources that says what its figures depend on."""
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HostKey:
+    """What the figures of a host depend on.
+
+    Attributes:
+        processor: its name, as the system reports it.
+        cores: that this process may use.
+        torch, numba: versions.
+        form: of the description and of the measurements.
+    """
+
+    processor: str
+    cores: int
+    torch: str
+    numba: str
+    form: str
+
+    @classmethod
+    def here(cls) -> HostKey:
+        """Return the key of this host."""
+        return cls(
+            processor_name(),
+            len(os.sched_getaffinity(0)),
+            metadata.version("torch"),
+            metadata.version("numba"),
+            f"{MEASUREMENTS}.{_form_digest()}",
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.processor}, {self.cores} cores, torch {self.torch}, numba {self.numba}, "
+            f"measurements {self.form}"
+        )
+
+
+@functools.cache
+def _form_digest() -> str:
+    """Return a digest of the keys and types of a machine description."""
+    return hashlib.sha256("\n".join(_keys(MachineDescription)).encode()).hexdigest()[:8]
+
+
+def _keys(section: type[BaseModel]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield f"{section.__name__}.{name}: {field.annotation}"
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _keys(inner)
+
+
+def kept_file(key: HostKey) -> Path:
+    """Return the file in which the measurements of a host are kept."""
+    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "machines" / f"host-{digest}.yaml"
+
+
+def keep(machine: MachineDescription, key: HostKey) -> Path:
+    """Keep the measurements of a host; a crash leaves the old file or the new one.
+
+    **Returns:** the file.
+
+    Raises:
+        StorageError: the system refuses to write it.
+    """
+    path = kept_file(key)
+    sources = {**machine.sources, KEY: str(key)}
+    text = dump(machine.model_copy(update={"sources": sources})).encode()
+    sealed = f"{_SEAL}{xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+    try:
+        durable.make_folder(path.parent)
+        durable.replace_file(path, sealed)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot keep the measurements of this host: {error.strerror or error}; free "
+            "some space there, or set XDG_CACHE_HOME to another folder"
+        ) from error
+    return path
+
+
+def kept_machine(key: HostKey) -> MachineDescription | None:
+    """Return the kept measurements of a host; None if there are none.
+
+    Raises:
+        CorruptionError: the file is damaged, or those of another host.
+        StorageError: the system cannot read the file.
+    """
+    path = kept_file(key)
+    try:
+        data = read_plain(path, _MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    first, _, text = data.partition(b"\n")
+    expected, found = first.decode(errors="replace"), f"{_SEAL}{xxhash.xxh3_128_hexdigest(text)}"
+    if expected != found:
+        raise CorruptionError(
+            f"{path}: expected {found!r} as the first line, got {expected[:80]!r}: the file has "
+            "changed since it was written"
+        )
+    try:
+        machine = load_machine(path)
+    except ConfigError as error:
+        raise CorruptionError(str(error)) from error
+    if machine.sources.get(KEY) != str(key):
+        raise CorruptionError(
+            f"{path}: expected measurements of {key}, got those of {machine.sources.get(KEY)}"
+        )
+    return machine
+
+
+def this_host(
+    *,
+    budget_seconds: float = 30,
+    notice: Notice = lambda text: print(text, file=sys.stderr),
+    on_progress: OnProgress = lambda text, share: None,
+    key: HostKey | None = None,
+    measure: Callable[..., MachineDescription] | None = None,
+) -> MachineDescription:
+    """Return the description of this host: as it was measured, else measured now and kept.
+
+    Args:
+        budget_seconds, on_progress: of the measurement (`calibrate`).
+        notice: called with a sentence for the user, if the host is measured.
+        key: of this host.
+        measure: measures it; None: `calibrate`.
+    """
+    key = key or HostKey.here()
+    reason = "this host was not measured before with these versions of its libraries"
+    try:
+        machine = kept_machine(key)
+        if machine is not None:
+            return machine
+    except PenstockError as error:
+        reason = str(error)
+    notice(f"{reason}; measuring it now, about {budget_seconds:g} s ({key})")
+    if measure is None:
+        from penstock.calibration.host_measurement import calibrate as measure
+    machine = measure(budget_seconds, None, on_progress, notice)
+    try:
+        keep(machine, key)
+    except StorageError as error:
+        notice(str(error))
+    return machine

@@ -1,0 +1,171 @@
+"""`penstock calibrate`: measure this host, and show what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.calibration import HostKey
+    from penstock.machines import MachineDescription, RateCurve
+
+_TOKENS = ("attention", "head")  # work whose size is a number of tokens
+
+
+def calibrate(
+    seconds: Annotated[
+        float, typer.Option(help="Time for the measurements; preparing them comes on top.")
+    ] = 30,
+    flash_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder on the disk to measure; default the user's cache folder."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show the last measurements; measure nothing.")
+    ] = False,
+) -> None:
+    """Measure this host, once: products, memory, optimizer and disk, for predictions of runs.
+
+    Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays there.
+    """
+    from rich.console import Console
+
+    from penstock.calibration import HostKey, kept_file
+
+    key = HostKey.here()
+    machine = _kept(key) if show else _measured(key, seconds, flash_dir)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # A pipe has no width of its own to keep to.
+    console.print(render(machine), *_notes(machine), sep="\n", highlight=False)
+    console.print(f"kept in {kept_file(key)}", soft_wrap=True, highlight=False)
+
+
+def _kept(key: HostKey) -> MachineDescription:
+    from penstock.calibration import kept_file, kept_machine
+    from penstock.errors import ConfigError, CorruptionError
+
+    advice = "run `penstock calibrate` without --show to measure it"
+    try:
+        machine = kept_machine(key)
+    except CorruptionError as error:
+        raise CorruptionError(f"{error}; {advice} again") from None
+    if machine is None:
+        raise ConfigError(f"this host has no measurements at {kept_file(key)} ({key}); {advice}")
+    return machine
+
+
+def _measured(key: HostKey, seconds: float, flash_dir: Path | None) -> MachineDescription:
+    from rich.console import Console
+
+    from penstock.calibration import calibrate as measure
+    from penstock.calibration import keep
+
+    console = Console(stderr=True)
+    with _progress(console) as on_progress:
+        machine = measure(
+            seconds, flash_dir, on_progress, lambda text: console.print(text, soft_wrap=True)
+        )
+    keep(machine, key)
+    return machine
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show a bar that disappears, if this is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = BarColumn(), TextColumn("{task.description}")
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("preparing", total=1.0)
+        yield lambda text, share: bar.update(task, description=text, completed=share)
+
+
+def render(machine: MachineDescription) -> Table:
+    """Return a measured machine as a table with a line per curve."""
+    from rich import box
+    from rich.table import Table
+
+    from penstock.progress import show_bytes
+
+    table = Table(
+        title=f"{machine.title}; memory {show_bytes(machine.store.memory)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    for heading in ("work", "type", "sums over", "size of a call"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("rate", "spread"):
+        table.add_column(heading, justify="right", overflow="fold")
+    flash = machine.store.flash
+    for curve in (*machine.engine.rates, *machine.store.rates, *(flash.rates if flash else ())):
+        table.add_row(*_row(curve))
+    return table
+
+
+def _row(curve: RateCurve) -> tuple[str, ...]:
+    from penstock.progress import show_sparsity
+
+    return (
+        curve.work,
+        "" if curve.dtype == "any" else curve.dtype,
+        "" if curve.layout == "any" else curve.layout,
+        _sizes(curve),
+        _rates(curve),
+        f"±{show_sparsity(curve.spread)}",
+    )
+
+
+def _sizes(curve: RateCurve) -> str:
+    from penstock.machines import IN_FLOPS
+    from penstock.progress import show_bytes
+
+    if curve.work == "sparse product":
+        return ", ".join(f"{size:.0%}" for size in curve.sizes) + " kept"
+    if curve.work in IN_FLOPS:
+        unit = " tokens" if curve.work in _TOKENS else ""
+        return ", ".join(f"{size:.0f}" for size in curve.sizes) + unit
+    return ", ".join(show_bytes(size) for size in curve.sizes)
+
+
+def _rates(curve: RateCurve) -> str:
+    from penstock.machines import IN_FLOPS
+
+    if curve.work in IN_FLOPS:
+        return _in_one_unit(curve.rates, 1000, ("FLOP/s", "KFLOP/s", "MFLOP/s", "GFLOP/s"))
+    return _in_one_unit(curve.rates, 1024, ("B/s", "KiB/s", "MiB/s", "GiB/s"))
+
+
+def _in_one_unit(values: Sequence[float], base: int, units: Sequence[str]) -> str:
+    """Return numbers in the unit that suits the largest."""
+    scale, power = max(values), 0
+    while scale >= base and power < len(units) - 1:
+        scale, power = scale / base, power + 1
+    return ", ".join(f"{value / base**power:.3g}" for value in values) + f" {units[power]}"
+
+
+def _notes(machine: MachineDescription) -> list[str]:
+    """Return the figures that are no curve, and where all come from."""
+    from penstock.progress import show_bytes, show_rate
+
+    engine, flash = machine.engine, machine.store.flash
+    notes = [
+        f"besides its work: {1e6 * engine.operator_seconds:.3g} us per call of an operator, "
+        f"{1e6 * engine.stage_seconds:.3g} us per stage, micro-batch and sweep"
+    ]
+    if flash is not None:
+        both = "" if flash.both is None else f"; {show_rate(flash.both)} reads and writes together"
+        size = "" if flash.size is None else f" of {show_bytes(flash.size)}"
+        notes.append(f"disk{size}{both}")
+    notes += [f"{name}: {text}" for name, text in machine.sources.items()]
+    return notes

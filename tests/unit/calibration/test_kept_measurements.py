@@ -1,0 +1,170 @@
+"""The file in which a host's measurements are kept: found again, or measured again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from measured_host import host
+
+from penstock.calibration import HostKey, keep, kept_file, kept_machine, this_host
+from penstock.errors import CorruptionError, StorageError
+from penstock.kernels.processor import processor_name
+
+KEY = HostKey("A processor", 2, "2.13.0", "0.62.0", "1.abcdef01")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+class Measurement:
+    """Stands for a measurement of the host, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_):
+        self.count += 1
+        return host(rate=float(self.count))
+
+
+def rate_of(machine):
+    return machine.engine.speed.curve("pointwise").at(1)
+
+
+def test_kept_measurements_are_read_back_as_they_were():
+    path = keep(host(), KEY)
+    assert path == kept_file(KEY)
+    found = kept_machine(KEY)
+    assert found.sources == {"rates": "measured", "key": str(KEY)}
+    assert found.model_copy(update={"sources": host().sources}) == host()
+
+
+def test_nothing_is_found_before_a_measurement():
+    assert kept_machine(KEY) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("processor", "Another processor"),
+        ("cores", 4),
+        ("torch", "2.14.0"),
+        ("numba", "0.63.0"),
+        ("form", "2.abcdef01"),
+    ],
+)
+def test_another_processor_or_version_does_not_find_them(field, other):
+    keep(host(), KEY)
+    assert kept_machine(dataclasses.replace(KEY, **{field: other})) is None
+
+
+def test_the_key_of_this_host_names_what_is_installed():
+    key = HostKey.here()
+    assert (key.torch, key.numba) == (metadata.version("torch"), metadata.version("numba"))
+    assert key.cores == len(os.sched_getaffinity(0))
+    assert key.processor == processor_name() != ""
+    assert HostKey.here() == key
+
+
+def test_a_host_is_measured_once():
+    measurement, notices = Measurement(), []
+    for _ in range(3):
+        machine = this_host(key=KEY, measure=measurement, notice=notices.append)
+        assert rate_of(machine) == 1.0
+    assert measurement.count == 1
+    (notice,) = notices
+    assert notice == (
+        "this host was not measured before with these versions of its libraries; measuring it "
+        f"now, about 30 s ({KEY})"
+    )
+
+
+def test_another_torch_measures_again():
+    measurement = Measurement()
+    newer = dataclasses.replace(KEY, torch="2.14.0")
+    for key, expected in ((KEY, 1.0), (newer, 2.0), (KEY, 1.0), (newer, 2.0)):
+        machine = this_host(key=key, measure=measurement, notice=lambda text: None)
+        assert rate_of(machine) == expected
+
+
+def damaged(kind):
+    path = kept_file(KEY)
+    content = path.read_bytes()
+    if kind == "flipped bit":
+        place = len(content) // 2
+        content = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    elif kind == "cut":
+        content = content[: len(content) // 2]
+    elif kind == "empty":
+        content = b""
+    elif kind == "not text":
+        content = bytes(range(256)) * 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["flipped bit", "cut", "empty", "not text"])
+def test_a_damaged_file_is_measured_again_with_a_notice(kind):
+    measurement, notices = Measurement(), []
+    keep(host(), KEY)
+    damaged(kind)
+    with pytest.raises(CorruptionError, match="the file has changed since it was written"):
+        kept_machine(KEY)
+    machine = this_host(key=KEY, measure=measurement, notice=notices.append)
+    assert (rate_of(machine), measurement.count) == (1.0, 1)
+    assert str(kept_file(KEY)) in notices[0]
+    assert "the file has changed since it was written; measuring it now" in notices[0]
+    assert rate_of(this_host(key=KEY, measure=measurement, notice=notices.append)) == 1.0
+    assert measurement.count == 1
+
+
+def test_a_file_of_another_host_is_refused():
+    other = dataclasses.replace(KEY, cores=64)
+    kept_file(other).parent.mkdir(parents=True)
+    kept_file(other).write_bytes(keep(host(), KEY).read_bytes())
+    with pytest.raises(CorruptionError) as refused:
+        kept_machine(other)
+    assert str(refused.value) == (
+        f"{kept_file(other)}: expected measurements of {other}, got those of {KEY}"
+    )
+
+
+def test_a_sealed_file_that_is_no_machine_is_refused():
+    import xxhash
+
+    text = b"name: here\n"
+    path = keep(host(), KEY)
+    seal = f"# penstock calibrate, checksum {xxhash.xxh3_128_hexdigest(text)}\n"
+    path.write_bytes(seal.encode() + text)
+    with pytest.raises(CorruptionError, match="missing key; add it"):
+        kept_machine(KEY)
+
+
+def test_a_folder_that_cannot_be_written_does_not_lose_the_measurement(cache):
+    (cache / "penstock").write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match="cannot keep the measurements of this host: "):
+        keep(host(), KEY)
+    notices: list[str] = []
+    machine = this_host(key=KEY, measure=Measurement(), notice=notices.append)
+    assert rate_of(machine) == 1.0
+    assert len(notices) == 2
+    assert "free some space there, or set XDG_CACHE_HOME to another folder" in notices[1]
+
+
+def test_a_crash_while_writing_leaves_the_old_file(monkeypatch):
+    keep(host(rate=5.0), KEY)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.io.durable.write", refuse)
+    with pytest.raises(StorageError, match="No space left on device"):
+        keep(host(rate=6.0), KEY)
+    assert rate_of(kept_machine(KEY)) == 5.0
+    assert [path.name for path in kept_file(KEY).parent.iterdir()] == [kept_file(KEY).name]

@@ -1,0 +1,119 @@
+"""`penstock calibrate`: the page, the messages, and where the measurements are kept."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import penstock
+from measured_host import host
+
+from penstock.calibration import HostKey, host_measurement, keep, kept_file
+from penstock.errors import StorageError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A measurement that takes no time, and the arguments of its calls."""
+    found = []
+
+    def measure(seconds, flash_dir, on_progress, notice):
+        found.append((seconds, flash_dir))
+        on_progress("measuring product", 0.5)
+        notice("the disk was not measured: it is full")
+        return host()
+
+    monkeypatch.setattr(host_measurement, "calibrate", measure)
+    return found
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_a_page_of_what_was_measured_is_printed_and_kept(asked, tmp_path):
+    done = penstock("calibrate", "--seconds", "5", "--flash-dir", tmp_path)
+    assert done.returncode == 0
+    assert asked == [(5.0, tmp_path)]
+    page = words(done.stdout)
+    for line in (
+        "A processor, 2 cores; memory 8.00 GiB",
+        "product tokens 16, 2048 1, 95 GFLOP/s ±3.10%",
+        "sparse product bfloat16 10% kept 20 GFLOP/s ±0.00%",
+        "attention 512 tokens 30 GFLOP/s",
+        "pointwise 64.0 KiB 1.4 GiB/s",
+        "flash write 1.00 MiB 512 MiB/s",
+        "4 us per call of an operator, 25 us per stage, micro-batch and sweep",
+        "disk of 100 GiB; 1.00 GiB/s reads and writes together",
+        f"kept in {kept_file(HostKey.here())}",
+    ):
+        assert line in page
+    assert done.stderr == "the disk was not measured: it is full\n"
+    assert kept_file(HostKey.here()).exists()
+
+
+def test_show_prints_the_last_measurements_and_measures_nothing(asked):
+    keep(host(rate=2**31), HostKey.here())
+    done = penstock("calibrate", "--show")
+    assert done.returncode == 0
+    assert asked == []
+    assert "pointwise 64.0 KiB 2 GiB/s" in words(done.stdout)
+
+
+def test_show_without_measurements_says_how_to_get_them(asked):
+    done = penstock("calibrate", "--show")
+    key = HostKey.here()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: this host has no measurements at {kept_file(key)} ({key}); run `penstock "
+        "calibrate` without --show to measure it\n"
+    )
+
+
+def test_show_of_a_damaged_file_says_how_to_replace_it(asked):
+    path = keep(host(), HostKey.here())
+    path.write_bytes(path.read_bytes()[:-3])
+    done = penstock("calibrate", "--show")
+    assert (done.returncode, asked) == (6, [])
+    assert done.stderr.endswith(
+        "the file has changed since it was written; run `penstock calibrate` without --show to "
+        "measure it again\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seconds", "0"), "seconds: expected a number above 0, got 0"),
+        (("--seconds", "-3"), "seconds: expected a number above 0, got -3"),
+        (("--seconds", "nan"), "seconds: expected a number above 0, got nan"),
+        (
+            ("--flash-dir", "nothing"),
+            "--flash-dir: expected a folder on the disk to measure, got nothing, which does not "
+            "exist",
+        ),
+        (
+            ("--flash-dir", "file"),
+            "--flash-dir: expected a folder on the disk to measure, got file, which is not a "
+            "folder",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(tmp_path, arguments, message):
+    (tmp_path / "file").touch()
+    done = penstock("calibrate", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {message}\n"
+    assert not kept_file(HostKey.here()).exists()
+
+
+def test_a_disk_that_was_named_and_cannot_be_measured_is_an_error(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(host_measurement, "measured_disk", refuse)
+    done = penstock("calibrate", "--flash-dir", tmp_path)
+    assert (done.returncode, done.stderr) == (7, "error: the disk is full\n")
