@@ -11,6 +11,12 @@ from penstock.machines.description import (
     MachineDescription,
     StorePart,
 )
+from penstock.machines.gpu_cluster import (
+    GpuCluster,
+    ValueType,
+    known_gpu_clusters,
+    load_gpu_cluster,
+)
 from penstock.machines.rates import IN_FLOPS, RateCurve, RateTable, Work
 
 __all__ = [
@@ -18,10 +24,14 @@ __all__ = [
     "Accuracy",
     "EnginePart",
     "FlashPart",
+    "GpuCluster",
     "LinkPart",
     "MachineDescription",
     "RateCurve",
     "RateTable",
     "StorePart",
+    "ValueType",
     "Work",
+    "known_gpu_clusters",
+    "load_gpu_cluster",
 ]

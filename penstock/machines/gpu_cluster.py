@@ -6,7 +6,6 @@ of its figures is an assumption.
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -50,12 +49,10 @@ class GpuPart(Section):
     products: tuple[ProductRate, ...] = Field(
         strict=False, min_length=1, description="speed of matrix products by type"
     )
-    watts: float | None = setting(
-        None, "power of a GPU with its share of the node", unit="W", ge=0
-    )
+    watts: float | None = setting(None, "power of a GPU with its share of the node", unit="W", ge=0)
     price: float | None = setting(None, "price of one GPU", unit="USD/hour", ge=0)
 
-    @cached_property
+    @property
     def product_flops(self) -> dict[str, float]:
         """The FLOP/s that large products attain, by type."""
         return {rate.dtype: rate.attained for rate in self.products}

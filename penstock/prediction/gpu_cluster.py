@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import ConfigError, few
-from penstock.machines.gpu_cluster import GpuCluster, ValueType
+from penstock.machines import GpuCluster, ValueType
 
 SECONDS_PER_DAY = 86400.0
 
