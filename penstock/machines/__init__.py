@@ -11,6 +11,12 @@ from penstock.machines.description import (
     MachineDescription,
     StorePart,
 )
+from penstock.machines.gpu_cluster import (
+    GpuCluster,
+    ValueType,
+    known_gpu_clusters,
+    load_gpu_cluster,
+)
 from penstock.machines.load import dump, known_machines, load_machine
 from penstock.machines.rates import IN_FLOPS, RateCurve, RateTable, Work
 
@@ -19,13 +25,17 @@ __all__ = [
     "Accuracy",
     "EnginePart",
     "FlashPart",
+    "GpuCluster",
     "LinkPart",
     "MachineDescription",
     "RateCurve",
     "RateTable",
     "StorePart",
+    "ValueType",
     "Work",
     "dump",
+    "known_gpu_clusters",
     "known_machines",
+    "load_gpu_cluster",
     "load_machine",
 ]

@@ -6,7 +6,9 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.prediction.advice import Advice, advise
+    from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures, divide
     from penstock.prediction.page import as_json, page
+    from penstock.prediction.parallel_search import best_division, fewest_gpus
     from penstock.prediction.planned import Planner
     from penstock.prediction.plots import plot_sweep
     from penstock.prediction.predict import Prediction, predict
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Advice",
+    "Degrees",
+    "Division",
+    "ModelFigures",
     "Planner",
     "Point",
     "Prediction",
@@ -31,7 +36,10 @@ __all__ = [
     "advise",
     "as_csv",
     "as_json",
+    "best_division",
+    "divide",
     "fewest_engines",
+    "fewest_gpus",
     "page",
     "parse_deadline",
     "plot_sweep",
@@ -45,6 +53,12 @@ __getattr__ = lazily(
     __name__,
     {
         "Advice": "advice",
+        "Degrees": "gpu_cluster",
+        "Division": "gpu_cluster",
+        "ModelFigures": "gpu_cluster",
+        "best_division": "parallel_search",
+        "divide": "gpu_cluster",
+        "fewest_gpus": "parallel_search",
         "Prediction": "predict",
         "Task": "timeline",
         "advise": "advice",
