@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.progress import show_bytes, show_count, show_shares, show_sparsity
+from penstock.progress import compared_lines, show_bytes, show_count, show_shares, show_sparsity
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -272,14 +272,17 @@ def _configuration_lines(settings: Config) -> list[str]:
 
 
 def _progress_lines(run: Path) -> list[str]:
-    from penstock.telemetry import stream_metrics
+    from penstock.telemetry import reported, stream_metrics
 
     step: dict | None = None
+    report: dict | None = None
     last: dict | None = None
     best: dict | None = None
     for row in stream_metrics(run / "metrics.jsonl"):  # as many rows as the run has steps
         if row.get("event") == "step":
             step = row
+        elif row.get("event") == "report":
+            report = row
         elif row.get("event") == "evaluation":
             last = row
             if best is None or _or_infinity(row.get("loss")) < _or_infinity(best.get("loss")):
@@ -293,6 +296,9 @@ def _progress_lines(run: Path) -> list[str]:
             f"best {_loss(best)} at step {best['step']}"
             + show_shares(_share(last, "accuracy"), _share(last, "exact_match"))
         )
+    measured = None if report is None else reported(report)
+    if measured is not None:
+        lines += [f"prediction   {line}" for line in compared_lines(measured)]
     return lines
 
 

@@ -128,7 +128,7 @@ def _machines(names: list[str] | None) -> list[tuple[MachineDescription, bool]]:
         return [(load_machine(name), False) for name in names]
     from penstock.calibration import this_host
 
-    return [(this_host(_notice), True)]
+    return [(this_host(notice=_notice), True)]
 
 
 def _planned_on(

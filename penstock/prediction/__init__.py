@@ -6,6 +6,7 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.prediction.advice import Advice, advise
+    from penstock.prediction.comparison import predicted_step
     from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures, divide
     from penstock.prediction.page import as_json, page
     from penstock.prediction.parallel_search import best_division, fewest_gpus
@@ -44,6 +45,7 @@ __all__ = [
     "parse_deadline",
     "plot_sweep",
     "predict",
+    "predicted_step",
     "row",
     "run_sweep",
     "simulate",
@@ -72,6 +74,7 @@ __getattr__ = lazily(
         "parse_deadline": "sweep",
         "plot_sweep": "plots",
         "predict": "predict",
+        "predicted_step": "comparison",
         "row": "sweep",
         "run_sweep": "sweep",
         "simulate": "timeline",

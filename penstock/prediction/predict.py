@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +109,24 @@ class Prediction:
                 found[resource] += max(0.0, min(span.end, end) - max(span.begin, begin))
         length = max(end - begin, 1e-12)
         return {name: seconds / length for name, seconds in found.items() if seconds}
+
+    @cached_property
+    def exclusive_seconds(self) -> dict[str, float]:
+        """Seconds of a step in which each resource works and none before it in `RESOURCE_OF` does.
+
+        The rest of the step is time in which only the disk works.
+        """
+        order = [r for r in dict.fromkeys(RESOURCE_OF.values()) if not r.startswith("flash")]
+        found = dict.fromkeys(order, 0.0)
+        spans = [span for span in self.spans if RESOURCE_OF.get(span.what) in found]
+        times = sorted({0.0, self.step_seconds, *(t for s in spans for t in (s.begin, s.end))})
+        for begin, end in itertools.pairwise(t for t in times if 0 <= t <= self.step_seconds):
+            middle = (begin + end) / 2
+            active = {RESOURCE_OF[s.what] for s in spans if s.begin <= middle < s.end}
+            first = next((resource for resource in order if resource in active), None)
+            if first is not None:
+                found[first] += end - begin
+        return found
 
     def binding(self, sweep: str) -> str:
         """Return the resource that is busy for the largest share of a sweep."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         show_sparsity,
     )
     from penstock.progress.live import LiveView
-    from penstock.progress.log import LineView, show_evaluation
+    from penstock.progress.log import LineView, compared_lines, show_evaluation
     from penstock.progress.notebook import NotebookView
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "NotebookView",
     "SilentView",
     "View",
+    "compared_lines",
     "show_bytes",
     "show_count",
     "show_duration",
@@ -50,6 +51,7 @@ __getattr__ = lazily(
         "LineView": "log",
         "LiveView": "live",
         "NotebookView": "notebook",
+        "compared_lines": "log",
         "show_bytes": "figures",
         "show_count": "figures",
         "show_duration": "figures",

@@ -216,6 +216,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
         if share >= 0.005
     )
     lines = [f"a step's time: {shown}", "a step's traffic: " + traffic(run)]
+    lines[1:1] = compared_lines(run)
     if run.sparsity is not None:
         lines.append(
             f"sparsity: {show_sparsity(run.sparsity)} of the sparse weights' entries do not exist; "
@@ -247,6 +248,29 @@ def measured_lines(run: RunMeasured) -> list[str]:
             "difference"
         )
     return lines
+
+
+def compared_lines(run: RunMeasured) -> list[str]:
+    """Return what the planner predicted of a step beside what happened, by resource."""
+    predicted = run.predicted
+    if predicted is None:
+        return []
+    parts = {
+        "compute": (predicted.compute_seconds, run.compute_seconds),
+        "waiting for flash": (predicted.flash_wait_seconds, run.flash_wait_seconds),
+        "moving weights and gradients": (predicted.weight_seconds, run.weight_seconds),
+        "updates": (predicted.update_seconds, run.update_seconds),
+    }
+    took = run.step_seconds / run.steps
+    shown = [
+        f"{name} {show_duration(before)}, was {show_duration(after / run.steps)}"
+        for name, (before, after) in parts.items()
+        if max(before, after / run.steps) >= 0.01 * took
+    ]
+    return [
+        f"a step was predicted to take {show_duration(predicted.seconds)} and took "
+        f"{show_duration(took)} ({took / predicted.seconds - 1:+.0%}): {'; '.join(shown)}"
+    ]
 
 
 def traffic(run: RunMeasured) -> str:

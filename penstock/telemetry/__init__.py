@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         Finished,
         Listener,
         Notice,
+        PredictedStep,
         RunMeasured,
         RunStarted,
         Saved,
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
         Stopped,
         broadcast,
     )
-    from penstock.telemetry.metrics_writer import MetricsFile, read_metrics, stream_metrics
+    from penstock.telemetry.metrics_writer import (
+        MetricsFile,
+        read_metrics,
+        reported,
+        stream_metrics,
+    )
     from penstock.telemetry.run_files import open_run_files
     from penstock.telemetry.run_report import RunReport
 
@@ -31,6 +37,7 @@ __all__ = [
     "Listener",
     "MetricsFile",
     "Notice",
+    "PredictedStep",
     "RunMeasured",
     "RunReport",
     "RunStarted",
@@ -41,6 +48,7 @@ __all__ = [
     "open_run_files",
     "process_memory",
     "read_metrics",
+    "reported",
     "stream_metrics",
 ]
 
@@ -54,6 +62,7 @@ __getattr__ = lazily(
         "Listener": "events",
         "MetricsFile": "metrics_writer",
         "Notice": "events",
+        "PredictedStep": "events",
         "RunMeasured": "events",
         "RunReport": "run_report",
         "RunStarted": "events",
@@ -63,6 +72,7 @@ __getattr__ = lazily(
         "broadcast": "events",
         "open_run_files": "run_files",
         "read_metrics": "metrics_writer",
+        "reported": "metrics_writer",
         "stream_metrics": "metrics_writer",
     },
 )

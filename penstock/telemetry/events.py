@@ -13,6 +13,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class PredictedStep:
+    """What the planner predicted of a step; the parts of `seconds` are those of `StepDone`."""
+
+    seconds: float
+    compute_seconds: float
+    weight_seconds: float
+    update_seconds: float
+    flash_wait_seconds: float
+    streamed_bytes: int
+    gradient_bytes: int
+    flash_read_bytes: int
+    flash_written_bytes: int
+
+
+@dataclass(frozen=True)
 class RunStarted:
     """The run is about to execute its first step.
 
@@ -25,7 +40,8 @@ class RunStarted:
     of the training data is unknown. `flash_rule_read_bytes` and `flash_rule_written_bytes` are the
     most that a step should transfer: state once each way, weights read twice and written once.
     `sparse_weights` of the weights are sparse, with `sparse_entries` entries out of
-    `sparse_elements` at the start; `sparse_method` names how their masks change.
+    `sparse_elements` at the start; `sparse_method` names how their masks change. `predicted` is the
+    planner's prediction of a step; None if this host was not measured by `penstock calibrate`.
     """
 
     run_dir: Path
@@ -54,6 +70,7 @@ class RunStarted:
     sparse_entries: int = 0
     sparse_elements: int = 0
     sparse_method: str = ""
+    predicted: PredictedStep | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +181,8 @@ class RunMeasured:
     `seconds` is the whole run, with evaluations and checkpoints. `step_seconds` is the time of all
     steps; the other seconds are its parts as in `StepDone`. `streamed_bytes` and `gradient_bytes`
     are sums over all steps. `memory_bytes` is the cap on the process, if any. `flops` is the
-    arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`.
+    arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`. `predicted`
+    is what the planner predicted of a step, if it could.
     """
 
     step: int
@@ -187,6 +205,7 @@ class RunMeasured:
     gradient_bytes: int = 0
     flops: int = 0
     sparsity: float | None = None
+    predicted: PredictedStep | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ from penstock.telemetry.events import (
     ClusterEvent,
     Evaluated,
     Event,
+    PredictedStep,
     RunMeasured,
     RunStarted,
     Saved,
@@ -204,4 +205,22 @@ def _ends_with_line(file: BinaryIO) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, PredictedStep):
+        return {key: _plain(each) for key, each in vars(value).items()}
     return str(value) if isinstance(value, Path) else value
+
+
+def reported(row: Mapping[str, Any]) -> RunMeasured | None:
+    """Return the event that a row of the report stands for; None if its figures are damaged."""
+    figures = {key: value for key, value in row.items() if key != "event"}
+    predicted = figures.pop("predicted", None)
+    numbers = [*figures.values(), *(predicted.values() if isinstance(predicted, dict) else ())]
+    if not all(value is None or type(value) in (int, float) for value in numbers):
+        return None
+    try:
+        step = PredictedStep(**predicted) if isinstance(predicted, dict) else None
+        found = RunMeasured(**figures, predicted=step)
+    except TypeError:
+        return None
+    divisors = [found.step_seconds, found.steps, *([] if step is None else [step.seconds])]
+    return found if all(number is not None and number > 0 for number in divisors) else None

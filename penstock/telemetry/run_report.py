@@ -59,4 +59,5 @@ class RunReport:
             gradient_bytes=sum(s.gradient_bytes for s in steps),
             flops=sum(s.flops for s in steps),
             sparsity=steps[-1].sparsity,
+            predicted=started.predicted,
         )

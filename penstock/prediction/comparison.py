@@ -1,0 +1,30 @@
+"""A predicted step in the parts by which a run measures its steps."""
+
+from __future__ import annotations
+
+from penstock.prediction.predict import Prediction
+from penstock.telemetry import PredictedStep
+
+
+def predicted_step(prediction: Prediction) -> PredictedStep:
+    """Return the parts of a predicted step.
+
+    Compute is the time in which the engine computes. Of the rest, updates and transfers count as
+    far as nothing computes meanwhile; what remains is the wait for flash.
+    """
+    busy = prediction.exclusive_seconds
+    compute = busy.get("compute", 0.0)
+    update = busy.get("update", 0.0)
+    moved = sum(busy.get(n, 0.0) for n in ("receive gradients", "weights out", "gradients in"))
+    flash, shards = prediction.flash, prediction.config.store.shards
+    return PredictedStep(
+        seconds=prediction.step_seconds,
+        compute_seconds=compute,
+        weight_seconds=moved,
+        update_seconds=update,
+        flash_wait_seconds=max(0.0, prediction.step_seconds - compute - update - moved),
+        streamed_bytes=prediction.costs.stream_bytes,
+        gradient_bytes=prediction.costs.gradient_bytes,
+        flash_read_bytes=0 if flash is None else shards * flash.read_bytes,
+        flash_written_bytes=0 if flash is None else shards * flash.written_bytes,
+    )
