@@ -197,6 +197,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "recomputed_stages": len(plan.plan.recompute),
         "memory_bytes": dict(plan.memory),
         "memory_limit_bytes": plan.memory_limit,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
         "engine_bytes": plan.shares.engine_peak,
         "step_seconds": prediction.step_seconds,
         "step_seconds_interval": None if interval is None else list(interval),

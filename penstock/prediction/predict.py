@@ -21,6 +21,7 @@ from penstock.store.flash import FlashForecast, forecast
 
 _STEPS = 4  # that are simulated; the last one is that of a long run
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
+_NOT_IN_A_STEP = ("reserve", "writing checkpoints")  # parts of the memory budget
 RESOURCE_OF = {
     "forward": "compute",
     "turn": "compute",
@@ -70,6 +71,16 @@ class Prediction:
     def run_seconds(self) -> float:
         """Seconds of all steps, without evaluation and checkpoints."""
         return self.config.run.steps * self.step_seconds
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Resident memory of the process at its peak, between checkpoints.
+
+        It has no reserve, and no buffers for writing a checkpoint.
+        """
+        return sum(
+            size for part, size in self.plan.memory.items() if not part.startswith(_NOT_IN_A_STEP)
+        )
 
     @property
     def step_interval(self) -> tuple[float, float] | None:

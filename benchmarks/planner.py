@@ -1,0 +1,218 @@
+"""Does a run do what the planner predicts?
+
+Measures this host as `penstock calibrate` does, then predicts and trains runs that differ in model,
+batch, sequence, type, sparsity, store, shards, engines and adapters (24; 4 small ones with
+--quick). Each run is predicted and trained in a process of its own.
+
+    python benchmarks/planner.py [--quick] [--folder FOLDER] [--only TEXT]
+
+`value` is the share of runs whose step took at most 15 % more or less than predicted. Beside it are
+the median error of the step, the errors of peak memory, and whether bytes on every tier were exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from contract import describe_machine, print_result
+from side_by_side import peak_rss_bytes
+
+TARGET, TOLERANCE = 0.9, 0.15
+STEPS, WARM = 6, 2
+VOCABULARY = 8192
+GPT2 = {"preset": "gpt2", "vocab_size": VOCABULARY}
+SMALL = {**GPT2, "n_layer": 4, "n_embd": 512, "n_head": 8}
+WIDE = {**GPT2, "n_layer": 4, "n_embd": 1024, "n_head": 16}
+LLAMA = {
+    "preset": "llama-tiny",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+}
+SPARSE = {"method": "static", "sparsity": 0.9}
+
+
+def run(
+    model: dict[str, Any], batch: int, length: int, precision: str = "fp32", **more: Any
+) -> dict[str, Any]:
+    """Return the configuration of a run."""
+    return {
+        "model": model,
+        "batch": {"size": batch},
+        "data": {"sequence_length": length},
+        "precision": precision,
+        **more,
+    }
+
+
+def flash(dram: str) -> dict[str, Any]:
+    """Return the sections of a run whose store is on flash."""
+    return {"store": {"flash": {"path": "FLASH"}, "dram": dram}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2 4x512 fp32": run(GPT2, 4, 512),
+    "gpt2 4x512 bf16": run(GPT2, 4, 512, "bf16"),
+    "gpt2 8x512 bf16": run(GPT2, 8, 512, "bf16"),
+    "small 8x128 fp32": run(SMALL, 8, 128),
+    "small 32x128 fp32": run(SMALL, 32, 128),
+    "small 8x128 bf16": run(SMALL, 8, 128, "bf16"),
+    "small 2x1024 fp32": run(SMALL, 2, 1024),
+    "small 2x1024 bf16": run(SMALL, 2, 1024, "bf16"),
+    "wide 4x256 fp32": run(WIDE, 4, 256),
+    "wide 4x256 bf16": run(WIDE, 4, 256, "bf16"),
+    "llama 8x256 fp32": run(LLAMA, 8, 256),
+    "llama 8x256 bf16": run(LLAMA, 8, 256, "bf16"),
+    "wide 8x256 fp32, 90 % sparse": run(WIDE, 8, 256, sparsity=SPARSE),
+    "wide 8x256 bf16, 90 % sparse": run(WIDE, 8, 256, "bf16", sparsity=SPARSE),
+    "gpt2 4x512 fp32, flash 500MiB": run(GPT2, 4, 512, **flash("500MiB")),
+    "gpt2 4x512 fp32, flash 900MiB": run(GPT2, 4, 512, **flash("900MiB")),
+    "gpt2 4x512 bf16, flash 1500MiB": run(GPT2, 4, 512, "bf16", **flash("1500MiB")),
+    "gpt2 1x512 fp32, flash 500MiB": run(GPT2, 1, 512, **flash("500MiB")),
+    "wide 4x256 fp32, 2 shards": run(WIDE, 4, 256, store={"shards": 2}),
+    "gpt2 4x512 fp32, 2 engines": run(GPT2, 4, 512, engines=2, cluster={"start": "local"}),
+    "wide 8x256 bf16, 2 engines": run(WIDE, 8, 256, "bf16", engines=2, cluster={"start": "local"}),
+    "gpt2 4x512 fp32, LoRA": run(
+        GPT2, 4, 512, lora={"rank": 8, "targets": ["*.c_attn.weight", "*.c_proj.weight"]}
+    ),
+    "llama 8x256 bf16, LoRA": run(
+        LLAMA, 8, 256, "bf16", lora={"rank": 8, "targets": ["*.q_proj.weight", "*.v_proj.weight"]}
+    ),
+    "gpt2 4x512 fp32, 8-bit moments": run(GPT2, 4, 512, optimizer={"moments": "8bit"}),
+}
+QUICK = [
+    "small 8x128 fp32",
+    "small 8x128 bf16",
+    "wide 4x256 fp32, 2 shards",
+    "llama 8x256 fp32",
+]
+
+
+def main() -> None:
+    """Run the benchmark, or one of its workers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="four small runs")
+    parser.add_argument("--folder", type=Path, default=None, help="where all files are made")
+    parser.add_argument("--only", default="", help="the runs whose name contains this text")
+    parser.add_argument("--worker", nargs=3, metavar=("CASE", "MACHINE", "FOLDER"))
+    options = parser.parse_args()
+    if options.worker:
+        case, machine, place = options.worker
+        print(json.dumps(predict_and_train(CASES[case], Path(machine), Path(place))))
+        return
+    names = [name for name in (QUICK if options.quick else CASES) if options.only in name]
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        machine = describe_machine(folder)
+        result = measure(Path(folder), names, 8 if options.quick else 30)
+    print_result("planner", **result, machine=machine)
+
+
+def measure(folder: Path, names: list[str], seconds: float) -> dict[str, Any]:
+    """Calibrate, then predict and train every run; print a table; return the figures."""
+    from penstock.calibration import calibrate
+    from penstock.machines import dump
+
+    described = folder / "host.yaml"
+    described.write_text(dump(calibrate(seconds, folder)))
+    found: dict[str, dict[str, Any]] = {}
+    print(f"{'run':34} {'predicted':>10} {'took':>8} {'error':>7} {'memory':>7}  bytes")
+    for number, name in enumerate(names):
+        place = folder / f"run{number}"
+        place.mkdir()
+        command = [sys.executable, __file__, "--worker", name, str(described), str(place)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        row = found[name] = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"{name:34} {row['predicted_seconds']:8.2f} s {row['seconds']:6.2f} s "
+            f"{row['error']:+7.1%} {row['memory_error']:+7.1%}  "
+            f"{'exact' if row['is_exact'] else row['bytes']}",
+            flush=True,
+        )
+    errors = [abs(row["error"]) for row in found.values()]
+    memory = [abs(row["memory_error"]) for row in found.values()]
+    return {
+        "value": round(sum(error <= TOLERANCE for error in errors) / len(errors), 3),
+        "target": TARGET,
+        "unit": f"share of runs whose step is within {TOLERANCE:.0%} of its prediction",
+        "median_error": round(statistics.median(errors), 4),
+        "median_memory_error": round(statistics.median(memory), 4),
+        "largest_memory_error": round(max(memory), 4),
+        "exact_bytes": sum(row["is_exact"] for row in found.values()),
+        "runs": found,
+    }
+
+
+def predict_and_train(case: dict[str, Any], described: Path, folder: Path) -> dict[str, Any]:
+    """Predict a run and train it; return both."""
+    import numpy as np
+
+    from penstock import Trainer
+    from penstock.config import Config
+    from penstock.data import ArraySource
+    from penstock.machines import load_machine
+    from penstock.prediction import Planner, predicted_step
+    from penstock.telemetry import StepDone
+
+    settings = json.loads(json.dumps(case).replace('"FLASH"', json.dumps(str(folder / "flash"))))
+    settings |= {
+        "evaluation": {"every": None},
+        "checkpoint": {"every": None},
+        "run": {"dir": str(folder / "run"), "steps": STEPS},
+    }
+    config = Config.from_mapping(settings)
+    prediction = Planner().plan(config, load_machine(described), is_here=True)
+    expected = predicted_step(prediction)
+    rows, length = config.batch.size * STEPS, config.data.sequence_length or 1
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (rows, length + 1))
+    steps: list[StepDone] = []
+    trainer = Trainer(
+        settings,
+        source=ArraySource({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}),
+        on_event=lambda event: steps.append(event) if isinstance(event, StepDone) else None,
+        quiet=True,
+    )
+    trainer.train()
+    trainer.close()
+    warm = steps[WARM:]
+    seconds = statistics.median(step.seconds for step in warm)
+    peak = peak_rss_bytes()
+    bytes_ = {
+        "streamed": (expected.streamed_bytes, warm[-1].streamed_bytes),
+        "gradients": (expected.gradient_bytes, warm[-1].gradient_bytes),
+        "flash read": (expected.flash_read_bytes, _mean(s.flash_read_bytes for s in warm)),
+        "flash written": (expected.flash_written_bytes, _mean(s.flash_written_bytes for s in warm)),
+    }
+    return {
+        "predicted_seconds": prediction.step_seconds,
+        "seconds": seconds,
+        "error": seconds / prediction.step_seconds - 1,
+        "predicted_parts": vars(expected),
+        "parts": {
+            key: statistics.median(getattr(step, key) for step in warm)
+            for key in vars(expected)
+            if hasattr(warm[0], key)
+        },
+        "predicted_memory_bytes": prediction.peak_memory_bytes,
+        "memory_bytes": peak,
+        "memory_error": peak / prediction.peak_memory_bytes - 1,
+        "bytes": bytes_,
+        "is_exact": all(before == after for before, after in bytes_.values()),
+    }
+
+
+def _mean(values: Any) -> int:
+    return round(statistics.fmean(values))
+
+
+if __name__ == "__main__":
+    main()
