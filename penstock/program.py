@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from penstock.errors import ProgramError
+from penstock.operator_cost import OperatorCost
 from penstock.weight_formats import BFLOAT16, WeightFormat
 
 Executable = Callable[..., tuple[Any, ...]]
@@ -174,7 +175,8 @@ class Kind:
 
     `sparse` describes the sparse weights by their position. An executable takes for each the
     engine's object with values and mask, and returns as its gradient float32 [kept entries], or a
-    dense float32 tensor where the store has asked for that.
+    dense float32 tensor where the store has asked for that. `costs` are those of the operators of
+    each executable, by its name; a sparse weight has its capacity there.
     """
 
     name: str
@@ -201,6 +203,9 @@ class Kind:
     turn_transient_bytes: int
     sparse: Mapping[int, SparseUse] = field(default_factory=dict, hash=False)
     graphs: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    costs: Mapping[str, tuple[OperatorCost, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def weight_bytes(self) -> int:

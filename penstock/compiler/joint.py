@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiler.cost import graph_flops, peak_bytes
+from penstock.compiler.operator_costs import operator_costs, total_flops
+from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.products import Products, choose_products
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import lower, mark_sparse
@@ -87,7 +88,8 @@ def make_kind(
         "recompute": recompute,
         "turn": turn,
     }
-    forward_flops, turn_flops = graph_flops(infer), graph_flops(turn)
+    costs = {key: operator_costs(g) for key, g in graphs.items()}
+    forward_flops, turn_flops = total_flops(costs["infer"]), total_flops(costs["turn"])
     peaks = {key: peak_bytes(g) for key, g in graphs.items()}
     draws_dropout = bool(_calls(infer, penstock.dropout.default))
     for lowered in graphs.values():
@@ -118,6 +120,7 @@ def make_kind(
         turn_transient_bytes=peaks["turn"],
         sparse=dict(signature.sparse),
         graphs=graphs,
+        costs=costs,
     )
 
 

@@ -18,6 +18,7 @@ Work = Literal[
     "attention",
     "head",
     "norm",
+    "activation",
     "pointwise",
     "reduction",
     "lookup",
@@ -31,7 +32,8 @@ Work = Literal[
 
 `product` multiplies matrices; `sparse product` is one over the kept entries of a mask; `attention`
 is softmax attention in one operator; `head` is the last product with its loss in one operator;
-`norm`, `pointwise`, `reduction`, `lookup` (rows of a table) and `copy` move memory; `update` is a
+`norm` includes softmax; `activation` evaluates exponentials and the like; `pointwise`, `reduction`,
+`lookup` (rows of a table) and `copy` move memory; `update` is a
 pass of the optimizer; `receive` adds gradients to those of the store and sums their squares.
 """
 
@@ -46,6 +48,7 @@ _STAND_IN: dict[str, Work] = {
     "head": "product",
     "sparse product": "product",
     "norm": "pointwise",
+    "activation": "pointwise",
     "reduction": "pointwise",
     "lookup": "pointwise",
     "copy": "pointwise",

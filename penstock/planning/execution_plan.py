@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.compiler import Products
@@ -36,7 +36,8 @@ class ExecutionPlan:
     float32 matrices. `slot_bytes` is the limit on the program's stages, if any. With fewer engines
     than `least_engines` a step would exceed the budget of one engine. `room` limits the number of
     engines on this machine. `sparse` are the sparse weights, if the run has any, and
-    `sparse_weights` is what the engines of this process share of them.
+    `sparse_weights` is what the engines of this process share of them. `memory` has the bytes of
+    this host by part, and `memory_limit` is what all parts together may use.
     """
 
     program: Program
@@ -52,6 +53,8 @@ class ExecutionPlan:
     products: Products = "torch"
     sparse: SparsePlan | None = None
     sparse_weights: SparseWeights | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    memory_limit: int = 0
 
     @cached_property
     def schedule_of(self) -> ByStep[StepSchedule]:
@@ -204,6 +207,8 @@ def _planned(
         slots,
         least,
         budget.room(shares),
+        memory=budget.parts(shares),
+        memory_limit=budget.limit_bytes,
     )
 
 

@@ -289,6 +289,16 @@ class Budget:
         keep_pages = self._here(store) + kept <= self._rest
         return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages)
 
+    def parts(self, shares: MemoryShares) -> dict[str, int]:
+        """Return the memory of this host by part, for a division that fits."""
+        here = max(1, self._engines_here)
+        return dict(self._parts(shares.store, -(-shares.engines // here)))
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory that all parts together may use."""
+        return self._limit
+
     def _peak_bytes(self, plan: EnginePlan) -> int:
         """Return one engine's use of the memory in which it computes."""
         program, micro_batches = self._program, self._micro_batches

@@ -11,6 +11,7 @@ from penstock.store.flash.folder import (
     recorded_extra,
     repair,
 )
+from penstock.store.flash.forecast import FlashForecast, forecast
 from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded import DurableStore, ShardedFlashStore, SingleFlashShard
 from penstock.store.flash.shards import forget, go_back, require_shards, shard_folder
@@ -18,6 +19,7 @@ from penstock.store.flash.store import FlashStore
 
 __all__ = [
     "DurableStore",
+    "FlashForecast",
     "FlashReader",
     "FlashStore",
     "OtherStoreError",
@@ -25,6 +27,7 @@ __all__ = [
     "ShardedFlashStore",
     "SingleFlashShard",
     "discard_untrained",
+    "forecast",
     "forget",
     "go_back",
     "holds_store",

@@ -70,7 +70,8 @@ class StateBlocks:
         self._blocks |= blocks
         self._begin_order()
 
-    def _is_resident(self, unit: Unit, block: Block) -> bool:
+    def is_resident(self, unit: Unit, block: Block) -> bool:
+        """Whether a block stays in memory between steps."""
         if unit.is_sparse:
             return unit.index in self._whole
         return (unit.index, block.number) in self._resident
@@ -103,7 +104,7 @@ class StateBlocks:
         if key in self._held:
             self._cursor = min(self._cursor, self._place[key])
             return self._held.pop(key)
-        if self._is_resident(unit, block):
+        if self.is_resident(unit, block):
             return allocate(block.state_bytes)
         return self._spare.popleft() if self._spare else None
 
@@ -113,14 +114,14 @@ class StateBlocks:
 
     def put_back(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
         """Return the memory of `take` to the pool: its content is on flash."""
-        if self._is_resident(unit, block):
+        if self.is_resident(unit, block):
             self._held[unit.index, block.number] = memory
         else:
             self._spare.append(memory)
 
     def release(self, unit: Unit, block: Block, memory: np.ndarray) -> None:
         """Return the memory of `take` to the pool: its content is of no more use."""
-        if not self._is_resident(unit, block):
+        if not self.is_resident(unit, block):
             self._spare.append(memory)
 
     def forget(self) -> None:

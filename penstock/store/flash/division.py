@@ -49,6 +49,16 @@ class Division:
     slab_bytes: int
     held_bytes: int
 
+    def memory_bytes(self, masks: Mapping[str, int]) -> dict[str, int]:
+        """Return the maximum memory of the store, by use; `masks` is the part for masks."""
+        return {
+            "weights": self.weight_bytes,
+            "gradient": self.gradient_bytes + SLABS * self.slab_bytes,
+            "blocks": self.buffers * self.buffer_bytes,
+            "state": self.held_bytes,
+            **masks,
+        }
+
 
 @dataclass(frozen=True)
 class _Option:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +44,19 @@ class Frames:
 
     A frame has addresses for the most entries of a sparse weight. Its pages are allocated when they
     are used, so the size that is expected counts (`Unit.expected`).
+
+    **Arguments:** `allocate` returns the memory of a frame; a forecast gives none.
     """
 
-    def __init__(self, units: Sequence[Unit], visits: Sequence[Visit], budget: int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        visits: Sequence[Visit],
+        budget: int,
+        allocate: Callable[[int], np.ndarray] = allocate,
+    ) -> None:
         self.budget_bytes = budget
+        self._allocate = allocate
         self._units = units
         self._visits = visits
         self._places: list[list[int]] = [[] for _ in units]
@@ -133,7 +142,7 @@ class Frames:
         return True
 
     def _new(self, unit: Unit) -> np.ndarray:
-        frame = allocate(unit.stream_bytes)
+        frame = self._allocate(unit.stream_bytes)
         # Page-locking allocates all pages, but the budget has room for the expected ones alone.
         if self.page_locked and not unit.planned:
             page_lock(frame)  # if this is refused, copies to a GPU are slower; results are the same

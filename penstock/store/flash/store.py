@@ -33,7 +33,6 @@ from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.content import FlashContent
 from penstock.store.flash.description import describe
 from penstock.store.flash.division import (
-    SLABS,
     age_role,
     divide,
     memory_of_masks,
@@ -230,14 +229,7 @@ class FlashStore:
     @property
     def memory_bytes(self) -> Mapping[str, int]:
         """Maximum memory of the store, by use."""
-        division = self._division
-        return {
-            "weights": division.weight_bytes,
-            "gradient": self._gradients.memory_bytes + SLABS * division.slab_bytes,
-            "blocks": division.buffers * division.buffer_bytes,
-            "state": division.held_bytes,
-            **self._mask_memory,
-        }
+        return self._division.memory_bytes(self._mask_memory)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

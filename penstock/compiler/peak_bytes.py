@@ -1,93 +1,22 @@
-"""The cost of a graph: floating-point operations and the peak of its allocated bytes."""
+"""The peak of the bytes that a graph allocates."""
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
 from penstock.compiler.fused_head import chunk_bytes, chunk_rows, scratch_bytes
-from penstock.compiler.products import onednn_flops
 from penstock.compiler.sparse_lowering import (
     head_scratch_bytes,
-    share_of,
     sparse_scratch_bytes,
     sparse_weight_of,
 )
 
-aten = torch.ops.aten
 penstock = torch.ops.penstock
-
-
-_ONEDNN = "mkldnn::_linear_pointwise"
-
-
-def graph_flops(graph: fx.Graph) -> int:
-    """Return the operations of the graph's products, a multiply-add counted as two."""
-    total = 0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _ONEDNN:
-            total += onednn_flops(*_values(node.args))
-            continue
-        own = _OWN.get(node.target)
-        if own is not None:
-            kept, elements = share_of(node)
-            total += own(*_values(node.args)) * kept // elements
-        elif isinstance(node.target, torch._ops.OpOverload):
-            formula = flop_registry.get(node.target.overloadpacket)
-            if formula is not None:
-                args = _values(node.args)
-                kwargs = {k: _value(v) for k, v in node.kwargs.items()}
-                total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
-    return total
-
-
-def _values(args: Any) -> tuple[Any, ...]:
-    return tuple(_value(a) for a in args)
-
-
-def _value(arg: Any) -> Any:
-    return fx.node.map_arg(arg, lambda n: n.meta["val"])
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:
-    batch, length = math.prod(query.shape[:-2]), query.shape[-2]
-    return 2 * batch * length * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def _attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> int:
-    # Five products (scores again, dV, dP, dQ, dK) against the forward's two.
-    return 5 * _attention(query, key, value) // 2
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> int:
-    return 2 * x.numel() // x.shape[-1] * weight.numel()
-
-
-def _head(hidden: torch.Tensor, weight: torch.Tensor) -> int:
-    return 2 * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
-
-
-_OWN: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-    penstock.linear_cross_entropy.default: lambda h, w, *_: _head(h, w),
-    penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
-    penstock.linear_cross_entropy_backward.default: lambda s, h, w, *_: 3 * _head(h, w),
-    penstock.linear_cross_entropy_turn.default: lambda s, h, w, *_: 3 * _head(h, w),
-    penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
-    penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
-}
 
 
 def peak_bytes(graph: fx.Graph) -> int:
@@ -135,6 +64,10 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
         for t in tensors
         if isinstance(t, torch.Tensor)
     ]
+
+
+def _value(arg: Any) -> Any:
+    return fx.node.map_arg(arg, lambda n: n.meta["val"])
 
 
 def _scratch(node: fx.Node) -> int:

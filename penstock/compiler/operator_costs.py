@@ -1,0 +1,209 @@
+"""The costs of a graph's operators: kind of work, floating-point operations, and bytes moved.
+
+A view costs nothing. An operator that looks up rows of a table reads these rows, not the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.products import onednn_flops
+from penstock.compiler.sparse_lowering import share_of
+from penstock.operator_cost import OperatorCost
+
+aten = torch.ops.aten
+penstock = torch.ops.penstock
+
+_ONEDNN = "mkldnn::_linear_pointwise"
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"}
+_WORK_OF_OPERATORS = {
+    "norm": """
+        native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+        native_batch_norm native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward
+        _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    """,
+    "activation": """
+        gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward exp log
+        erf pow softplus softplus_backward mish mish_backward sin cos elu elu_backward dropout
+    """,
+    "reduction": "sum mean amax amin var var_mean cumsum",
+    "lookup": """
+        embedding embedding_dense_backward gather index index_select index_put scatter scatter_add
+    """,
+    "copy": """
+        _to_copy cat clone copy full zeros constant_pad_nd slice_scatter select_scatter new_zeros
+        stack fill
+    """,
+}
+_WORK = {name: work for work, names in _WORK_OF_OPERATORS.items() for name in names.split()}
+_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
+
+
+def operator_costs(graph: fx.Graph) -> tuple[OperatorCost, ...]:
+    """Return the costs of a traced graph, equal calls together, in the order of their first."""
+    found = Counter(cost for node in graph.nodes for cost in _costs(node))
+    return tuple(replace(cost, calls=calls) for cost, calls in found.items())
+
+
+def total_flops(costs: tuple[OperatorCost, ...]) -> int:
+    """Return the operations of some calls, a multiply-add counted as two."""
+    return sum(cost.flops * cost.calls for cost in costs)
+
+
+def _costs(node: fx.Node) -> Iterator[OperatorCost]:
+    """Yield the cost of a node; nothing for a node that computes nothing."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return
+    name = target._schema.name.rpartition("::")[2]
+    flops, moved = _flops(node), _moved_bytes(node, name)
+    if not flops and not moved:
+        return
+    work, size, layout = _work(node, name, flops), float(moved), "any"
+    if work == "product":
+        size, layout = _product_shape(node)
+    elif work == "sparse product":
+        kept, elements = share_of(node)
+        size = kept / elements
+    elif work == "attention":
+        size = float(_value(node.args[_QUERY.get(target, 0)]).shape[-2])
+    elif work == "head":
+        size = float(_value(node.args[_HIDDEN.get(target, 0)]).shape[0])
+    yield OperatorCost(name, work, _dtype(node), layout, size, flops, moved)
+
+
+def _work(node: fx.Node, name: str, flops: int) -> str:
+    if name.startswith("linear_cross_entropy"):
+        return "head"
+    if name in ("sparse_linear", "sparse_weight_gradient"):
+        return "sparse product"
+    if name in _PRODUCTS:
+        return "product"
+    if name.startswith("_scaled_dot_product"):
+        return "attention"
+    return "product" if flops else _WORK.get(name, "pointwise")
+
+
+def _product_shape(node: fx.Node) -> tuple[float, str]:
+    """Return the smallest dimension of a product of matrices, and over what it sums.
+
+    The gradient of a weight sums over tokens; its left factor is a transposed view.
+    """
+    tensors = [value for value in _values(node.args) if _is_matrix(value)]
+    if len(tensors) < 2:
+        return float(min((s for t in tensors for s in t.shape if s > 1), default=1)), "features"
+    left, right = tensors[-2:] if len(tensors) > 2 else tensors
+    sizes = [*left.shape[-2:], *right.shape[-2:]]
+    is_transposed = left.stride(-2) == 1 and left.stride(-1) != 1
+    return float(min(sizes)), "tokens" if is_transposed else "features"
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() >= 2
+
+
+def _dtype(node: fx.Node) -> str:
+    """Return the type of a node's first floating-point operand or result."""
+    for value in (*_values(node.args), *_tensors(node.meta.get("val"))):
+        if isinstance(value, torch.Tensor) and value.dtype in _TYPES:
+            return _TYPES[value.dtype]
+    return "any"
+
+
+def _moved_bytes(node: fx.Node, name: str) -> int:
+    """Return the bytes of a node's operands and results; 0 for a view."""
+    results = _tensors(node.meta.get("val"))
+    operands = [
+        value for source in node.all_input_nodes for value in _tensors(source.meta.get("val"))
+    ]
+    known = {_storage(value) for value in operands}
+    schema = node.target._schema  # type: ignore[union-attr]
+    if not schema.is_mutable and all(_storage(value) in known for value in results):
+        return 0
+    written = sum(value.nbytes for value in results)
+    if name in ("embedding", "index_select", "gather", "index"):
+        return 2 * written
+    if name in ("full", "zeros", "new_zeros", "fill"):
+        return written
+    return written + sum(value.nbytes for value in operands)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def _flops(node: fx.Node) -> int:
+    target: Any = node.target
+    if target._schema.name == _ONEDNN:
+        return onednn_flops(*_values(node.args))
+    own = _OWN.get(target)
+    if own is not None:
+        kept, elements = share_of(node)
+        return own(*_values(node.args)) * kept // elements
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is None:
+        return 0
+    kwargs = {key: _value(value) for key, value in node.kwargs.items()}
+    return int(formula(*_values(node.args), **kwargs, out_val=node.meta["val"]))
+
+
+def _values(args: Any) -> tuple[Any, ...]:
+    return tuple(_value(a) for a in args)
+
+
+def _value(arg: Any) -> Any:
+    return fx.node.map_arg(arg, lambda n: n.meta["val"])
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:
+    batch, length = math.prod(query.shape[:-2]), query.shape[-2]
+    return 2 * batch * length * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> int:
+    # Five products (scores again, dV, dP, dQ, dK) against the forward's two.
+    return 5 * _attention(query, key, value) // 2
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> int:
+    return 2 * x.numel() // x.shape[-1] * weight.numel()
+
+
+def _head(hidden: torch.Tensor, weight: torch.Tensor) -> int:
+    return 2 * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
+
+
+_OWN: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    penstock.linear_cross_entropy.default: lambda h, w, *_: _head(h, w),
+    penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
+    penstock.linear_cross_entropy_backward.default: lambda s, h, w, *_: 3 * _head(h, w),
+    penstock.linear_cross_entropy_turn.default: lambda s, h, w, *_: 3 * _head(h, w),
+    penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
+    penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
+}
+_QUERY = {aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1}
+_HIDDEN = {
+    penstock.linear_cross_entropy_backward.default: 1,
+    penstock.linear_cross_entropy_turn.default: 1,
+}

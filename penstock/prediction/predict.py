@@ -1,0 +1,225 @@
+"""The prediction of a run: memory, traffic, the time of a step, and what binds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.config import Config
+from penstock.errors import ConfigError
+from penstock.machines import MachineDescription
+from penstock.planning import ExecutionPlan, mask_rule_of, store_factory
+from penstock.prediction.step_costs import StepCosts, step_costs
+from penstock.prediction.step_tasks import Arrangement, StepTasks
+from penstock.prediction.timeline import simulate
+from penstock.spans import Span
+from penstock.store import ShardMap
+from penstock.store.flash import FlashForecast, forecast
+
+_STEPS = 4  # that are simulated; the last one is that of a long run
+_FLOAT_BYTES = {"fp32": 4, "bf16": 2}
+RESOURCE_OF = {
+    "forward": "compute",
+    "turn": "compute",
+    "backward": "compute",
+    "update": "update",
+    "receive": "receive gradients",
+    "weights": "weights out",
+    "gradients": "gradients in",
+    "flash read": "flash read",
+    "flash write": "flash write",
+}
+"""The resource that each piece of work occupies, as people read it."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will do on a machine.
+
+    Attributes:
+        config: of the run, with the engines that were planned.
+        plan: the decisions that training makes.
+        machine: on which it runs.
+        costs: of a step's operations.
+        flash: traffic of the store, of one of its shards; None without flash.
+        spans: of one step in the middle of the run, from its begin at 0.
+    """
+
+    config: Config
+    plan: ExecutionPlan
+    machine: MachineDescription
+    costs: StepCosts
+    flash: FlashForecast | None
+    spans: tuple[Span, ...]
+    step_seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, or samples of a model without a sequence, of a step."""
+        return self.config.batch.size * self.plan.sequence_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all engines."""
+        return self.tokens / self.step_seconds
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds of all steps, without evaluation and checkpoints."""
+        return self.config.run.steps * self.step_seconds
+
+    @property
+    def step_interval(self) -> tuple[float, float] | None:
+        """The seconds between which nine of ten measured steps lay; None if it is not known."""
+        accuracy = self.machine.accuracy
+        if accuracy is None:
+            return None
+        return self.step_seconds * accuracy.low, self.step_seconds * accuracy.high
+
+    @property
+    def flops(self) -> int:
+        """The arithmetic of a step's forward and backward sweeps, without recomputation."""
+        return self.plan.flops.of({n: w.capacity for n, w in self._sparse.items()})
+
+    @property
+    def _sparse(self) -> Mapping[str, object]:
+        weights = self.plan.program.weights
+        return {name: weight for name, weight in weights.items() if weight.is_sparse}
+
+    @cached_property
+    def busy(self) -> dict[str, dict[str, float]]:
+        """Share of the time that each resource is busy, by sweep: `forward`, `backward`, `step`."""
+        turn = next(span for span in self.spans if span.what == "turn")
+        middle = turn.begin
+        sweeps = {
+            "forward": (0.0, middle),
+            "backward": (middle, self.step_seconds),
+            "step": (0.0, self.step_seconds),
+        }
+        return {sweep: self._busy_between(*limits) for sweep, limits in sweeps.items()}
+
+    def _busy_between(self, begin: float, end: float) -> dict[str, float]:
+        found = dict.fromkeys(dict.fromkeys(RESOURCE_OF.values()), 0.0)
+        for span in self.spans:
+            resource = RESOURCE_OF.get(span.what)
+            if resource is not None:
+                found[resource] += max(0.0, min(span.end, end) - max(span.begin, begin))
+        length = max(end - begin, 1e-12)
+        return {name: seconds / length for name, seconds in found.items() if seconds}
+
+    def binding(self, sweep: str) -> str:
+        """Return the resource that is busy for the largest share of a sweep."""
+        busy = self.busy[sweep]
+        return max(busy, key=lambda name: busy[name])
+
+    @property
+    def cost_per_hour(self) -> float | None:
+        """Price of all engines and the store in US dollars per hour; None if it is not known."""
+        engine, store = self.machine.engine.price, self.machine.store.price
+        if engine is None and store is None:
+            return None
+        return (engine or 0.0) * self.config.engines + (store or 0.0)
+
+    @property
+    def watts(self) -> float | None:
+        """Power of all engines and the store; None if it is not known."""
+        engine, store = self.machine.engine.watts, self.machine.store.watts
+        if engine is None and store is None:
+            return None
+        return (engine or 0.0) * self.config.engines + (store or 0.0)
+
+
+def predict(
+    config: Config,
+    plan: ExecutionPlan,
+    machine: MachineDescription,
+    *,
+    micro_batches: int | None = None,
+    dram_bytes: int | None = None,
+) -> Prediction:
+    """Return the prediction of a run that has been planned.
+
+    Args:
+        config: of the run.
+        plan: the decisions of `plan_execution`, for this machine.
+        micro_batches: of a step; by default those of the plan. Another number answers what a larger
+            batch would do.
+        dram_bytes: memory of a store on flash; by default that of the plan.
+
+    Raises:
+        ConfigError: the run needs a disk, and the machine has none.
+    """
+    total = plan.micro_batches if micro_batches is None else micro_batches
+    if micro_batches is not None:
+        size = total * plan.micro_batch
+        batch = config.batch.model_copy(update={"size": size})
+        config = config.model_copy(update={"batch": batch})
+        plan = dataclasses.replace(plan, micro_batches=total)
+    shards = config.store.shards
+    apart = 1.0 / shards if config.cluster.shards == "apart" else 1.0
+    costs = step_costs(
+        plan.program,
+        plan.schedule_of.usual,
+        plan.plan,
+        machine,
+        micro_batches=-(-total // config.engines),
+        roles=store_factory.optimizer_of(config).roles,
+        gradient_width=_FLOAT_BYTES[config.gradient_precision],
+        store_share=apart if machine.link is not None else 1.0,
+    )
+    flash = None
+    if config.store.flash.path is not None:
+        flash = _flash(config, plan, machine, dram_bytes or plan.shares.store)
+    arrangement = Arrangement(
+        machine,
+        config.engines,
+        plan.plan.slots,
+        _depth(machine, config.engines),
+        shares_cores=machine.engine.is_host and config.cluster.start != "none",
+    )
+    spans = simulate(StepTasks(costs, arrangement, flash).build(_STEPS))
+    commits = [span.end for span in spans if span.what == "commit"]
+    begin, end = commits[-2:]
+    last = (
+        dataclasses.replace(span, begin=span.begin - begin, end=span.end - begin)
+        for span in spans
+        if span.end > begin and span.begin < end
+    )
+    return Prediction(config, plan, machine, costs, flash, tuple(last), end - begin)
+
+
+def _flash(
+    config: Config, plan: ExecutionPlan, machine: MachineDescription, dram_bytes: int
+) -> FlashForecast:
+    if machine.store.flash is None:
+        raise ConfigError(
+            f"store.flash.path: the machine {machine.name} has no disk (store.flash); remove the "
+            "key, or describe the disk in the machine's file"
+        )
+    program, optimizer = plan.program, store_factory.optimizer_of(config)
+    masks = mask_rule_of(config, program)
+    count = config.store.shards
+    holding = ShardMap.of(program, count).parts(program)[0] if count > 1 else program
+    share = dram_bytes if count == 1 else store_factory.flash_share(config, program, dram_bytes)
+    return forecast(
+        holding,
+        optimizer,
+        share,
+        half_gradients=config.gradient_precision == "bf16",
+        keep_steps=config.store.flash.keep_steps,
+        masks=masks,
+    )
+
+
+def _depth(machine: MachineDescription, engines: int) -> int:
+    """Return the number of fabric nodes between the store and an engine."""
+    if machine.link is None:
+        return 0
+    fan_out, depth = machine.link.fan_out, 1
+    if fan_out is None:
+        return 1
+    while fan_out**depth < engines:
+        depth += 1
+    return depth

@@ -1,0 +1,191 @@
+"""What the operations of a step cost on a machine, each of them alone.
+
+Everything is derived from the program, the schedule of a step and the store's formats. How the
+costs overlap is the task of `step_tasks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock.engine import EnginePlan
+from penstock.machines import IN_FLOPS, EnginePart, MachineDescription, RateTable
+from penstock.operator_cost import OperatorCost
+from penstock.program import Program, WeightSpec
+from penstock.step_schedule import Operation, StepSchedule
+from penstock.store import Role
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    """The cost of one operation of the schedule, for one engine and the store.
+
+    Attributes:
+        operation: of the schedule.
+        compute_seconds: of one engine, for all of its micro-batches.
+        flops: of one engine, recomputation included.
+        weight_bytes: streamed to each engine.
+        gradient_bytes: returned to the store, once summed.
+        receive_seconds: of the store, to accept the sum.
+        updated: the weights whose pending update must be applied before the fetch.
+    """
+
+    operation: Operation
+    compute_seconds: float
+    flops: int
+    weight_bytes: int
+    gradient_bytes: int
+    receive_seconds: float
+    updated: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The costs of a step: its operations in order, and the update of each weight in seconds."""
+
+    operations: tuple[OperationCost, ...]
+    update_seconds: Mapping[str, float]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds in which one engine computes."""
+        return sum(cost.compute_seconds for cost in self.operations)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of weights that a step streams to each engine."""
+        return sum(cost.weight_bytes for cost in self.operations)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that a step returns."""
+        return sum(cost.gradient_bytes for cost in self.operations)
+
+
+def step_costs(
+    program: Program,
+    schedule: StepSchedule,
+    plan: EnginePlan,
+    machine: MachineDescription,
+    *,
+    micro_batches: int,
+    roles: Iterable[Role],
+    gradient_width: int,
+    store_share: float = 1.0,
+) -> StepCosts:
+    """Return the costs of a step.
+
+    Args:
+        schedule: the operations.
+        plan: says which stages are computed again.
+        micro_batches: those of one engine, of the engine that has the most.
+        roles: the optimizer's state.
+        gradient_width: bytes per element of a stored gradient.
+        store_share: part of every weight that one shard of the store holds.
+    """
+    pending = {name for name, weight in program.weights.items() if weight.trainable}
+    found = []
+    for operation in schedule.operations:
+        names = program.stages[operation.stage].weights
+        updated = tuple(name for name in names if name in pending)
+        pending.difference_update(updated)
+        found.append(
+            _operation_cost(
+                program,
+                operation,
+                plan,
+                machine,
+                micro_batches,
+                gradient_width * store_share,
+                updated,
+            )
+        )
+    speed, state = machine.store.speed, tuple(roles)
+    seconds = {
+        name: store_share * _update_seconds(weight, state, gradient_width, speed)
+        for name, weight in program.weights.items()
+        if weight.trainable
+    }
+    return StepCosts(tuple(found), seconds)
+
+
+def _operation_cost(
+    program: Program,
+    operation: Operation,
+    plan: EnginePlan,
+    machine: MachineDescription,
+    micro_batches: int,
+    stored_width: float,
+    updated: tuple[str, ...],
+) -> OperationCost:
+    kind = program.stages[operation.stage].kind
+    costs = kind.costs[executable_of(operation, plan)]
+    engine = machine.engine
+    one = sum(operator_seconds(cost, engine) for cost in costs) + engine.stage_seconds
+    # Gradients of micro-batches are added in pairs: two are read, one is written.
+    sums = (micro_batches - 1) * 3 * operation.gradient_bytes
+    adding = sums / engine.speed.curve("pointwise", "float32").at(3 * operation.gradient_bytes or 1)
+    width = machine.link.value_bytes if machine.link is not None else None
+    weights = [program.weights[name] for name in operation.weights]
+    gradients = sum(program.weights[name].entries for name in operation.gradients)
+    received = gradients * (_FLOAT_BYTES + stored_width)
+    receive = received / machine.store.speed.curve("receive").at(received or 1)
+    return OperationCost(
+        operation,
+        micro_batches * one + adding,
+        micro_batches * operation.flops,
+        sum(_streamed_bytes(weight, width) for weight in weights),
+        gradients * (width or _FLOAT_BYTES),
+        receive,
+        updated,
+    )
+
+
+def executable_of(operation: Operation, plan: EnginePlan) -> str:
+    """Return the name of the executable that computes an operation (`program.Kind`)."""
+    again = operation.stage in plan.recompute
+    return {
+        "infer": "infer",
+        "forward": "infer" if again else "forward",
+        "turn": "turn",
+        "backward": "recompute" if again else "backward",
+    }[operation.sweep]
+
+
+def operator_seconds(cost: OperatorCost, engine: EnginePart) -> float:
+    """Return the time of all calls of an operator, of one micro-batch.
+
+    An operator takes the time of its arithmetic or that of its traffic, whichever is longer.
+    """
+    curve = engine.speed.curve(cost.work, cost.dtype, cost.layout)  # type: ignore[arg-type]
+    seconds = (cost.flops if curve.work in IN_FLOPS else cost.bytes) / curve.at(cost.size)
+    if curve.work in IN_FLOPS:
+        memory = engine.speed.curve("pointwise", cost.dtype)
+        largest = memory.at(float("inf"))
+        seconds = max(seconds, cost.bytes / largest)
+    return cost.calls * (seconds + engine.operator_seconds)
+
+
+def _streamed_bytes(weight: WeightSpec, value_bytes: int | None) -> int:
+    if value_bytes is None:
+        return weight.stream_bytes
+    return weight.entries * value_bytes + weight.index_bytes
+
+
+def update_bytes(weight: WeightSpec, roles: Iterable[Role], gradient_width: int) -> int:
+    """Return the bytes that the update of a weight reads and writes: master and state both ways,
+    the gradient once."""
+    kept = weight.format.width * weight.entries + sum(r.bytes(weight.entries) for r in roles)
+    return 2 * kept + gradient_width * weight.entries
+
+
+def _update_seconds(
+    weight: WeightSpec, roles: tuple[Role, ...], gradient_width: int, speed: RateTable
+) -> float:
+    moved = update_bytes(weight, roles, gradient_width)
+    narrow = any(role.dtype == "uint8" for role in roles)
+    dtype = "8bit" if narrow else "bfloat16" if weight.format.rest else "float32"
+    return moved / speed.curve("update", dtype).at(moved)

@@ -1,0 +1,92 @@
+"""The forecast of a flash store's traffic against a store that runs."""
+
+import numpy as np
+import pytest
+import torch
+from grids import thinned
+from store_programs import (
+    SMALL_BLOCK,
+    flash_store,
+    forward_sweep,
+    make_program,
+    random_gradients,
+    random_weights,
+    send,
+)
+
+from penstock.errors import BudgetError
+from penstock.store import AdamW
+from penstock.store.flash import forecast
+
+DEEP = [{f"w{n}": (98, 65)} for n in range(9)]
+TIED = [{"e": (200, 65)}, *DEEP, {"norm": (65,), "e": (200, 65)}]
+STEPS = 3
+DRAM = [330_000, 700_000, 1_000_000, 1_500_000, 6_000_000]
+
+
+def step(store):
+    """One step whose backward sweep fetches all stages but the last again."""
+    forward_sweep(store)
+    gradients = random_gradients(store.program, np.random.default_rng([1, store.step]))
+    for stage in reversed(store.program.stages):
+        if stage is not store.program.stages[-1]:
+            store.fetch(stage.index)
+        send(store, {stage.index: gradients[stage.index]})
+    store.commit()
+
+
+def settled(store):
+    """Wait for the updates and writes of the last step; return the traffic since the last call."""
+    store.make_durable()
+    return store.take_flash_traffic()
+
+
+def predicted(program, dram, half=False, moments="fp32"):
+    return forecast(
+        program,
+        AdamW(0.9, 0.95, 1e-8, moments=moments),
+        dram,
+        half_gradients=half,
+        keep_steps=2,
+        block_elements=SMALL_BLOCK,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dram", "layers", "half"),
+    thinned(DRAM, [DEEP, TIED], [False, True], others=pytest.mark.long),
+)
+def test_traffic_memory_and_size_are_those_of_a_store_that_runs(tmp_path, dram, layers, half):
+    program = make_program(layers)
+    expected = predicted(program, dram, half)
+    dtype = torch.bfloat16 if half else torch.float32
+    store = flash_store(program, tmp_path / "flash", dram_bytes=dram, gradient_dtype=dtype)
+    store.load(random_weights(program, 1).items())
+    for _ in range(2):
+        step(store)
+    settled(store)
+    for _ in range(STEPS):
+        step(store)
+    traffic = settled(store)
+    assert traffic.written_bytes == STEPS * expected.written_bytes
+    assert store.memory_bytes == expected.memory
+    assert store.flash_bytes == expected.flash_bytes
+    # Where weights are evicted, what is read again depends on how fast they were written.
+    assert traffic.read_bytes == pytest.approx(STEPS * expected.read_bytes, rel=0.12)
+    if dram >= 1_500_000:
+        assert traffic.read_bytes == STEPS * expected.read_bytes
+    store.close()
+
+
+def test_store_that_no_memory_could_hold_is_forecast():
+    program = make_program([{f"w{n}": (1 << 20, 1 << 16)} for n in range(16)])  # 4 TiB of weights
+    expected = forecast(
+        program, AdamW(0.9, 0.95, 1e-8), 3 << 40, half_gradients=False, keep_steps=2
+    )
+    assert expected.written_bytes == 16 * (1 << 36) * (4 + 8 + 4)  # weights, moments, gradients
+    assert sum(expected.memory.values()) <= 3 << 40
+
+
+def test_memory_below_the_minimum_is_refused_as_by_the_store():
+    with pytest.raises(BudgetError, match=r"store\.dram: the weights of two stages need"):
+        predicted(make_program(DEEP), 1000)
