@@ -23,6 +23,7 @@ ENGINE_WORK: tuple[Work, ...] = (
     "attention",
     "head",
     "norm",
+    "activation",
     "pointwise",
     "reduction",
     "lookup",

@@ -31,7 +31,9 @@ ENGINE_KEYS = (
 )
 LINK_KEYS = "weights, gradients, store, fan_out, peers, seconds, value_bytes"
 CURVE_KEYS = "work, dtype, layout, sizes, rates, spread"
-ENGINE_WORK = "product, sparse product, attention, head, norm, pointwise, reduction, lookup, copy"
+ENGINE_WORK = (
+    "product, sparse product, attention, head, norm, activation, pointwise, reduction, lookup, copy"
+)
 
 
 def message(tmp_path, monkeypatch, text):
