@@ -211,13 +211,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_list(self, data: list[Any]) -> yaml.Node:
-        flow = not any(isinstance(item, list | dict) for item in data)
-        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+def _short_list(dumper: _Dumper, data: list[Any]) -> yaml.Node:
+    flow = not any(isinstance(item, list | dict) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-_Dumper.add_representer(list, _Dumper.represent_list)
+_Dumper.add_representer(list, _short_list)
 
 
 def dump_tables(value: Any) -> str:

@@ -80,7 +80,7 @@ two sizes it is straight if both are drawn in logarithms.
 | `sparse product` | FLOP/s of kept entries | share of kept entries, up to 1 | `product` |
 | `attention` | FLOP/s | length of the sequence | `product` |
 | `head` | FLOP/s | tokens | `product` |
-| `norm`, `reduction`, `lookup` | bytes/s | bytes | `pointwise` |
+| `norm`, `activation`, `reduction`, `lookup` | bytes/s | bytes | `pointwise` |
 | `copy` | bytes/s | bytes | `pointwise`; in a store: `update` |
 | `pointwise` | bytes/s | bytes | required |
 | `update` | bytes/s of weights, moments and gradients | bytes | required |

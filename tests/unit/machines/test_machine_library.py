@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from penstock.config import ByteSize
-from penstock.machines import RateCurve, known_machines, load_machine
+from penstock.machines import RateCurve, RateTable, Work, known_machines, load_machine
 from penstock.machines.figures import figure_keys, figures
 from penstock.machines.reference import markdown
 
@@ -161,6 +162,22 @@ def test_page_shows_every_figure_and_every_source():
         assert rows.keys() == machine.sources.keys()
         values = figures(machine)
         assert rows == {key: values.get(key, "null") for key in machine.sources}
+
+
+def test_page_names_the_work_that_stands_in_for_other_work():
+    page = (ROOT / "docs" / "machines.md").read_text().split("## Curves")[1].split("## The")[0]
+    rows = re.findall(
+        r"^\| (`[a-z`, ]+`) \| [^|]*/s[^|]* \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE
+    )
+    said = {work.strip("`"): text for works, text in rows for work in works.split(", ")}
+    assert set(said) == set(get_args(Work))
+    for work, text in said.items():
+        stand_in = text.split("`")[1] if "`" in text else None
+        needed = [RateCurve(work=w, rates=(1.0,)) for w in ("product", "pointwise", "update")]
+        if stand_in is None:
+            assert text.startswith("required")
+        else:
+            assert RateTable(needed, "it").curve(work).work == stand_in
 
 
 def test_example_of_the_page_is_a_machine(tmp_path):

@@ -1,10 +1,13 @@
 """Rates between measured sizes, and which curve is used for which work."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from penstock.machines import IN_FLOPS, RateCurve, RateTable
+from penstock.machines import IN_FLOPS, RateCurve, RateTable, Work
+from penstock.machines.description import ENGINE_WORK, FLASH_WORK, STORE_WORK
 
 
 def random_curve(seed):
@@ -68,6 +71,7 @@ def test_curve_of_type_and_layout_precedes_layout_any_and_type_any():
         ("head", "product"),
         ("sparse product", "product"),
         ("norm", "pointwise"),
+        ("activation", "pointwise"),
         ("reduction", "pointwise"),
         ("lookup", "pointwise"),
         ("copy", "pointwise"),
@@ -115,3 +119,15 @@ def test_curve_created_in_python_is_checked(values, text):
     with pytest.raises(ValidationError) as raised:
         RateCurve(work="copy", **values)
     assert text in [problem["msg"] for problem in raised.value.errors()]
+
+
+def test_every_kind_of_work_belongs_to_a_part_whose_required_curves_give_its_rate():
+    parts = {
+        ENGINE_WORK: table({"work": "product"}, {"work": "pointwise"}),
+        STORE_WORK: table({"work": "update"}),
+        FLASH_WORK: table({"work": "flash read"}, {"work": "flash write"}),
+    }
+    assert {work for part in parts for work in part} == set(get_args(Work))
+    for part, rates in parts.items():
+        for work in part:
+            assert rates.curve(work).rates[0] > 0
