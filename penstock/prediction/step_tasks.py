@@ -220,10 +220,12 @@ class StepTasks:
 
 
 def _link_rate(link: LinkPart, engines: int, own: float) -> float:
-    """Return the bytes per second that reach every engine at once.
+    """Return the bytes per second that reach every engine at once, or return from them.
 
-    A fabric that broadcasts sends each byte out of the store once; without one, the store sends it
-    to each engine.
+    A fabric that broadcasts sends each byte out of the store once. Peers of one host take a part
+    each and gather the rest from each other. Otherwise the store sends each byte to each engine.
     """
-    copies = 1 if link.fan_out is not None else engines
+    copies = engines if link.fan_out is None and link.peers is None else 1
+    if link.peers is not None and engines > 1:
+        own = min(own * engines, link.peers)
     return own if link.store is None else min(own, link.store / copies)
