@@ -83,7 +83,9 @@ def test_store_that_no_memory_could_hold_is_forecast():
     expected = forecast(
         program, AdamW(0.9, 0.95, 1e-8), 3 << 40, half_gradients=False, keep_steps=2
     )
-    assert expected.written_bytes == 16 * (1 << 36) * (4 + 8 + 4)  # weights, moments, gradients
+    elements = 16 << 36
+    # Weights and moments go out every step, and the gradients that do not fit in memory.
+    assert elements * (4 + 8) < expected.written_bytes <= elements * (4 + 8 + 4)
     assert sum(expected.memory.values()) <= 3 << 40
 
 
