@@ -13,7 +13,7 @@ import numba
 import torch
 
 from penstock.calibration.disk_cases import PIECE_BYTES, Disk, measured_disk
-from penstock.calibration.kept_measurements import KEY, HostKey
+from penstock.calibration.host_key import KEY, HostKey
 from penstock.calibration.operator_cases import operator_cases
 from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
 from penstock.calibration.repetitions import (
