@@ -26,6 +26,7 @@ from penstock.calibration.repetitions import (
 )
 from penstock.calibration.sparse_cases import Choices, sparse_cases
 from penstock.calibration.store_cases import store_cases
+from penstock.config import ByteSize
 from penstock.engine import (
     keep_freed_pages,
     return_freed_pages,
@@ -147,7 +148,7 @@ def _description(
         rates=curves(measured, "engine"),
     )
     store = StorePart(
-        memory=process_memory.total_bytes(),
+        memory=ByteSize(process_memory.total_bytes()),
         cores=key.cores,
         rates=curves(measured, "store"),
         flash=flash,
@@ -193,7 +194,7 @@ def _flash(measured: Sequence[Measured], folder: Path) -> FlashPart:
     found = os.statvfs(folder)
     both = next(one.rate for one in measured if one.quantity.work == "flash both")
     return FlashPart(
-        size=found.f_blocks * found.f_frsize,
+        size=ByteSize(found.f_blocks * found.f_frsize),
         rates=curves(measured, "flash"),
         both=_rounded(both),
     )

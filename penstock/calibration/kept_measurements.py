@@ -118,7 +118,9 @@ def this_host(
         f"to compile kernels ({key})"
     )
     if measure is None:
-        from penstock.calibration.host_measurement import calibrate as measure
+        from penstock.calibration.host_measurement import calibrate
+
+        measure = calibrate
     machine = measure(budget_seconds, None, on_progress, notice)
     try:
         keep(machine, key)
