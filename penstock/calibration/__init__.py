@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
+    from penstock.calibration.host_key import HostKey
     from penstock.calibration.host_measurement import calibrate
     from penstock.calibration.kept_measurements import (
-        HostKey,
         keep,
         kept_file,
         kept_machine,
@@ -31,7 +31,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "HostKey": "kept_measurements",
+        "HostKey": "host_key",
         "OnProgress": "repetitions",
         "calibrate": "host_measurement",
         "keep": "kept_measurements",

@@ -13,7 +13,7 @@ import numba
 import torch
 
 from penstock.calibration.disk_cases import PIECE_BYTES, Disk, measured_disk
-from penstock.calibration.kept_measurements import KEY, HostKey
+from penstock.calibration.host_key import KEY, HostKey
 from penstock.calibration.operator_cases import operator_cases
 from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
 from penstock.calibration.repetitions import (
@@ -26,6 +26,7 @@ from penstock.calibration.repetitions import (
 )
 from penstock.calibration.sparse_cases import Choices, sparse_cases
 from penstock.calibration.store_cases import store_cases
+from penstock.config import ByteSize
 from penstock.engine import (
     keep_freed_pages,
     return_freed_pages,
@@ -147,7 +148,7 @@ def _description(
         rates=curves(measured, "engine"),
     )
     store = StorePart(
-        memory=process_memory.total_bytes(),
+        memory=ByteSize(process_memory.total_bytes()),
         cores=key.cores,
         rates=curves(measured, "store"),
         flash=flash,
@@ -193,7 +194,7 @@ def _flash(measured: Sequence[Measured], folder: Path) -> FlashPart:
     found = os.statvfs(folder)
     both = next(one.rate for one in measured if one.quantity.work == "flash both")
     return FlashPart(
-        size=found.f_blocks * found.f_frsize,
+        size=ByteSize(found.f_blocks * found.f_frsize),
         rates=curves(measured, "flash"),
         both=_rounded(both),
     )

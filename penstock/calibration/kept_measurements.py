@@ -2,90 +2,30 @@
 
 A file is named for what its figures depend on: processor, cores, libraries, and what is measured.
 After a change of one of these, the file is not found, and the host is measured again. The first
-line of the file is a checksum of the others. Without it, the file is a machine file as any other.
+line of the file, a comment, is a checksum of the others. The file is a machine file as any other.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 import xxhash
-from pydantic import BaseModel
 
+from penstock.calibration.host_key import KEY, HostKey
 from penstock.calibration.repetitions import OnProgress
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
 from penstock.io import durable, read_plain
-from penstock.kernels.processor import processor_name
 from penstock.machines import MachineDescription, dump, load_machine
 from penstock.user_folders import cache_folder
 
-MEASUREMENTS = 1
-"""Raised when the measurements change, so that kept figures are measured again."""
-
 _MAX_BYTES = 1 << 20
 _SEAL = "# penstock calibrate, checksum "
-KEY = "key"
-"""The entry of a kept machine's sources that says what its figures depend on."""
-
 Notice = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class HostKey:
-    """What the figures of a host depend on.
-
-    Attributes:
-        processor: its name, as the system reports it.
-        cores: that this process may use.
-        torch, numba: versions.
-        form: of the description and of the measurements.
-    """
-
-    processor: str
-    cores: int
-    torch: str
-    numba: str
-    form: str
-
-    @classmethod
-    def here(cls) -> HostKey:
-        """Return the key of this host."""
-        return cls(
-            processor_name(),
-            len(os.sched_getaffinity(0)),
-            metadata.version("torch"),
-            metadata.version("numba"),
-            f"{MEASUREMENTS}.{_form_digest()}",
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.processor}, {self.cores} cores, torch {self.torch}, numba {self.numba}, "
-            f"measurements {self.form}"
-        )
-
-
-@functools.cache
-def _form_digest() -> str:
-    """Return a digest of the keys and types of a machine description."""
-    return hashlib.sha256("\n".join(_keys(MachineDescription)).encode()).hexdigest()[:8]
-
-
-def _keys(section: type[BaseModel]) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield f"{section.__name__}.{name}: {field.annotation}"
-        for inner in (field.annotation, *get_args(field.annotation)):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                yield from _keys(inner)
 
 
 def kept_file(key: HostKey) -> Path:
@@ -173,9 +113,14 @@ def this_host(
             return machine
     except PenstockError as error:
         reason = str(error)
-    notice(f"{reason}; measuring it now, about {budget_seconds:g} s ({key})")
+    notice(
+        f"{reason}; measuring it now, about {budget_seconds:g} s and, at the first use, the time "
+        f"to compile kernels ({key})"
+    )
     if measure is None:
-        from penstock.calibration.host_measurement import calibrate as measure
+        from penstock.calibration.host_measurement import calibrate
+
+        measure = calibrate
     machine = measure(budget_seconds, None, on_progress, notice)
     try:
         keep(machine, key)

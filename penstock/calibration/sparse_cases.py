@@ -7,6 +7,7 @@ sparsity that was measured.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 
@@ -65,13 +66,12 @@ def sparse_cases(choices: Choices) -> Iterator[Case]:
         for name, dtype in DTYPES.items():
             yield Case(
                 Quantity("engine", "sparse product", name),
-                lambda dtype=dtype, sparsity=sparsity: _prepared(
-                    dtype, sparsity, choices.of(dtype, sparsity)
-                ),
+                functools.partial(_prepared, dtype, sparsity, choices),
             )
 
 
-def _prepared(dtype: torch.dtype, sparsity: float, choice: Choice) -> Prepared:
+def _prepared(dtype: torch.dtype, sparsity: float, choices: Choices) -> Prepared:
+    choice = choices.of(dtype, sparsity)
     rows, columns = _SHAPE
     random = np.random.default_rng(0)
     mask = random.random(_SHAPE) >= sparsity

@@ -6,6 +6,7 @@ gradient, read. The bytes of an arriving gradient are those that are read and th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -33,12 +34,12 @@ def store_cases() -> Iterator[Case]:
         for kind in KINDS:
             yield Case(
                 Quantity("store", "update", kind),
-                lambda kind=kind, elements=elements: prepare_update(kind, elements),
+                functools.partial(prepare_update, kind, elements),
             )
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
             yield Case(
                 Quantity("store", "receive", name),
-                lambda dtype=dtype, elements=elements: prepare_receive(dtype, elements),
+                functools.partial(prepare_receive, dtype, elements),
             )
     yield Case(Quantity("store", "copy"), _prepare_copy)
 

@@ -33,7 +33,8 @@ def calibrate(
 ) -> None:
     """Measure this host, once: products, memory, optimizer and disk, for predictions of runs.
 
-    Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays there.
+    Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays there. At
+    the first use, kernels are compiled as well, which takes some minutes.
     """
     from rich.console import Console
 
