@@ -93,7 +93,7 @@ app.command("export")(export.export)
 app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
-app.command("plan")(plan.plan)
+app.add_typer(plan.app, name="plan")
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(data.app, name="data")
 

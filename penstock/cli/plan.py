@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperGroup
 
+from penstock.cli.figure import figure
 from penstock.cli.program import configuration
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
+    import click
     from rich.console import Console
     from rich.table import Table
 
@@ -21,6 +24,20 @@ if TYPE_CHECKING:
     from penstock.prediction import Planner, Point, Prediction, Sweep
 
 
+class _PlanByDefault(TyperGroup):
+    """`plan CONFIG` means `plan run CONFIG`; `plan figure NAME` is a command of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] != ["figure"]:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_PlanByDefault, help="Predict a run: memory, time, traffic, cost.")
+app.command("figure")(figure)
+
+
+@app.command("run")
 def plan(
     config: Annotated[
         str,

@@ -8,21 +8,34 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import Config
+from penstock.engine import plan_engine, predict_bytes
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.machines import MachineDescription
 from penstock.models import ModelSource
-from penstock.planning import Machine, builders, plan_execution
+from penstock.planning import Machine, builders, plan_execution, store_factory
 from penstock.planning.machine import DeviceMemory
 from penstock.prediction.predict import Prediction, predict
-from penstock.program import Program
+from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
 
 _DESCRIBED = "described"  # the target of engines that are known by their description alone
 _SEQUENCE = 1  # tokens per sample of a model without a sequence
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The memory of a model in bytes: its store, an engine with one micro-batch, and the weights of
+    its largest stage as they are streamed."""
+
+    parameters: int
+    store_bytes: int
+    engine_bytes: int
+    stage_bytes: int
 
 
 class Planner:
@@ -74,6 +87,37 @@ class Planner:
             compile_source=self._compile,
         )
         return predict(config, plan, machine)
+
+    def memory(self, config: Config) -> ModelMemory:
+        """Return the memory that a model needs on any machine.
+
+        An engine computes one micro-batch with the configured recomputation.
+        """
+        source = self._source(config)
+        length = config.data.sequence_length or source.max_sequence_length or _SEQUENCE
+        micro = config.batch.size if config.batch.micro == "auto" else int(config.batch.micro)
+        program = self._compile(
+            source,
+            micro_batch=micro,
+            length=length,
+            precision=config.precision,
+            train=config.train,
+            freeze=config.freeze,
+        )
+        plan = plan_engine(program, 1, None, config.engine.recompute, _DESCRIBED)
+        roles = store_factory.optimizer_of(config).roles
+        width = 4 if config.gradient_precision == "fp32" else 2
+        state = (
+            width * weight.entries + sum(role.bytes(weight.entries) for role in roles)
+            for weight in program.weights.values()
+            if weight.trainable
+        )
+        return ModelMemory(
+            program.parameters,
+            sum(weight.stored_bytes for weight in program.weights.values()) + sum(state),
+            predict_bytes(program, 1, plan, _DESCRIBED).peak_bytes,
+            largest_stage(program, lambda weight: weight.stream_bytes)[1],
+        )
 
     def _source(self, config: Config) -> ModelSource:
         if self._given is not None:

@@ -1,0 +1,69 @@
+"""`penstock plan figure`: the pictures of the literature, from the planner's predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.program import configuration
+from penstock.errors import ConfigError, did_you_mean
+
+_FIGURES = {
+    "memory": "memory over parameters, to 100 trillion",
+    "scaling": "speed of three model sizes over engines",
+    "timing": "one step of CONFIG: weights, compute, gradients, updates",
+    "gpus": "GPUs of a 3D-parallel cluster for the time of so many engines",
+}
+
+
+def figure(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(_FIGURES)}.")],
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="Of `timing`: preset, .yaml, or config.json."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as batch.size=64."),
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(metavar="NAME", help="Known machine or machine file.")
+    ] = "cs2",
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME", help="Of `gpus`: known GPU cluster, or a file.")
+    ] = "a100-cluster",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture, .png or .svg; default NAME.png.")
+    ] = None,
+) -> None:
+    """Draw a picture: memory, scaling, timing or gpus. Compiling large models takes minutes."""
+    if name not in _FIGURES:
+        raise ConfigError(
+            f"expected a figure, one of {', '.join(_FIGURES)}, got {name!r}"
+            f"{did_you_mean(name, list(_FIGURES))}"
+        )
+    if name == "timing" and config is None:
+        raise ConfigError("timing: expected a configuration, for example: plan figure timing gpt2")
+    if name != "timing" and config is not None:
+        raise ConfigError(
+            f"{name}: expected no configuration, got {config!r}; it draws its own models"
+        )
+
+    from penstock.machines import load_gpu_cluster, load_machine
+    from penstock.prediction import Planner, figures
+
+    path = out or Path(f"{name}.png")
+    planner, described = Planner(), load_machine(machine)
+    if name == "memory":
+        figures.draw_memory(path, planner)
+    elif name == "scaling":
+        figures.draw_scaling(path, planner, described)
+    elif name == "gpus":
+        figures.draw_gpus(path, planner, described, load_gpu_cluster(cluster))
+    else:
+        assert config is not None
+        settings = configuration(config, overrides or [])
+        figures.draw_timing(path, planner.plan(settings, described))
+    typer.echo(f"{path}: {_FIGURES[name]}")

@@ -1,0 +1,166 @@
+"""The pictures of the literature on weight streaming, from the planner's own predictions.
+
+Each function draws one picture into a file. Predictions of large models compile these models, which
+takes seconds to minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config
+from penstock.errors import BudgetError, ConfigError
+from penstock.machines import GpuCluster, MachineDescription
+from penstock.prediction.model_figures import figures_of
+from penstock.prediction.parallel_search import fewest_gpus
+from penstock.prediction.planned import Planner
+from penstock.prediction.plots import new_figure, save
+from penstock.prediction.predict import RESOURCE_OF, Prediction
+
+SEQUENCE = 2048
+ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+_COLOURS = {
+    "compute": "#4c72b0",
+    "update": "#dd8452",
+    "receive gradients": "#c44e52",
+    "weights out": "#55a868",
+    "gradients in": "#8172b3",
+    "flash read": "#937860",
+    "flash write": "#da8bc3",
+}
+
+GPTS: Mapping[str, tuple[int, int, int]] = {
+    "1.3B": (24, 2048, 16),
+    "13B": (40, 5120, 40),
+    "175B": (96, 12288, 96),
+    "1T": (128, 25600, 160),
+    "10T": (192, 65536, 512),
+    "100T": (320, 163840, 1280),
+}
+"""Layers, width and heads of models in the architecture of GPT-2."""
+
+
+def gpt(name: str, **changes: Any) -> Config:
+    """Return the configuration of one of `GPTS`, in bf16, with sequences of 2048 tokens."""
+    layers, width, heads = GPTS[name]
+    model = {"preset": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads}
+    return Config.from_mapping(
+        {
+            "model": {**model, "n_positions": SEQUENCE, "vocab_size": 50257},
+            "precision": "bf16",
+            "data": {"sequence_length": SEQUENCE},
+            **changes,
+        }
+    )
+
+
+def draw_memory(path: Path, planner: Planner) -> None:
+    """Draw the memory of store and engine over the parameters of a model, up to 100 trillion.
+
+    An engine computes one sequence, with every stage's forward computed again.
+    """
+    rows = []
+    for name in GPTS:
+        config = gpt(name, batch={"size": 1, "micro": 1}, engine={"recompute": "always"})
+        found = planner.memory(config)
+        rows.append((found.parameters, found.store_bytes, found.engine_bytes, found.stage_bytes))
+    figure, axes = new_figure()
+    labels = ("store: masters, moments, gradients", "one engine, one sequence", "largest stage")
+    parameters = [row[0] for row in rows]
+    for column, label in enumerate(labels, start=1):
+        axes.plot(parameters, [row[column] for row in rows], "o-", label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("parameters")
+    axes.set_ylabel("bytes")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    save(figure, path)
+
+
+def draw_scaling(path: Path, planner: Planner, machine: MachineDescription) -> None:
+    """Draw the speed-up of several model sizes over engines, with as many sequences per engine."""
+    most = machine.engine.most or ENGINES[-1]
+    figure, axes = new_figure()
+    for name in ("1.3B", "13B", "175B"):
+        engines, speeds = [], []
+        for count in ENGINES:
+            if count > most:
+                break
+            config = gpt(name, engines=count, batch={"size": 64 * count})
+            try:
+                found = planner.plan(config, machine)
+            except BudgetError:
+                continue
+            engines.append(count)
+            speeds.append(found.tokens_per_second)
+        if engines:
+            axes.plot(engines, [s / speeds[0] * engines[0] for s in speeds], "o-", label=name)
+    axes.plot(ENGINES, ENGINES, "--", color="gray", label="linear")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
+    axes.set_yticks(ENGINES, [str(count) for count in ENGINES])
+    axes.minorticks_off()
+    axes.set_xlabel(f"engines of {machine.name}")
+    axes.set_ylabel("tokens per second, relative to one engine")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    save(figure, path)
+
+
+def draw_timing(path: Path, prediction: Prediction) -> None:
+    """Draw when each resource works in one step: weights, compute, gradients, updates, flash."""
+    resources = list(prediction.busy["step"])
+    figure, axes = new_figure()
+    for row, resource in enumerate(resources):
+        pieces = [
+            (max(span.begin, 0.0), min(span.end, prediction.step_seconds) - max(span.begin, 0.0))
+            for span in prediction.spans
+            if RESOURCE_OF.get(span.what) == resource
+        ]
+        axes.broken_barh(pieces, (row - 0.4, 0.8), color=_COLOURS[resource], linewidth=0)
+    axes.set_yticks(range(len(resources)), resources)
+    axes.invert_yaxis()
+    axes.set_xlim(0, prediction.step_seconds)
+    axes.set_xlabel("seconds of one step")
+    config, name = prediction.config, prediction.plan.program.name
+    count = f"{config.engines} x " if config.engines > 1 else ""
+    axes.set_title(f"{name}, {config.precision}, on {count}{prediction.machine.name}")
+    save(figure, path)
+
+
+def draw_gpus(
+    path: Path, planner: Planner, machine: MachineDescription, cluster: GpuCluster
+) -> None:
+    """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines."""
+    figure, axes = new_figure()
+    for name in ("1.3B", "13B", "175B"):
+        engines, gpus = [], []
+        for count in ENGINES:
+            config = gpt(name, engines=count, batch={"size": 64 * count})
+            try:
+                found = planner.plan(config, machine)
+                heads = GPTS[name][2]
+                division = fewest_gpus(
+                    figures_of(found, heads),
+                    cluster,
+                    step_seconds=found.step_seconds,
+                    zero_stages=(0, 1),
+                )
+            except ConfigError:  # does not fit, or no number of GPUs is as fast
+                continue
+            engines.append(count)
+            gpus.append(division.gpus)
+        axes.plot(engines, gpus, "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
+    axes.minorticks_off()
+    axes.set_xlabel(f"engines of {machine.name}, data-parallel, 64 sequences each")
+    axes.set_ylabel(f"GPUs of {cluster.name} for the same time")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    save(figure, path)
