@@ -1,0 +1,165 @@
+"""`penstock plan` as it is typed: the page, the tables, the files, and what it refuses."""
+
+import csv
+import json
+
+import pytest
+from command_line import penstock
+
+HOST = """
+name: desk
+title: two cores with round figures
+kind: host
+engine:
+  is_host: true
+  operator_seconds: 5e-6
+  rates:
+    - {work: product, rates: [100e9]}
+    - {work: pointwise, rates: [10e9]}
+store:
+  memory: 24GiB
+  cores: 2
+  rates:
+    - {work: update, rates: [10e9]}
+"""
+DISK = """
+  flash:
+    rates:
+      - {work: flash read, rates: [1e9]}
+      - {work: flash write, rates: [1e9]}
+"""
+TINY = ("tiny", "batch.size=8", "data.sequence_length=32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("machines")
+    (folder / "desk.yaml").write_text(HOST)
+    (folder / "disk.yaml").write_text(HOST.rstrip() + DISK)
+    return folder
+
+
+def plan(folder, *arguments, machine="desk.yaml"):
+    return penstock("plan", *arguments, "--machine", machine, cwd=folder)
+
+
+def test_page_says_whether_it_fits_how_long_it_takes_and_what_binds_it(folder):
+    done = plan(folder, *TINY)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "on one engine of desk (two cores with round figures)",
+        "It fits: ",
+        "One step takes",
+        "not compared with measured runs",
+        "What binds the forward sweep: compute",
+        "weights to each engine",
+        "As training decides: ",
+    ):
+        assert text in done.stdout
+
+
+def test_json_has_the_same_as_numbers(folder):
+    found = json.loads(plan(folder, *TINY, "--json").stdout)
+    assert found["machine"] == "desk"
+    assert found["micro_batch"] * found["micro_batches"] == found["batch_size"] == 8
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["step_seconds"])
+    assert found["run_seconds"] == pytest.approx(1000 * found["step_seconds"])
+    assert found["step_seconds_interval"] is None
+    assert sum(found["memory_bytes"].values()) <= found["memory_limit_bytes"]
+
+
+def test_step_on_one_thread_is_the_sum_of_its_parts(folder):
+    found = json.loads(plan(folder, *TINY, "--json").stdout)
+    assert sum(found["busy"]["step"].values()) == pytest.approx(1.0)
+
+
+def test_store_on_flash_is_read_and_written(folder):
+    more = ("store.flash.path=flash", "store.dram=64MiB", "--json")
+    found = json.loads(plan(folder, *TINY, *more, machine="disk.yaml").stdout)
+    assert found["flash_written_bytes"] > 0
+    assert not (folder / "flash").exists()
+
+
+def test_engines_of_a_wafer_cluster_share_a_batch(folder):
+    more = ("--json", "batch.size=64", "batch.micro=1")
+    one, many = (
+        json.loads(plan(folder, *TINY, *more, f"engines={count}", machine="cs2").stdout)
+        for count in (1, 16)
+    )
+    assert one["stream_bytes"] == many["stream_bytes"]  # a fabric broadcasts
+    assert 1 < many["tokens_per_second"] / one["tokens_per_second"] <= 16
+
+
+def test_sweep_is_a_table_a_csv_file_and_a_picture(folder):
+    more = ("--sweep", "batch.size=8..32", "--csv", "sweep.csv", "--plot", "sweep.svg")
+    done = plan(folder, *TINY, *more)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    assert [row["batch.size"] for row in rows] == ["8", "16", "32"]
+    steps = [float(row["step_seconds"]) for row in rows]
+    assert steps == sorted(steps)
+    assert "<svg" in (folder / "sweep.svg").read_text()
+    assert all(f" {row['batch.size']} " in done.stdout for row in rows)
+
+
+def test_machines_are_compared_in_a_table(folder):
+    done = penstock("plan", *TINY, "--machine", "desk.yaml", "--machine", "cs3", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "desk" in done.stdout
+    assert "cs3" in done.stdout
+
+
+def test_fewest_engines_for_a_deadline(folder):
+    more = ("batch.size=64", "batch.micro=1", "run.steps=1000000", "--json")
+    one = json.loads(plan(folder, *TINY, *more, machine="hosts-10g").stdout)
+    wanted = one["run_seconds"] / 1.5 / 3600
+    done = plan(folder, *TINY, *more, "--target", f"{wanted:.3f} hours", machine="hosts-10g")
+    found = json.loads(done.stdout)
+    assert found["engines"] > 1
+    assert found["run_seconds"] <= wanted * 3600
+
+
+def test_picture_of_a_step(folder):
+    done = penstock(
+        "plan", "figure", "timing", *TINY, "--machine", "desk.yaml", "--out", "t.png", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("tiny", "--sweep", "engines"), "--sweep: expected KEY=VALUES such as engines=1..192"),
+        (("tiny", "--csv", "a.csv"), "--csv: expected --sweep beside it, got none"),
+        (("tiny", "--target", "soon"), "--target: expected a duration such as '3 days'"),
+        (("tiny", "engines=193"), "engines: cs2 has at most 192 engines, got 193"),
+        (("figure", "memry"), "expected a figure, one of memory, scaling, timing, gpus"),
+        (("figure", "timing"), "timing: expected a configuration"),
+        (("figure", "memory", "tiny"), "it draws models of its own"),
+    ],
+)
+def test_wrong_arguments_are_refused(folder, arguments, text):
+    done = plan(folder, *arguments, machine="cs2")
+    assert done.returncode != 0
+    assert text in done.stderr
+
+
+def test_unknown_machine_is_refused_with_the_nearest_name(folder):
+    done = plan(folder, "tiny", machine="cs4")
+    assert done.returncode != 0
+    assert "expected a machine, cs2, cs3" in done.stderr
+    assert "did you mean" in done.stderr
+
+
+def test_run_on_flash_needs_a_machine_with_a_disk(folder):
+    done = plan(folder, *TINY, "store.flash.path=flash")
+    assert done.returncode != 0
+    assert "store.flash.path: the machine desk has no disk" in done.stderr
+
+
+def test_run_that_does_not_fit_is_refused_with_the_sum(folder):
+    done = plan(folder, "gpt2", "model.n_layer=400")
+    assert done.returncode != 0
+    assert "cannot hold this run" in done.stderr
+    assert "store (" in done.stderr
