@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +20,7 @@ _SHADES = " ░▒▓█"
 
 def page(prediction: Prediction, advice: Sequence[Advice]) -> Group:
     """Return the page: does it fit, the time of a step, what binds it, and what would help."""
-    parts = [
+    parts: list[RenderableType] = [
         Text(_title(prediction), style="bold"),
         Text(_fits(prediction)),
         _memory(prediction),

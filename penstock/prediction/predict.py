@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,12 +92,7 @@ class Prediction:
     @property
     def flops(self) -> int:
         """The arithmetic of a step's forward and backward sweeps, without recomputation."""
-        return self.plan.flops.of({n: w.capacity for n, w in self._sparse.items()})
-
-    @property
-    def _sparse(self) -> Mapping[str, object]:
-        weights = self.plan.program.weights
-        return {name: weight for name, weight in weights.items() if weight.is_sparse}
+        return self.plan.flops.of(self.plan.program.capacities)
 
     @cached_property
     def busy(self) -> dict[str, dict[str, float]]:
@@ -231,7 +225,7 @@ def _flash(
     program, optimizer = plan.program, store_factory.optimizer_of(config)
     masks = mask_rule_of(config, program)
     count = config.store.shards
-    holding = ShardMap.of(program, count).parts(program)[0] if count > 1 else program
+    holding = next(ShardMap.of(program, count).parts(program)) if count > 1 else program
     share = dram_bytes if count == 1 else store_factory.flash_share(config, program, dram_bytes)
     return forecast(
         holding,
