@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from penstock.prediction.advice import Advice, advise
     from penstock.prediction.comparison import predicted_step
     from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures, divide
-    from penstock.prediction.page import as_json, page
     from penstock.prediction.parallel_search import best_division, fewest_gpus
     from penstock.prediction.planned import Planner
     from penstock.prediction.plots import plot_sweep
-    from penstock.prediction.predict import Prediction, predict
+    from penstock.prediction.predicted_run import Prediction, predict
+    from penstock.prediction.printed_page import as_json, page
     from penstock.prediction.sweep import (
         Point,
         Sweep,
@@ -61,11 +61,11 @@ __getattr__ = lazily(
         "best_division": "parallel_search",
         "divide": "gpu_cluster",
         "fewest_gpus": "parallel_search",
-        "Prediction": "predict",
+        "Prediction": "predicted_run",
         "Task": "timeline",
         "advise": "advice",
-        "as_json": "page",
-        "page": "page",
+        "as_json": "printed_page",
+        "page": "printed_page",
         "Planner": "planned",
         "Point": "sweep",
         "Sweep": "sweep",
@@ -73,7 +73,7 @@ __getattr__ = lazily(
         "fewest_engines": "sweep",
         "parse_deadline": "sweep",
         "plot_sweep": "plots",
-        "predict": "predict",
+        "predict": "predicted_run",
         "predicted_step": "comparison",
         "row": "sweep",
         "run_sweep": "sweep",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError
-from penstock.prediction.predict import Prediction, predict
+from penstock.prediction.predicted_run import Prediction, predict
 
 _WORTH = 1.03  # a change that gains less is not named
 _HIDDEN = 0.95  # of the speed of a very large batch: the stream is hidden

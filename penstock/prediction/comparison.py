@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.prediction.predict import Prediction
+from penstock.prediction.predicted_run import Prediction
 from penstock.telemetry import PredictedStep
 
 

@@ -17,7 +17,7 @@ from penstock.prediction.model_figures import figures_of
 from penstock.prediction.parallel_search import fewest_gpus
 from penstock.prediction.planned import Planner
 from penstock.prediction.plots import new_figure, save
-from penstock.prediction.predict import RESOURCE_OF, Prediction
+from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 
 SEQUENCE = 2048
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)

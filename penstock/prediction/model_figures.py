@@ -6,7 +6,7 @@ from collections import Counter
 
 from penstock.errors import ConfigError
 from penstock.prediction.gpu_cluster import ModelFigures
-from penstock.prediction.predict import Prediction
+from penstock.prediction.predicted_run import Prediction
 
 
 def figures_of(prediction: Prediction, heads: int) -> ModelFigures:

@@ -19,7 +19,7 @@ from penstock.machines import MachineDescription
 from penstock.models import ModelSource
 from penstock.planning import Machine, builders, plan_execution, store_factory
 from penstock.planning.machine import DeviceMemory
-from penstock.prediction.predict import Prediction, predict
+from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.errors import ConfigError, PenstockError
-from penstock.prediction.predict import Prediction
+from penstock.prediction.predicted_run import Prediction
 
 _MOST_VALUES = 1000
 _MOST_ENGINES = 1 << 16  # that a deadline may take, on a machine without a limit

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
-from penstock.prediction.predict import RESOURCE_OF, Prediction
+from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 from penstock.progress import show_bytes, show_count, show_duration, show_flops, show_rate
 
 _WIDTH = 48  # of the time line
