@@ -52,18 +52,24 @@ def figure(
         )
 
     from penstock.machines import load_gpu_cluster, load_machine
-    from penstock.prediction import Planner, figures
+    from penstock.prediction import (
+        Planner,
+        draw_gpus,
+        draw_memory,
+        draw_scaling,
+        draw_timing,
+    )
 
     path = out or Path(f"{name}.png")
     planner, described = Planner(), load_machine(machine)
     if name == "memory":
-        figures.draw_memory(path, planner)
+        draw_memory(path, planner)
     elif name == "scaling":
-        figures.draw_scaling(path, planner, described)
+        draw_scaling(path, planner, described)
     elif name == "gpus":
-        figures.draw_gpus(path, planner, described, load_gpu_cluster(cluster))
+        draw_gpus(path, planner, described, load_gpu_cluster(cluster))
     else:
         assert config is not None
         settings = configuration(config, overrides or [])
-        figures.draw_timing(path, planner.plan(settings, described))
+        draw_timing(path, planner.plan(settings, described))
     typer.echo(f"{path}: {_FIGURES[name]}")

@@ -7,7 +7,7 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.planning.builders import build_program
     from penstock.planning.execution_plan import ExecutionPlan, plan_execution
-    from penstock.planning.machine import Machine
+    from penstock.planning.machine import DeviceMemory, Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes
     from penstock.planning.sparse_products import (
         make_inference_engine,
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.planning.sparse_weights import SparsePlan, mask_rule_of
 
 __all__ = [
+    "DeviceMemory",
     "ExecutionPlan",
     "Machine",
     "SparsePlan",
@@ -34,6 +35,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "DeviceMemory": "machine",
         "ExecutionPlan": "execution_plan",
         "Machine": "machine",
         "SparsePlan": "sparse_weights",

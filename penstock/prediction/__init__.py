@@ -7,6 +7,7 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.prediction.advice import Advice, advise
     from penstock.prediction.comparison import predicted_step
+    from penstock.prediction.figures import draw_gpus, draw_memory, draw_scaling, draw_timing
     from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures, divide
     from penstock.prediction.parallel_search import best_division, fewest_gpus
     from penstock.prediction.planned import Planner
@@ -39,6 +40,10 @@ __all__ = [
     "as_json",
     "best_division",
     "divide",
+    "draw_gpus",
+    "draw_memory",
+    "draw_scaling",
+    "draw_timing",
     "fewest_engines",
     "fewest_gpus",
     "page",
@@ -60,6 +65,10 @@ __getattr__ = lazily(
         "ModelFigures": "gpu_cluster",
         "best_division": "parallel_search",
         "divide": "gpu_cluster",
+        "draw_gpus": "figures",
+        "draw_memory": "figures",
+        "draw_scaling": "figures",
+        "draw_timing": "figures",
         "fewest_gpus": "parallel_search",
         "Prediction": "predicted_run",
         "Task": "timeline",

@@ -17,8 +17,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.machines import MachineDescription
 from penstock.models import ModelSource
-from penstock.planning import Machine, builders, plan_execution, store_factory
-from penstock.planning.machine import DeviceMemory
+from penstock.planning import DeviceMemory, Machine, builders, plan_execution, store_factory
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
