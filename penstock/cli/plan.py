@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -15,7 +15,6 @@ from penstock.cli.program import configuration
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
-    import click
     from rich.console import Console
     from rich.table import Table
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class _PlanByDefault(TyperGroup):
     """`plan CONFIG` means `plan run CONFIG`; `plan figure NAME` is a command of its own."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args[:1] != ["figure"]:
             args = ["run", *args]
         return super().parse_args(ctx, args)
