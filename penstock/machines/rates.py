@@ -124,6 +124,14 @@ class RateCurve(Section):
         return rates[right - 1] ** (1 - share) * rates[right] ** share
 
 
+def _similar(work: Work) -> Iterator[Work]:
+    """Yield a kind of work, and after it the work whose rates may stand in for it."""
+    wanted: Work | None = work
+    while wanted is not None:
+        yield wanted
+        wanted = _STAND_IN.get(wanted)
+
+
 class RateTable:
     """Finds the curve of a kind of work.
 
@@ -136,18 +144,21 @@ class RateTable:
 
     def curve(self, work: Work, dtype: str = "any", layout: Layout = "any") -> RateCurve:
         """Return the curve of some work: the one of its type and layout, else the one of all
-        layouts, else the one of all types, else that of similar work.
+        layouts, else the one of all types, else that of similar work, else one of another type.
 
         Raises:
             KeyError: the machine gives no rate for such work.
         """
-        wanted: Work | None = work
-        while wanted is not None:
+        chain = list(_similar(work))
+        for similar in chain:
             for key in ((dtype, layout), (dtype, "any"), ("any", layout), ("any", "any")):
-                found = self._curves.get((wanted, *key))  # type: ignore[arg-type]
+                found = self._curves.get((similar, *key))  # type: ignore[arg-type]
                 if found is not None:
                     return found
-            wanted = _STAND_IN.get(wanted)
+        for similar in chain:
+            other = next((c for key, c in self._curves.items() if key[0] == similar), None)
+            if other is not None:
+                return other
         raise KeyError(f"{self._where} gives no rate for {work} of {dtype}")
 
     def has(self, work: Work) -> bool:

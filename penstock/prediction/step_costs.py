@@ -99,7 +99,8 @@ def step_costs(
                 plan,
                 machine,
                 micro_batches,
-                gradient_width * store_share,
+                gradient_width,
+                store_share,
                 updated,
             )
         )
@@ -118,7 +119,8 @@ def _operation_cost(
     plan: EnginePlan,
     machine: MachineDescription,
     micro_batches: int,
-    stored_width: float,
+    gradient_width: int,
+    store_share: float,
     updated: tuple[str, ...],
 ) -> OperationCost:
     kind = program.stages[operation.stage].kind
@@ -131,8 +133,9 @@ def _operation_cost(
     width = machine.link.value_bytes if machine.link is not None else None
     weights = [program.weights[name] for name in operation.weights]
     gradients = sum(program.weights[name].entries for name in operation.gradients)
-    received = gradients * (_FLOAT_BYTES + stored_width)
-    receive = received / machine.store.speed.curve("receive").at(received or 1)
+    received = gradients * (_FLOAT_BYTES + gradient_width) * store_share
+    stored_type = "float32" if gradient_width == _FLOAT_BYTES else "bfloat16"
+    receive = received / machine.store.speed.curve("receive", stored_type).at(received or 1)
     return OperationCost(
         operation,
         micro_batches * one + adding,

@@ -72,8 +72,8 @@ def test_traffic_memory_and_size_are_those_of_a_store_that_runs(tmp_path, dram, 
     assert store.memory_bytes == expected.memory
     assert store.flash_bytes == expected.flash_bytes
     # Where weights are evicted, what is read again depends on how fast they were written.
-    assert traffic.read_bytes == pytest.approx(STEPS * expected.read_bytes, rel=0.12)
-    if dram >= 1_500_000:
+    assert traffic.read_bytes == pytest.approx(STEPS * expected.read_bytes, rel=0.15)
+    if expected.memory["state"]:
         assert traffic.read_bytes == STEPS * expected.read_bytes
     store.close()
 
