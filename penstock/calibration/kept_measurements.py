@@ -7,8 +7,10 @@ line of the file, a comment, is a checksum of the others. The file is a machine 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,7 +37,7 @@ def kept_file(key: HostKey) -> Path:
 
 
 def keep(machine: MachineDescription, key: HostKey) -> Path:
-    """Keep the measurements of a host; a crash leaves the old file or the new one.
+    """Keep the measurements of a host; an error leaves the old file.
 
     **Returns:** the file.
 
@@ -46,10 +48,15 @@ def keep(machine: MachineDescription, key: HostKey) -> Path:
     sources = {**machine.sources, KEY: str(key)}
     text = dump(machine.model_copy(update={"sources": sources})).encode()
     sealed = f"{_SEAL}{xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+    # Nothing is synced: a file that a crash has torn fails its checksum, and is measured again.
+    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     try:
-        durable.make_folder(path.parent)
-        durable.replace_file(path, sealed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(sealed)
+        os.replace(temporary, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise StorageError(
             f"{path}: cannot keep the measurements of this host: {error.strerror or error}; free "
             "some space there, or set XDG_CACHE_HOME to another folder"

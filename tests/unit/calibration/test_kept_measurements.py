@@ -157,13 +157,13 @@ def test_a_folder_that_cannot_be_written_does_not_lose_the_measurement(cache):
     assert "free some space there, or set XDG_CACHE_HOME to another folder" in notices[1]
 
 
-def test_a_crash_while_writing_leaves_the_old_file(monkeypatch):
+def test_an_error_while_writing_leaves_the_old_file(monkeypatch):
     keep(host(rate=5.0), KEY)
 
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.io.durable.write", refuse)
+    monkeypatch.setattr("penstock.calibration.kept_measurements.os.replace", refuse)
     with pytest.raises(StorageError, match="No space left on device"):
         keep(host(rate=6.0), KEY)
     assert rate_of(kept_machine(KEY)) == 5.0
