@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.engine import predict_bytes
 from penstock.errors import BudgetError
 from penstock.prediction.predicted_run import Prediction, predict
 
@@ -53,9 +54,8 @@ def least_dram_that_unbinds_flash(prediction: Prediction) -> int | None:
     """
     if prediction.flash is None:
         return None
-    whole = _everything_in_memory(prediction)
-    best = _with_dram(prediction, whole)
-    if best is None or prediction.tokens_per_second >= _HIDDEN * best.tokens_per_second:
+    whole, best = _without_reads(prediction)
+    if prediction.tokens_per_second >= _HIDDEN * best.tokens_per_second:
         return None
     low, high = prediction.plan.shares.store, whole
     while high - low > max(1 << 20, low // 50):
@@ -72,6 +72,8 @@ def _larger_batch(prediction: Prediction) -> Iterator[Advice]:
         return
     more = least - prediction.plan.micro_batches
     gain = _with_micro_batches(prediction, least).tokens_per_second / prediction.tokens_per_second
+    if not _fits(prediction, least):
+        return
     size = least * prediction.plan.micro_batch
     yield Advice(f"{more} more micro-batches in a step hide the stream (batch.size: {size})", gain)
 
@@ -117,8 +119,18 @@ def _with_dram(prediction: Prediction, size: int) -> Prediction | None:
         return None
 
 
-def _everything_in_memory(prediction: Prediction) -> int:
-    assert prediction.flash is not None
-    weights = prediction.plan.program.weights.values()
-    state = sum(u.state_read for u in prediction.flash.updates)
-    return 2 * (state + sum(12 * w.entries for w in weights)) + (1 << 28)
+def _without_reads(prediction: Prediction) -> tuple[int, Prediction]:
+    """Return memory with which a store on flash reads nothing, and the prediction with it."""
+    size, found = prediction.plan.shares.store, prediction
+    while found.flash is not None and found.flash.read_bytes:
+        size *= 2
+        found = _with_dram(prediction, size) or found
+    return size, found
+
+
+def _fits(prediction: Prediction, micro_batches: int) -> bool:
+    """Return whether an engine has memory for a step of so many micro-batches."""
+    plan = prediction.plan
+    each = -(-micro_batches // prediction.config.engines)
+    found = predict_bytes(plan.program, each, plan.plan, plan.device)
+    return found.peak_bytes <= plan.shares.engine

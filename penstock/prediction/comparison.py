@@ -16,7 +16,7 @@ def predicted_step(prediction: Prediction) -> PredictedStep:
     compute = busy.get("compute", 0.0)
     update = busy.get("update", 0.0)
     moved = sum(busy.get(n, 0.0) for n in ("receive gradients", "weights out", "gradients in"))
-    flash, shards = prediction.flash, prediction.config.store.shards
+    flash = prediction.flash
     return PredictedStep(
         seconds=prediction.step_seconds,
         compute_seconds=compute,
@@ -25,6 +25,6 @@ def predicted_step(prediction: Prediction) -> PredictedStep:
         flash_wait_seconds=max(0.0, prediction.step_seconds - compute - update - moved),
         streamed_bytes=prediction.costs.stream_bytes,
         gradient_bytes=prediction.costs.gradient_bytes,
-        flash_read_bytes=0 if flash is None else shards * flash.read_bytes,
-        flash_written_bytes=0 if flash is None else shards * flash.written_bytes,
+        flash_read_bytes=0 if flash is None else flash.read_bytes,
+        flash_written_bytes=0 if flash is None else flash.written_bytes,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,7 +43,7 @@ class Prediction:
         plan: the decisions that training makes.
         machine: on which it runs.
         costs: of a step's operations.
-        flash: traffic of the store, of one of its shards; None without flash.
+        flash: traffic of the store, all shards and replicas together; None without flash.
         spans: of one step in the middle of the run, from its begin at 0.
     """
 
@@ -107,7 +106,7 @@ class Prediction:
         return {sweep: self._busy_between(*limits) for sweep, limits in sweeps.items()}
 
     def _busy_between(self, begin: float, end: float) -> dict[str, float]:
-        found = dict.fromkeys(dict.fromkeys(RESOURCE_OF.values()), 0.0)
+        found = dict.fromkeys(RESOURCE_OF.values(), 0.0)
         for span in self.spans:
             resource = RESOURCE_OF.get(span.what)
             if resource is not None:
@@ -122,15 +121,20 @@ class Prediction:
         The rest of the step is time in which only the disk works.
         """
         order = [r for r in dict.fromkeys(RESOURCE_OF.values()) if not r.startswith("flash")]
-        found = dict.fromkeys(order, 0.0)
-        spans = [span for span in self.spans if RESOURCE_OF.get(span.what) in found]
-        times = sorted({0.0, self.step_seconds, *(t for s in spans for t in (s.begin, s.end))})
-        for begin, end in itertools.pairwise(t for t in times if 0 <= t <= self.step_seconds):
-            middle = (begin + end) / 2
-            active = {RESOURCE_OF[s.what] for s in spans if s.begin <= middle < s.end}
-            first = next((resource for resource in order if resource in active), None)
+        active, found = dict.fromkeys(order, 0), dict.fromkeys(order, 0.0)
+        changes: list[tuple[float, str, int]] = []
+        for span in self.spans:
+            resource = RESOURCE_OF.get(span.what)
+            if resource in found:
+                begin, end = max(span.begin, 0.0), min(span.end, self.step_seconds)
+                changes += [(begin, resource, 1), (end, resource, -1)]
+        before = 0.0
+        for time, resource, change in sorted(changes):
+            first = next((each for each in order if active[each]), None)
             if first is not None:
-                found[first] += end - begin
+                found[first] += time - before
+            active[resource] += change
+            before = time
         return found
 
     def binding(self, sweep: str) -> str:
@@ -234,7 +238,7 @@ def _flash(
         half_gradients=config.gradient_precision == "bf16",
         keep_steps=config.store.flash.keep_steps,
         masks=masks,
-    )
+    ).times(config.store.holders)
 
 
 def _depth(machine: MachineDescription, engines: int) -> int:

@@ -101,7 +101,8 @@ def _time_line(prediction: Prediction) -> Table:
         for span in prediction.spans:
             if RESOURCE_OF.get(span.what) != resource:
                 continue
-            for column in range(_WIDTH):
+            first, last = int(max(span.begin, 0.0) / width), int(span.end / width)
+            for column in range(first, min(last + 1, _WIDTH)):
                 begin, end = column * width, (column + 1) * width
                 filled[column] += max(0.0, min(span.end, end) - max(span.begin, begin)) / width
         bar = "".join(_shade(value) for value in filled)
@@ -136,9 +137,8 @@ def _traffic(prediction: Prediction) -> Table:
         ("gradients to the store", costs.gradient_bytes),
     ]
     if flash is not None:
-        shards = prediction.config.store.shards
-        rows += [("read from flash", shards * flash.read_bytes)]
-        rows += [("written to flash", shards * flash.written_bytes)]
+        rows += [("read from flash", flash.read_bytes)]
+        rows += [("written to flash", flash.written_bytes)]
     for name, size in rows:
         table.add_row(name, show_bytes(size), show_rate(size / prediction.step_seconds))
     return table

@@ -71,8 +71,7 @@ class StepTasks:
     def _add(
         self, lane: str, what: str, seconds: float, after: Sequence[int], **more: object
     ) -> int:
-        wanted = tuple(number for number in dict.fromkeys(after))
-        self.tasks.append(Task(lane, what, seconds, wanted, **more))  # type: ignore[arg-type]
+        self.tasks.append(Task(lane, what, seconds, tuple(after), **more))  # type: ignore[arg-type]
         return len(self.tasks) - 1
 
     def _step(self, step: int) -> None:

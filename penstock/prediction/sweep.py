@@ -59,7 +59,7 @@ class Sweep:
         first, last, step = (int(part) if part else 0 for part in found.groups())
         if first < 1 or last < first or (found[3] and step < 1):
             raise ConfigError(f"--sweep: {wanted}, with numbers from 1 up, got {text!r}")
-        numbers = list(range(first, last + 1, step)) if step else _doubling(first, last)
+        numbers = range(first, last + 1, step) if step else _doubling(first, last)
         if len(numbers) > _MOST_VALUES:
             raise ConfigError(
                 f"--sweep: expected at most {_MOST_VALUES} values, got {len(numbers)}; choose a "
@@ -90,20 +90,23 @@ def run_sweep(config: Config, sweep: Sweep, plan: Callable[[Config], Prediction]
     **Arguments:** `plan` returns the prediction of a configuration.
 
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: no value gives a configuration, for example because there is no such key.
     """
-    section: Any = config
-    for part in sweep.key.split("."):
-        if not hasattr(section, part):
-            raise ConfigError(f"--sweep: {sweep.key} is no key of the configuration")
-        section = getattr(section, part)
-    points = []
+    points: list[Point] = []
+    problems: list[ConfigError] = []  # of the configurations
     for value in sweep.values:
         try:
             changed = Config.from_mapping(config.to_mapping(), [f"{sweep.key}={value}"])
+        except ConfigError as error:
+            problems.append(error)
+            points.append(Point(value, None, str(error)))
+            continue
+        try:
             points.append(Point(value, plan(changed)))
         except PenstockError as error:
             points.append(Point(value, None, str(error)))
+    if len(problems) == len(points):
+        raise problems[0]
     return points
 
 

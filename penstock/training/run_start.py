@@ -69,13 +69,14 @@ def _predicted(config: Config, layout: ExecutionPlan) -> PredictedStep | None:
 
     They are made by `penstock calibrate`, never by training: they would delay its first step.
     """
-    if target_of(layout.device).has_own_memory or config.cluster.has_other_hosts:
+    is_elsewhere = target_of(layout.device).has_own_memory or config.cluster.has_other_hosts
+    if is_elsewhere or config.engine.devices is not None:
         return None
     try:
         machine = kept_machine(HostKey.here())
-    except PenstockError:  # damaged: `penstock plan` says so, and measures again
+        return None if machine is None else predicted_step(predict(config, layout, machine))
+    except PenstockError:  # damaged, or no disk was measured: `penstock plan` says so
         return None
-    return None if machine is None else predicted_step(predict(config, layout, machine))
 
 
 def _masks(config: Config, layout: ExecutionPlan, store: Store) -> dict[str, Any]:

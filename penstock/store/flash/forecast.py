@@ -8,7 +8,7 @@ middle of a run, in which every step is durable.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -93,6 +93,27 @@ class FlashForecast:
     def written_bytes(self) -> int:
         """Bytes that a step writes."""
         return sum(update.written + update.gradient_written for update in self.updates)
+
+    def times(self, stores: int) -> FlashForecast:
+        """Return the traffic of so many equal stores together: of all shards and replicas."""
+        reads = (replace(read, bytes=stores * read.bytes) for read in self.weights)
+        updates = (
+            replace(
+                update,
+                state_read=stores * update.state_read,
+                gradient_read=stores * update.gradient_read,
+                written=stores * update.written,
+                gradient_written=stores * update.gradient_written,
+            )
+            for update in self.updates
+        )
+        return FlashForecast(
+            tuple(reads),
+            tuple(updates),
+            stores * self.window_bytes,
+            {use: stores * size for use, size in self.memory.items()},
+            stores * self.flash_bytes,
+        )
 
 
 def forecast(

@@ -190,7 +190,7 @@ def test_early_zero_3_was_slower_than_the_model(gpus, size, published):
     """arXiv:2104.04473, table 2, ZeRO-3 on 175B: a row that the model does not meet.
 
     The model hides the weights' traffic behind compute with all adapters of a node, as later
-    software does (the rows above); that run did not, which cost it up to a factor of five.
+    software does (the rows above). Why that run was up to five times slower is not known here.
     """
     degrees = Degrees(data=gpus, micro_batch=size, zero=3, recompute=True, sequence_parallel=False)
     found = divide(gpt(96, 12288, 96, 1536), A100, degrees)

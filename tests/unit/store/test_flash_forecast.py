@@ -71,11 +71,23 @@ def test_traffic_memory_and_size_are_those_of_a_store_that_runs(tmp_path, dram, 
     assert traffic.written_bytes == STEPS * expected.written_bytes
     assert store.memory_bytes == expected.memory
     assert store.flash_bytes == expected.flash_bytes
-    # Where weights are evicted, what is read again depends on how fast they were written.
-    assert traffic.read_bytes == pytest.approx(STEPS * expected.read_bytes, rel=0.15)
+    # Where weights are evicted, what is read again depends on how fast they were written: some
+    # weights more or less in these steps.
+    largest = max((read.bytes for read in expected.weights), default=0)
+    slack = 0.15 * STEPS * expected.read_bytes + 6 * largest
+    assert abs(traffic.read_bytes - STEPS * expected.read_bytes) <= slack
     if expected.memory["state"]:
         assert traffic.read_bytes == STEPS * expected.read_bytes
     store.close()
+
+
+def test_traffic_of_several_stores_is_added():
+    one = predicted(make_program(DEEP), DRAM[0])
+    three = one.times(3)
+    assert three.read_bytes == 3 * one.read_bytes
+    assert three.written_bytes == 3 * one.written_bytes
+    assert three.flash_bytes == 3 * one.flash_bytes
+    assert three.window_bytes == 3 * one.window_bytes
 
 
 def test_store_that_no_memory_could_hold_is_forecast():

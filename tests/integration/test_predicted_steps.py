@@ -1,0 +1,86 @@
+"""A run says what was predicted of its steps, and never fails because that is not possible."""
+
+import json
+
+import numpy as np
+import pytest
+from command_line import penstock
+
+from penstock import Trainer
+from penstock.data import ArraySource
+from penstock.machines import MachineDescription
+from penstock.telemetry import RunMeasured, RunStarted
+from penstock.training import run_start
+
+STEPS, LENGTH = 2, 16
+RATES = [{"work": work, "rates": [1e10]} for work in ("product", "pointwise")]
+
+
+def host(**store):
+    return MachineDescription.model_validate(
+        {
+            "name": "host",
+            "kind": "host",
+            "engine": {"is_host": True, "rates": RATES},
+            "store": {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}], **store},
+        }
+    )
+
+
+DISK = {"rates": [{"work": f"flash {way}", "rates": [1e9]} for way in ("read", "write")]}
+
+
+def train(folder, **more):
+    """Train a tiny model; return its events, and what it said at its end."""
+    tokens = np.random.default_rng(0).integers(0, 64, (4 * STEPS, LENGTH + 1))
+    events = []
+    trainer = Trainer(
+        {
+            "model": {"preset": "tiny", "n_positions": 32, "vocab_size": 64},
+            "data": {"sequence_length": LENGTH},
+            "batch": {"size": 4},
+            "evaluation": {"every": None},
+            "run": {"dir": str(folder / "run"), "steps": STEPS},
+            **more,
+        },
+        source=ArraySource({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}),
+        on_event=events.append,
+        quiet=True,
+    )
+    trainer.train()
+    trainer.close()
+    started = next(event for event in events if isinstance(event, RunStarted))
+    measured = next(event for event in events if isinstance(event, RunMeasured))
+    return started, measured
+
+
+def flash(folder):
+    return {"store": {"flash": {"path": str(folder / "flash")}, "dram": "64MiB"}}
+
+
+def test_run_on_a_measured_host_compares_its_steps_with_the_prediction(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_start, "kept_machine", lambda key: host())
+    started, measured = train(tmp_path)
+    assert measured.predicted == started.predicted
+    assert started.predicted.streamed_bytes == measured.streamed_bytes / STEPS
+    assert started.predicted.gradient_bytes == measured.gradient_bytes / STEPS
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    [report] = [row for row in map(json.loads, metrics) if row["event"] == "report"]
+    assert report["predicted"] == vars(started.predicted)
+    shown = penstock("inspect", tmp_path / "run")
+    assert "prediction   a step was predicted to take" in shown.stdout
+
+
+@pytest.mark.parametrize("store", [{}, {"flash": DISK}], ids=["no disk", "disk"])
+def test_run_on_flash_starts_whether_or_not_the_disk_was_measured(tmp_path, monkeypatch, store):
+    monkeypatch.setattr(run_start, "kept_machine", lambda key: host(**store))
+    started, measured = train(tmp_path, **flash(tmp_path))
+    assert measured.steps == STEPS
+    assert (started.predicted is None) == (not store)
+
+
+def test_run_on_a_host_that_was_not_measured_has_no_prediction(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_start, "kept_machine", lambda key: None)
+    started, measured = train(tmp_path)
+    assert started.predicted is None
+    assert measured.predicted is None
