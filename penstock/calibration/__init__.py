@@ -8,23 +8,34 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.calibration.host_key import HostKey
+    from penstock.calibration.host_key import HostKey, kept_file
     from penstock.calibration.host_measurement import calibrate
     from penstock.calibration.kept_measurements import (
         keep,
-        kept_file,
         kept_machine,
         this_host,
+    )
+    from penstock.calibration.measured_runs import (
+        MeasuredRun,
+        accuracy_of,
+        keep_run,
+        kept_runs,
+        runs_file,
     )
     from penstock.calibration.repetitions import OnProgress
 
 __all__ = [
     "HostKey",
+    "MeasuredRun",
     "OnProgress",
+    "accuracy_of",
     "calibrate",
     "keep",
+    "keep_run",
     "kept_file",
     "kept_machine",
+    "kept_runs",
+    "runs_file",
     "this_host",
 ]
 
@@ -32,11 +43,16 @@ __getattr__ = lazily(
     __name__,
     {
         "HostKey": "host_key",
+        "MeasuredRun": "measured_runs",
         "OnProgress": "repetitions",
+        "accuracy_of": "measured_runs",
         "calibrate": "host_measurement",
         "keep": "kept_measurements",
-        "kept_file": "kept_measurements",
+        "keep_run": "measured_runs",
+        "kept_file": "host_key",
         "kept_machine": "kept_measurements",
+        "kept_runs": "measured_runs",
+        "runs_file": "measured_runs",
         "this_host": "kept_measurements",
     },
 )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import get_args
 
 from pydantic import BaseModel
 
 from penstock.kernels.processor import processor_name
 from penstock.machines import MachineDescription
+from penstock.user_folders import cache_folder
 
 MEASUREMENTS = 1
 """Raised when the measurements change, so that kept figures are measured again."""
@@ -55,6 +58,12 @@ class HostKey:
             f"{self.processor}, {self.cores} cores, torch {self.torch}, numba {self.numba}, "
             f"measurements {self.form}"
         )
+
+
+def kept_file(key: HostKey) -> Path:
+    """Return the file in which the measurements of a host are kept."""
+    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "machines" / f"host-{digest}.yaml"
 
 
 @functools.cache

@@ -8,32 +8,23 @@ line of the file, a comment, is a checksum of the others. The file is a machine 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
 
-from penstock.calibration.host_key import KEY, HostKey
+from penstock.calibration.host_key import KEY, HostKey, kept_file
+from penstock.calibration.measured_runs import accuracy_of, kept_runs, runs_file
 from penstock.calibration.repetitions import OnProgress
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
 from penstock.io import durable, read_plain
 from penstock.machines import MachineDescription, dump, load_machine
-from penstock.user_folders import cache_folder
 
 _MAX_BYTES = 1 << 20
 _SEAL = "# penstock calibrate, checksum "
 Notice = Callable[[str], None]
-
-
-def kept_file(key: HostKey) -> Path:
-    """Return the file in which the measurements of a host are kept."""
-    digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "machines" / f"host-{digest}.yaml"
 
 
 def keep(machine: MachineDescription, key: HostKey) -> Path:
@@ -53,6 +44,7 @@ def keep(machine: MachineDescription, key: HostKey) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(sealed)
+        runs_file(key).unlink(missing_ok=True)  # their predictions came from other measurements
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -66,6 +58,8 @@ def keep(machine: MachineDescription, key: HostKey) -> Path:
 
 def kept_machine(key: HostKey) -> MachineDescription | None:
     """Return the kept measurements of a host; None if there are none.
+
+    `accuracy` is that of the runs that were measured since.
 
     Raises:
         CorruptionError: the file is damaged, or those of another host.
@@ -93,7 +87,8 @@ def kept_machine(key: HostKey) -> MachineDescription | None:
         raise CorruptionError(
             f"{path}: expected measurements of {key}, got those of {machine.sources.get(KEY)}"
         )
-    return machine
+    accuracy = accuracy_of(kept_runs(key), str(runs_file(key)))
+    return machine.model_copy(update={"accuracy": accuracy})
 
 
 def this_host(

@@ -168,5 +168,11 @@ def _notes(machine: MachineDescription) -> list[str]:
         both = "" if flash.both is None else f"; {show_rate(flash.both)} reads and writes together"
         size = "" if flash.size is None else f" of {show_bytes(flash.size)}"
         notes.append(f"disk{size}{both}")
+    accuracy = machine.accuracy
+    if accuracy is not None:
+        notes.append(
+            f"nine of ten of the last {accuracy.runs} runs took {accuracy.low:g} to "
+            f"{accuracy.high:g} of the predicted time per step ({accuracy.source})"
+        )
     notes += [f"{name}: {text}" for name, text in machine.sources.items()]
     return notes

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.config import Config
-    from penstock.machines import MachineDescription
-    from penstock.prediction import Planner, Point, Prediction, Sweep
+    from penstock.machines import GpuCluster, MachineDescription
+    from penstock.prediction import GpuRun, Planner, Point, Prediction, Sweep
+
+    Found = Prediction | GpuRun
 
 
 class _PlanByDefault(TyperGroup):
@@ -53,8 +55,8 @@ def plan(
         typer.Option(
             "--machine",
             metavar="NAME",
-            help="Known machine or machine file; repeat it to compare. Default: this host, as "
-            "measured by `penstock calibrate`.",
+            help="Known machine, GPU cluster, or file of one; repeat it to compare. Default: this "
+            "host, as measured by `penstock calibrate`.",
         ),
     ] = None,
     sweep: Annotated[
@@ -106,25 +108,18 @@ def plan(
     if not console.is_terminal:
         console = Console(width=100)
 
-    from penstock.prediction import Planner, fewest_engines
+    from penstock.prediction import Planner
 
     planner = Planner(_notice)
     described = _machines(machine)
     if swept is not None:
-        _sweep(
-            console, settings, swept, _planned_on(planner, *described[0]), csv, plot, json_output
-        )
+        plan_on = _planned_on(planner, *described[0])
+        _sweep(console, settings, swept, plan_on, csv, plot, json_output)
         return
-    found: list[tuple[str, Prediction | PenstockError]] = []
+    found: list[tuple[str, Found | PenstockError]] = []
     for one, is_here in described:
-        plan_on = _planned_on(planner, one, is_here)
         try:
-            if seconds is None:
-                found.append((one.name, plan_on(settings)))
-            else:
-                found.append(
-                    (one.name, fewest_engines(settings, one.engine.most, seconds, plan_on))
-                )
+            found.append((one.name, _planned_on(planner, one, is_here, seconds)(settings)))
         except PenstockError as error:
             if len(described) == 1:
                 raise
@@ -136,28 +131,43 @@ def _notice(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
-def _machines(names: list[str] | None) -> list[tuple[MachineDescription, bool]]:
+def _machines(names: list[str] | None) -> list[tuple[MachineDescription | GpuCluster, bool]]:
     """Return the machines, each with whether it is this host."""
-    from penstock.machines import load_machine
+    from penstock.machines import load_any
 
     if names:
-        return [(load_machine(name), False) for name in names]
+        return [(load_any(name), False) for name in names]
     from penstock.calibration import this_host
 
     return [(this_host(notice=_notice), True)]
 
 
 def _planned_on(
-    planner: Planner, machine: MachineDescription, is_here: bool
-) -> Callable[[Config], Prediction]:
-    return lambda config: planner.plan(config, machine, is_here=is_here)
+    planner: Planner,
+    machine: MachineDescription | GpuCluster,
+    is_here: bool,
+    seconds: float | None = None,
+) -> Callable[[Config], Found]:
+    """Return what predicts on a machine; with the fewest engines, if the run has so many `seconds`."""
+    from penstock.machines import GpuCluster
+    from penstock.prediction import fewest_engines
+
+    if isinstance(machine, GpuCluster):
+        return lambda config: planner.plan_on_gpus(config, machine, seconds)
+
+    def plan_on(config: Config) -> Prediction:
+        return planner.plan(config, machine, is_here=is_here)
+
+    if seconds is None:
+        return plan_on
+    return lambda config: fewest_engines(config, machine.engine.most, seconds, plan_on)
 
 
 def _sweep(
     console: Console,
     settings: Config,
     sweep: Sweep,
-    plan_on: Callable[[Config], Prediction],
+    plan_on: Callable[[Config], Found],
     csv: Path | None,
     plot: Path | None,
     json_output: bool,
@@ -180,21 +190,26 @@ def _sweep(
 
 
 def _print(
-    console: Console, found: list[tuple[str, Prediction | PenstockError]], json_output: bool
+    console: Console, found: list[tuple[str, Found | PenstockError]], json_output: bool
 ) -> None:
-    from penstock.prediction import Point, advise, as_json, page
+    from penstock.prediction import GpuRun, Point, advise, as_json, page
 
     if json_output:
         for name, each in found:
             if isinstance(each, PenstockError):
                 typer.echo(json.dumps({"machine": name, "problem": str(each)}))
+            elif isinstance(each, GpuRun):
+                typer.echo(json.dumps(each.as_json()))
             else:
                 typer.echo(json.dumps(as_json(each, advise(each))))
         return
     if len(found) == 1:
         _, only = found[0]
         assert not isinstance(only, PenstockError)
-        console.print(page(only, advise(only)))
+        if isinstance(only, GpuRun):
+            console.print("\n".join(only.lines()), highlight=False)
+        else:
+            console.print(page(only, advise(only)))
         return
     points = [
         Point(name, None, str(each)) if isinstance(each, PenstockError) else Point(name, each)
@@ -208,6 +223,7 @@ def _table(key: str, points: list[Point]) -> Table:
     from rich import box
     from rich.table import Table
 
+    from penstock.prediction import row
     from penstock.progress import show_bytes, show_count, show_duration
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
@@ -227,8 +243,8 @@ def _table(key: str, points: list[Point]) -> Table:
             show_count(found.tokens_per_second),
             show_duration(found.step_seconds),
             show_duration(found.run_seconds),
-            show_bytes(found.plan.shares.engine_peak),
+            show_bytes(row(found)["engine_bytes"]),
             "" if price is None else f"{price * found.run_seconds / 3600:,.0f}",
-            found.binding("step"),
+            row(found)["binding"],
         )
     return table

@@ -17,7 +17,7 @@ from penstock.machines.gpu_cluster import (
     known_gpu_clusters,
     load_gpu_cluster,
 )
-from penstock.machines.load import dump, known_machines, load_machine
+from penstock.machines.load import dump, known_machines, load_any, load_machine
 from penstock.machines.rates import IN_FLOPS, RateCurve, RateTable, Work
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "dump",
     "known_gpu_clusters",
     "known_machines",
+    "load_any",
     "load_gpu_cluster",
     "load_machine",
 ]

@@ -6,12 +6,14 @@ The library of known machines is the folder `library`: one file per machine, nam
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from penstock.config import FileKind, Origin, dump_tables, explain, read
 from penstock.errors import ConfigError, did_you_mean
 from penstock.machines.description import MachineDescription
+from penstock.machines.gpu_cluster import GpuCluster, known_gpu_clusters, load_gpu_cluster
 
 LIBRARY = Path(__file__).parent / "library"
 _SUFFIXES = (".yaml", ".yml")
@@ -42,18 +44,45 @@ def load_machine(name_or_path: str | Path) -> MachineDescription:
     return _load_file(LIBRARY / f"{text}.yaml")
 
 
+def load_any(name_or_path: str) -> MachineDescription | GpuCluster:
+    """Return the machine, or the GPU cluster, of this name or file.
+
+    A file describes a GPU cluster if it has the key `gpu`. Raises `ConfigError` with one line per
+    problem.
+    """
+    clusters = known_gpu_clusters()
+    if name_or_path in clusters:
+        return load_gpu_cluster(name_or_path)
+    if "/" in name_or_path or name_or_path.endswith(_SUFFIXES):
+        path = Path(name_or_path)
+        return load_gpu_cluster(path) if "gpu" in _read(path)[0] else load_machine(path)
+    known = known_machines()
+    if name_or_path not in known:
+        raise ConfigError(
+            f"expected a machine, {', '.join(known)}, a GPU cluster, {', '.join(clusters)}, or the "
+            f"path of a file that ends in .yaml, got {name_or_path!r}"
+            f"{did_you_mean(name_or_path, [*known, *clusters])}"
+        )
+    return load_machine(name_or_path)
+
+
 def dump(machine: MachineDescription) -> str:
     """Return a machine as YAML that `load_machine` reads back as an equal machine."""
     return dump_tables(machine.model_dump(mode="json", exclude_defaults=True))
 
 
 def _load_file(path: Path) -> MachineDescription:
-    start = f"give one of {', '.join(known_machines())}, or start from {LIBRARY / 'hosts-10g.yaml'}"
-    data, lines = read(path, FileKind("name: rack", start, _MOST_BYTES))
-    if not data:
-        raise ConfigError(f"{path}: expected a machine, got an empty file; {start}")
+    data, lines = _read(path)
     try:
         return MachineDescription.model_validate(data)
     except ValidationError as error:
         origin = Origin(name=str(path), lines=lines)
         raise ConfigError(explain(error, MachineDescription, origin)) from None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]]:
+    start = f"give one of {', '.join(known_machines())}, or start from {LIBRARY / 'hosts-10g.yaml'}"
+    data, lines = read(path, FileKind("name: rack", start, _MOST_BYTES))
+    if not data:
+        raise ConfigError(f"{path}: expected a machine, got an empty file; {start}")
+    return data, lines

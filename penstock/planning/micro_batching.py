@@ -10,7 +10,7 @@ influence. `execution_plan.py` checks whether the available engines can execute 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import ClusterConfig, Config
 from penstock.engine import can_fit, target_of
@@ -78,40 +78,90 @@ def divide_batch(
     **Raises:** `BudgetError` if a stage cannot be cut small enough, or no memory is left for
     engines.
     """
-    dense, recompute = computes_dense_gradients(config), config.engine.recompute
-    problem: BudgetError | None = None
-    tried: list[MicroBatchPlan] = []
-    budget_bytes = 0
-    slot_bytes: int | None
     useful = micro_batch_tokens or target_of(device).micro_batch_tokens
-    for micro_batch in _candidates(config, length, useful, recorded_micro_batch):
-        tried.clear()
-        slot_bytes, micro_batches = None, config.batch.size // micro_batch
-        for _ in ("stages as they are", "stages cut to what an engine may use"):
+    trials = _Trials(config, compile_for, device, devices, read_machine)
+    candidates = _candidates(config, length, useful, recorded_micro_batch)
+    if (division := trials.fitting(candidates[0])) is not None:
+        return division
+    # A step needs less memory with a smaller micro-batch. The largest that fits is found by
+    # bisection, since each trial compiles the model. The last trial, if none fits, is the least.
+    found: MicroBatchPlan | None = None
+    low, high = 1, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        division = trials.fitting(candidates[middle])
+        if division is None:
+            low = middle + 1
+        else:
+            found, high = division, middle
+    return found or trials.for_many()
+
+
+class _Trials:
+    """Compiles for one micro-batch after the other, and says whether one engine can compute a step.
+
+    **Arguments:** those of `divide_batch`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        compile_for: Compile,
+        device: str,
+        devices: Sequence[str],
+        read_machine: ReadMachine,
+    ) -> None:
+        self._config, self._compile_for, self._device = config, compile_for, device
+        self._devices, self._read_machine = devices, read_machine
+        self._problem: BudgetError | None = None
+        self._tried: list[MicroBatchPlan] = []  # of the last micro-batch
+        self._budget_bytes = 0
+
+    def fitting(self, micro_batch: int) -> MicroBatchPlan | None:
+        """Return the division with a micro-batch; None if it does not fit.
+
+        Stages are first taken as they are, then cut to what an engine may use.
+        """
+        config, device, devices = self._config, self._device, self._devices
+        micro_batches = config.batch.size // micro_batch
+        self._tried.clear()
+        slot_bytes: int | None = None
+        for _ in ("as they are", "cut"):
             try:
-                program = compile_for(micro_batch, slot_bytes)
-                machine = read_machine(devices or (device,))  # includes the program
-                budget_bytes = _one_engine_bytes(
+                program = self._compile_for(micro_batch, slot_bytes)
+                machine = self._read_machine(devices or (device,))  # includes the program
+                self._budget_bytes = _one_engine_bytes(
                     config, program, micro_batches, device, machine, devices
                 )
             except BudgetError as error:
-                problem = problem or error
-                break
+                self._problem = self._problem or error
+                return None
             division = MicroBatchPlan(program, micro_batch, slot_bytes)
-            if can_fit(program, micro_batches, budget_bytes, recompute, device, dense):
+            if self._can_fit(division, micro_batches):
                 return division
-            tried.append(division)
-            slot_bytes = budget_bytes // _BUDGET_SLOTS
-    if not tried:
-        assert problem is not None
-        raise problem
-    fits_any = [
-        division
-        for division in tried
-        if can_fit(division.program, 1, budget_bytes, recompute, device, dense)
-    ]
-    chosen = (*fits_any, tried[-1])[0]
-    return MicroBatchPlan(chosen.program, chosen.micro_batch, chosen.slot_bytes, is_for_many=True)
+            self._tried.append(division)
+            slot_bytes = self._budget_bytes // _BUDGET_SLOTS
+        return None
+
+    def for_many(self) -> MicroBatchPlan:
+        """Return the division of the last trial, for several engines: one cannot hold the batch."""
+        if not self._tried:
+            assert self._problem is not None
+            raise self._problem
+        fits_any = (division for division in self._tried if self._can_fit(division, 1))
+        chosen = next(fits_any, self._tried[-1])
+        return replace(chosen, is_for_many=True)
+
+    def _can_fit(self, division: MicroBatchPlan, micro_batches: int) -> bool:
+        config = self._config
+        return can_fit(
+            division.program,
+            micro_batches,
+            self._budget_bytes,
+            config.engine.recompute,
+            self._device,
+            computes_dense_gradients(config),
+        )
 
 
 def _one_engine_bytes(

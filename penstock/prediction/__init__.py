@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from penstock.prediction.comparison import predicted_step
     from penstock.prediction.figures import draw_gpus, draw_memory, draw_scaling, draw_timing
     from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures, divide
+    from penstock.prediction.gpu_run import GpuRun, describe
     from penstock.prediction.parallel_search import best_division, fewest_gpus
     from penstock.prediction.planned import Planner
     from penstock.prediction.plots import plot_sweep
@@ -29,6 +30,7 @@ __all__ = [
     "Advice",
     "Degrees",
     "Division",
+    "GpuRun",
     "ModelFigures",
     "Planner",
     "Point",
@@ -39,6 +41,7 @@ __all__ = [
     "as_csv",
     "as_json",
     "best_division",
+    "describe",
     "divide",
     "draw_gpus",
     "draw_memory",
@@ -62,6 +65,8 @@ __getattr__ = lazily(
         "Advice": "advice",
         "Degrees": "gpu_cluster",
         "Division": "gpu_cluster",
+        "GpuRun": "gpu_run",
+        "describe": "gpu_run",
         "ModelFigures": "gpu_cluster",
         "best_division": "parallel_search",
         "divide": "gpu_cluster",

@@ -27,4 +27,5 @@ def predicted_step(prediction: Prediction) -> PredictedStep:
         gradient_bytes=prediction.costs.gradient_bytes,
         flash_read_bytes=0 if flash is None else flash.read_bytes,
         flash_written_bytes=0 if flash is None else flash.written_bytes,
+        peak_memory_bytes=prediction.peak_memory_bytes,
     )

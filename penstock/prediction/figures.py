@@ -13,8 +13,6 @@ from typing import Any
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.machines import GpuCluster, MachineDescription
-from penstock.prediction.model_figures import figures_of
-from penstock.prediction.parallel_search import fewest_gpus
 from penstock.prediction.planned import Planner
 from penstock.prediction.plots import new_figure, save
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
@@ -143,17 +141,11 @@ def draw_gpus(
             config = gpt(name, engines=count, batch={"size": 64 * count})
             try:
                 found = planner.plan(config, machine)
-                heads = GPTS[name][2]
-                division = fewest_gpus(
-                    figures_of(found, heads),
-                    cluster,
-                    step_seconds=found.step_seconds,
-                    zero_stages=(0, 1),
-                )
+                run = planner.plan_on_gpus(config, cluster, found.run_seconds)
             except ConfigError:  # does not fit, or no number of GPUs is as fast
                 continue
             engines.append(count)
-            gpus.append(division.gpus)
+            gpus.append(run.division.gpus)
         axes.plot(engines, gpus, "o-", label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 
+from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.prediction.gpu_cluster import ModelFigures
-from penstock.prediction.predicted_run import Prediction
+from penstock.program import Program
 
 
-def figures_of(prediction: Prediction, heads: int) -> ModelFigures:
-    """Return the figures of a planned run.
+def figures_of(
+    program: Program, config: Config, micro_batch: int, sequence_length: int, heads: int
+) -> ModelFigures:
+    """Return the figures of a compiled model.
 
     The layers are the stages of the most frequent kind. What the stages before them compute counts
     as part of the first, what the stages behind them compute as the head.
 
     Args:
-        prediction: of the run, on any machine: its program is the same.
+        program: of the model.
+        config: of the run.
+        micro_batch: samples for which the program was compiled.
+        sequence_length: tokens of a sample.
         heads: attention heads, which tensor parallelism divides.
 
     Raises:
         ConfigError: no two stages are equal.
     """
-    plan = prediction.plan
-    program, tokens = plan.program, plan.micro_batch * plan.sequence_length
+    tokens = micro_batch * sequence_length
     digest, count = Counter(stage.kind.digest for stage in program.stages).most_common(1)[0]
     if count < 2:
         raise ConfigError(
@@ -43,8 +48,8 @@ def figures_of(prediction: Prediction, heads: int) -> ModelFigures:
         backward_flops_per_token=sum(s.kind.backward_flops for s in program.stages) / tokens,
         saved_bytes_per_token=saved / tokens,
         boundary_bytes_per_token=boundary / tokens,
-        batch_tokens=prediction.config.batch.size * plan.sequence_length,
-        sequence_length=plan.sequence_length,
+        batch_tokens=config.batch.size * sequence_length,
+        sequence_length=sequence_length,
         head_flops_per_token=sum(stage.kind.forward_flops for stage in behind) / tokens,
-        dtype="bfloat16" if prediction.config.precision == "bf16" else "float32",
+        dtype="bfloat16" if config.precision == "bf16" else "float32",
     )

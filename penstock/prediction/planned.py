@@ -15,9 +15,11 @@ from penstock.config import Config
 from penstock.engine import plan_engine, predict_bytes
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
-from penstock.machines import MachineDescription
+from penstock.machines import GpuCluster, MachineDescription
 from penstock.models import ModelSource
 from penstock.planning import DeviceMemory, Machine, builders, plan_execution, store_factory
+from penstock.prediction.gpu_run import GpuRun, gpu_run
+from penstock.prediction.model_figures import figures_of
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
@@ -80,12 +82,40 @@ class Planner:
             config,
             source,
             "cpu" if machine.engine.is_host else _DESCRIBED,
-            config.data.sequence_length or source.max_sequence_length or _SEQUENCE,
+            self._length(config, source),
             notice=self._notice_once,
             read_machine=Machine.here if is_here else lambda devices: _machine_of(machine),
             compile_source=self._compile,
         )
         return predict(config, plan, machine)
+
+    def plan_on_gpus(
+        self, config: Config, cluster: GpuCluster, seconds: float | None = None
+    ) -> GpuRun:
+        """Return the prediction of a run on a GPU cluster, with its best division.
+
+        Args:
+            config: of the run; `engines` is the number of GPUs.
+            cluster: the cluster.
+            seconds: of the whole run; the fewest GPUs that make it are then taken.
+
+        Raises:
+            BudgetError: the run does not fit so many GPUs.
+            ConfigError: the run cannot be divided among the GPUs of this cluster.
+        """
+        source = self._source(config)
+        length = self._length(config, source)
+        program = self._compile(
+            source,
+            micro_batch=1,
+            length=length,
+            precision=config.precision,
+            train=config.train,
+            freeze=config.freeze,
+        )
+        heads = getattr(source.hf_config, "num_attention_heads", None)
+        figures = figures_of(program, config, 1, length, heads if isinstance(heads, int) else 1)
+        return gpu_run(config, source.name, figures, cluster, seconds)
 
     def memory(self, config: Config) -> ModelMemory:
         """Return the memory that a model needs on any machine.
@@ -93,7 +123,7 @@ class Planner:
         An engine computes one micro-batch with the configured recomputation.
         """
         source = self._source(config)
-        length = config.data.sequence_length or source.max_sequence_length or _SEQUENCE
+        length = self._length(config, source)
         micro = config.batch.size if config.batch.micro == "auto" else int(config.batch.micro)
         program = self._compile(
             source,
@@ -125,6 +155,9 @@ class Planner:
         if key not in self._sources:
             self._sources[key] = builders.source_of(config, None, False, self._notice_once)
         return self._sources[key]
+
+    def _length(self, config: Config, source: ModelSource) -> int:
+        return config.data.sequence_length or source.max_sequence_length or _SEQUENCE
 
     def _compile(self, source: ModelSource, **options: Any) -> Program:
         key = repr((id(source), sorted(options.items(), key=lambda item: item[0])))

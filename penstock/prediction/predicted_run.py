@@ -45,6 +45,9 @@ class Prediction:
         costs: of a step's operations.
         flash: traffic of the store, all shards and replicas together; None without flash.
         spans: of one step in the middle of the run, from its begin at 0.
+        step_seconds: of that step.
+        dense_step_seconds: of a step that computes the gradient of every element of the sparse
+            weights; None if no step does.
     """
 
     config: Config
@@ -54,6 +57,7 @@ class Prediction:
     flash: FlashForecast | None
     spans: tuple[Span, ...]
     step_seconds: float
+    dense_step_seconds: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -68,7 +72,17 @@ class Prediction:
     @property
     def run_seconds(self) -> float:
         """Seconds of all steps, without evaluation and checkpoints."""
-        return self.config.run.steps * self.step_seconds
+        steps = self.config.run.steps
+        if self.dense_step_seconds is None:
+            return steps * self.step_seconds
+        dense = self.dense_steps
+        return (steps - dense) * self.step_seconds + dense * self.dense_step_seconds
+
+    @cached_property
+    def dense_steps(self) -> int:
+        """The number of steps that compute the gradient of every element of sparse weights."""
+        is_dense = self.plan.schedule_of.needs_dense_gradients
+        return sum(is_dense(step) for step in range(1, self.config.run.steps + 1))
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -187,15 +201,17 @@ def predict(
         plan = dataclasses.replace(plan, micro_batches=total)
     shards = config.store.shards
     apart = 1.0 / shards if config.cluster.shards == "apart" else 1.0
-    costs = step_costs(
-        plan.program,
-        plan.schedule_of.usual,
-        plan.plan,
-        machine,
-        micro_batches=-(-total // config.engines),
-        roles=store_factory.optimizer_of(config).roles,
-        gradient_width=_FLOAT_BYTES[config.gradient_precision],
-        store_share=apart if machine.link is not None else 1.0,
+    costs = plan.schedule_of.map(
+        lambda schedule: step_costs(
+            plan.program,
+            schedule,
+            plan.plan,
+            machine,
+            micro_batches=-(-total // config.engines),
+            roles=store_factory.optimizer_of(config).roles,
+            gradient_width=_FLOAT_BYTES[config.gradient_precision],
+            store_share=apart if machine.link is not None else 1.0,
+        )
     )
     flash = None
     if config.store.flash.path is not None:
@@ -207,6 +223,17 @@ def predict(
         _depth(machine, config.engines),
         shares_cores=machine.engine.is_host and config.cluster.start != "none",
     )
+    spans, seconds = _last_step(costs.usual, arrangement, flash)
+    dense = None
+    if costs.dense is not costs.usual:
+        _, dense = _last_step(costs.dense, arrangement, flash)
+    return Prediction(config, plan, machine, costs.usual, flash, spans, seconds, dense)
+
+
+def _last_step(
+    costs: StepCosts, arrangement: Arrangement, flash: FlashForecast | None
+) -> tuple[tuple[Span, ...], float]:
+    """Simulate some equal steps; return the spans of the last one, and its seconds."""
     spans = simulate(StepTasks(costs, arrangement, flash).build(_STEPS))
     commits = [span.end for span in spans if span.what == "commit"]
     begin, end = commits[-2:]
@@ -215,7 +242,7 @@ def predict(
         for span in spans
         if span.end > begin and span.begin < end
     )
-    return Prediction(config, plan, machine, costs, flash, tuple(last), end - begin)
+    return tuple(last), end - begin
 
 
 def _flash(

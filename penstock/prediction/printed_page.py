@@ -85,7 +85,18 @@ def _speed(prediction: Prediction) -> str:
     return (
         f"One step takes {show_duration(prediction.step_seconds)}{between}: "
         f"{show_count(prediction.tokens_per_second)} tokens/s, {show_flops(rate)}FLOP/s.\n"
-        f"{prediction.config.run.steps:,} steps take {show_duration(prediction.run_seconds)}."
+        f"{prediction.config.run.steps:,} steps take {show_duration(prediction.run_seconds)}"
+        f"{_dense_steps(prediction)}."
+    )
+
+
+def _dense_steps(prediction: Prediction) -> str:
+    seconds = prediction.dense_step_seconds
+    if seconds is None:
+        return ""
+    return (
+        f"; {prediction.dense_steps:,} of them compute the gradients of absent entries too, and "
+        f"take {show_duration(seconds)}"
     )
 
 
@@ -201,6 +212,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "engine_bytes": plan.shares.engine_peak,
         "step_seconds": prediction.step_seconds,
         "step_seconds_interval": None if interval is None else list(interval),
+        "dense_step_seconds": prediction.dense_step_seconds,
         "tokens_per_second": prediction.tokens_per_second,
         "run_seconds": prediction.run_seconds,
         "step_flops": prediction.flops,

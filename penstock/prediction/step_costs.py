@@ -127,12 +127,13 @@ def _operation_cost(
     costs = kind.costs[executable_of(operation, plan)]
     engine = machine.engine
     one = sum(operator_seconds(cost, engine) for cost in costs) + engine.stage_seconds
+    one += _dense_gradient_seconds(program, operation, engine)
     # Gradients of micro-batches are added in pairs: two are read, one is written.
     sums = (micro_batches - 1) * 3 * operation.gradient_bytes
     adding = sums / engine.speed.curve("pointwise", "float32").at(3 * operation.gradient_bytes or 1)
     width = machine.link.value_bytes if machine.link is not None else None
     weights = [program.weights[name] for name in operation.weights]
-    gradients = sum(program.weights[name].entries for name in operation.gradients)
+    gradients = operation.gradient_bytes // _FLOAT_BYTES
     received = gradients * (_FLOAT_BYTES + gradient_width) * store_share
     stored_type = "float32" if gradient_width == _FLOAT_BYTES else "bfloat16"
     receive = received / machine.store.speed.curve("receive", stored_type).at(received or 1)
@@ -145,6 +146,21 @@ def _operation_cost(
         receive,
         updated,
     )
+
+
+def _dense_gradient_seconds(program: Program, operation: Operation, engine: EnginePart) -> float:
+    """Return the time of the gradients of every element of sparse weights, for one micro-batch: a
+    dense product each, beside the sparse one."""
+    stage, seconds = program.stages[operation.stage], 0.0
+    for position, use in stage.kind.sparse.items():
+        weight = program.weights[stage.weights[position]]
+        if stage.weights[position] in operation.dense_gradients:
+            dtype = "bfloat16" if weight.stream_dtype.itemsize == 2 else "float32"
+            tokens = sum(use.product_tokens)
+            curve = engine.speed.curve("product", dtype)
+            size = min(tokens, *weight.shape)
+            seconds += 2 * tokens * weight.elements / curve.at(size) + engine.operator_seconds
+    return seconds
 
 
 def executable_of(operation: Operation, plan: EnginePlan) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.prediction.gpu_run import GpuRun
 from penstock.prediction.predicted_run import Prediction
 
 _MOST_VALUES = 1000
@@ -80,11 +81,13 @@ class Point:
     """One value of a sweep: its prediction, or why there is none."""
 
     value: str
-    prediction: Prediction | None
+    prediction: Prediction | GpuRun | None
     problem: str = ""
 
 
-def run_sweep(config: Config, sweep: Sweep, plan: Callable[[Config], Prediction]) -> list[Point]:
+def run_sweep(
+    config: Config, sweep: Sweep, plan: Callable[[Config], Prediction | GpuRun]
+) -> list[Point]:
     """Return a point for each value.
 
     **Arguments:** `plan` returns the prediction of a configuration.
@@ -110,20 +113,27 @@ def run_sweep(config: Config, sweep: Sweep, plan: Callable[[Config], Prediction]
     return points
 
 
-def row(prediction: Prediction) -> dict[str, Any]:
-    """Return the figures of a prediction that a table compares, by column."""
-    flash, hours = prediction.flash, prediction.run_seconds / 3600
+def row(prediction: Prediction | GpuRun) -> dict[str, Any]:
+    """Return the figures of a prediction that a table compares, by column; None where a GPU cluster
+    has no such figure."""
+    hours = prediction.run_seconds / 3600
     price, watts = prediction.cost_per_hour, prediction.watts
-    return {
+    found: dict[str, Any] = dict.fromkeys(COLUMNS)
+    found |= {
         "tokens_per_second": prediction.tokens_per_second,
         "step_seconds": prediction.step_seconds,
         "run_seconds": prediction.run_seconds,
+        "cost": None if price is None else price * hours,
+        "kilowatt_hours": None if watts is None else watts * hours / 1000,
+    }
+    if isinstance(prediction, GpuRun):
+        return found | {"engine_bytes": prediction.engine_bytes, "binding": prediction.binding}
+    flash = prediction.flash
+    return found | {
         "engine_bytes": prediction.plan.shares.engine_peak,
         "host_bytes": sum(prediction.plan.memory.values()),
         "flash_read_bytes": 0 if flash is None else flash.read_bytes,
         "flash_written_bytes": 0 if flash is None else flash.written_bytes,
-        "cost": None if price is None else price * hours,
-        "kilowatt_hours": None if watts is None else watts * hours / 1000,
         "binding": prediction.binding("step"),
     }
 

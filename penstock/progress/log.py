@@ -261,16 +261,23 @@ def compared_lines(run: RunMeasured) -> list[str]:
         "moving weights and gradients": (predicted.weight_seconds, run.weight_seconds),
         "updates": (predicted.update_seconds, run.update_seconds),
     }
-    took = run.step_seconds / run.steps
+    took = run.usual_step_seconds or run.step_seconds / run.steps
     shown = [
         f"{name} {show_duration(before)}, was {show_duration(after / run.steps)}"
         for name, (before, after) in parts.items()
         if max(before, after / run.steps) >= 0.01 * took
     ]
-    return [
+    lines = [
         f"a step was predicted to take {show_duration(predicted.seconds)} and took "
         f"{show_duration(took)} ({took / predicted.seconds - 1:+.0%}): {'; '.join(shown)}"
     ]
+    if predicted.peak_memory_bytes:
+        error = run.peak_rss_bytes / predicted.peak_memory_bytes - 1
+        lines.append(
+            f"the process was predicted to use {show_bytes(predicted.peak_memory_bytes)} and used "
+            f"{show_bytes(run.peak_rss_bytes)} ({error:+.0%})"
+        )
+    return lines
 
 
 def traffic(run: RunMeasured) -> str:

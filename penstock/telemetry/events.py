@@ -25,6 +25,7 @@ class PredictedStep:
     gradient_bytes: int
     flash_read_bytes: int
     flash_written_bytes: int
+    peak_memory_bytes: int = 0  # of the process; 0 in files of older versions
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ class RunMeasured:
     steps; the other seconds are its parts as in `StepDone`. `streamed_bytes` and `gradient_bytes`
     are sums over all steps. `memory_bytes` is the cap on the process, if any. `flops` is the
     arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`. `predicted`
-    is what the planner predicted of a step, if it could.
+    is what the planner predicted of a step, if it could. `usual_step_seconds` is the median time of
+    a step, without the first ones of the process; 0 in files of older versions.
     """
 
     step: int
@@ -206,6 +208,7 @@ class RunMeasured:
     flops: int = 0
     sparsity: float | None = None
     predicted: PredictedStep | None = None
+    usual_step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

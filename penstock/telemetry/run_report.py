@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter, deque
+
 from penstock.store import FlashTraffic
 from penstock.telemetry import process_memory
 from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, StepDone
+
+_FIRST_STEPS = 2  # of a process, which are slower than the others
+_RECENT_STEPS = 1024  # of which the median is taken
+
+_SUMMED = (
+    "compute_seconds",
+    "flash_wait_seconds",
+    "weight_seconds",
+    "update_seconds",
+    "snapshot_seconds",
+    "streamed_bytes",
+    "gradient_bytes",
+    "flops",
+)
 
 
 class RunReport:
@@ -15,18 +32,33 @@ class RunReport:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        self._started: RunStarted | None = None
-        self._steps: list[StepDone] = []
-        self._checkpoint_bytes = 0
         self._behind = FlashTraffic()
+        self._begin(None)
+
+    def _begin(self, started: RunStarted | None) -> None:
+        self._started = started
+        self._last: StepDone | None = None
+        self._steps = 0
+        self._sums: Counter[str] = Counter()
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._checkpoint_bytes = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._started, self._steps, self._checkpoint_bytes = event, [], 0
+            self._begin(event)
         elif isinstance(event, StepDone):
-            self._steps.append(event)
+            self._add(event)
         elif isinstance(event, Saved):
             self._checkpoint_bytes += event.bytes
+
+    def _add(self, step: StepDone) -> None:
+        self._last = step
+        self._steps += 1
+        if self._steps == _FIRST_STEPS + 1:
+            self._recent.clear()
+        self._recent.append(step.seconds)
+        for name in ("seconds", "flash_read_bytes", "flash_written_bytes", *_SUMMED):
+            self._sums[name] += getattr(step, name)
 
     def add_behind(self, traffic: FlashTraffic) -> None:
         """Count the flash traffic after the last step, which makes that step durable."""
@@ -34,30 +66,23 @@ class RunReport:
 
     def measured(self, seconds: float) -> RunMeasured | None:
         """Return the totals of a run of this length; None if it executed no step."""
-        steps, started, behind = self._steps, self._started, self._behind
-        if not steps or started is None:
+        last, started, behind, sums = self._last, self._started, self._behind, self._sums
+        if last is None or started is None:
             return None
         return RunMeasured(
-            step=steps[-1].step,
-            steps=len(steps),
+            step=last.step,
+            steps=self._steps,
             seconds=seconds,
-            step_seconds=sum(s.seconds for s in steps),
-            compute_seconds=sum(s.compute_seconds for s in steps),
-            flash_wait_seconds=sum(s.flash_wait_seconds for s in steps),
-            weight_seconds=sum(s.weight_seconds for s in steps),
-            update_seconds=sum(s.update_seconds for s in steps),
-            snapshot_seconds=sum(s.snapshot_seconds for s in steps),
-            flash_read_bytes=behind.read_bytes + sum(s.flash_read_bytes for s in steps),
-            flash_written_bytes=self._behind.written_bytes
-            + sum(s.flash_written_bytes for s in steps),
-            flash_rule_read_bytes=started.flash_rule_read_bytes * len(steps),
-            flash_rule_written_bytes=started.flash_rule_written_bytes * len(steps),
+            step_seconds=sums["seconds"],
+            usual_step_seconds=statistics.median(self._recent),
+            flash_read_bytes=behind.read_bytes + sums["flash_read_bytes"],
+            flash_written_bytes=behind.written_bytes + sums["flash_written_bytes"],
+            flash_rule_read_bytes=started.flash_rule_read_bytes * self._steps,
+            flash_rule_written_bytes=started.flash_rule_written_bytes * self._steps,
             checkpoint_bytes=self._checkpoint_bytes,
             peak_rss_bytes=process_memory.peak_resident_bytes(),
             memory_bytes=self._limit_bytes,
-            streamed_bytes=sum(s.streamed_bytes for s in steps),
-            gradient_bytes=sum(s.gradient_bytes for s in steps),
-            flops=sum(s.flops for s in steps),
-            sparsity=steps[-1].sparsity,
+            sparsity=last.sparsity,
             predicted=started.predicted,
+            **{name: sums[name] for name in _SUMMED},
         )

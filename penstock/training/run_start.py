@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.calibration import HostKey, kept_machine
 from penstock.config import Config
-from penstock.engine import target_of
-from penstock.errors import PenstockError
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan
-from penstock.prediction import predict, predicted_step
 from penstock.program import Program
 from penstock.progress import show_count
 from penstock.store import Store, kept_entries
-from penstock.telemetry import PredictedStep, RunStarted
+from penstock.telemetry import RunStarted
 from penstock.training.data_loading import TrainingData
+from penstock.training.predicted_steps import predicted_here
 
 
 def rows_per_step(config: Config, model: ModelSource, layout: ExecutionPlan) -> int:
@@ -59,24 +56,9 @@ def run_started(
         row_name="tokens" if _reads_tokens(model) else "rows",
         loss_unit="nats per token" if model.loss_reduction == "sum" else "",
         steps_per_epoch=samples / config.batch.size if samples else None,
-        predicted=_predicted(config, layout),
+        predicted=predicted_here(config, layout),
         **_masks(config, layout, store),
     )
-
-
-def _predicted(config: Config, layout: ExecutionPlan) -> PredictedStep | None:
-    """Return the planner's prediction of a step; None without measurements of this host.
-
-    They are made by `penstock calibrate`, never by training: they would delay its first step.
-    """
-    is_elsewhere = target_of(layout.device).has_own_memory or config.cluster.has_other_hosts
-    if is_elsewhere or config.engine.devices is not None:
-        return None
-    try:
-        machine = kept_machine(HostKey.here())
-        return None if machine is None else predicted_step(predict(config, layout, machine))
-    except PenstockError:  # damaged, or no disk was measured: `penstock plan` says so
-        return None
 
 
 def _masks(config: Config, layout: ExecutionPlan, store: Store) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
 from penstock.training.generation import TextGenerator, make_writer
 from penstock.training.gradient_check import GradientCheck
+from penstock.training.predicted_steps import keep_measured
 from penstock.training.resume_state import ResumeState
 from penstock.training.run_assembly import (
     make_runner,
@@ -312,6 +313,8 @@ class Trainer:
         if measured is not None:
             summary["peak_rss_bytes"] = measured.peak_rss_bytes
             self._notify(measured)
+            if (problem := keep_measured(self.model.name, measured)) is not None:
+                self._notice(problem)
         if self._stop_reason is not None and self.step < config.run.steps:
             command = f"penstock train {config.run.dir / 'config.yaml'}"
             self._notify(Stopped(self.step, self._stop_reason, command))

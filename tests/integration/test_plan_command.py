@@ -166,3 +166,60 @@ def test_run_that_does_not_fit_is_refused_with_the_sum(folder):
     assert done.returncode != 0
     assert "memory: 600MiB cannot hold this run" in done.stderr
     assert "store " in done.stderr
+
+
+def test_gpu_cluster_shows_its_best_division(folder):
+    done = penstock("plan", *TINY, "engines=2", "--machine", "a100-cluster", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 GPUs of a100-cluster" in done.stdout
+    assert "The best division: tensor " in done.stdout
+    assert "One step takes" in done.stdout
+
+
+def test_machines_and_gpu_clusters_are_compared_in_one_table(folder):
+    done = penstock(
+        "plan", *TINY, "--machine", "desk.yaml", "--machine", "h100-cluster", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    assert "desk" in done.stdout
+    assert "h100-cluster" in done.stdout
+
+
+def test_gpu_cluster_as_json_and_with_a_deadline(folder):
+    done = penstock(
+        "plan", *TINY, "--machine", "v100-cluster", "--target", "1 hour", "--json", cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["gpus"] == 1
+    assert found["run_seconds"] <= 3600
+    assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"])
+
+
+def test_model_that_no_gpu_can_hold_is_refused_with_the_fewest_that_can(folder):
+    done = penstock(
+        *("plan", "gpt3-6.7b", "batch.size=64", "precision=bf16", "engines=1"),
+        *("--machine", "v100-cluster"),
+        cwd=folder,
+    )
+    assert done.returncode == 2
+    assert "no division of gpt3-6.7b with batch.size 64 among 1 GPUs of v100-cluster" in done.stderr
+    assert "the fewest GPUs that do are " in done.stderr
+
+
+def test_unknown_machine_is_told_the_machines_and_the_clusters(folder):
+    done = penstock("plan", *TINY, "--machine", "a100-clutser", cwd=folder)
+    assert done.returncode == 2
+    assert "did you mean 'a100-cluster'?" in done.stderr
+    assert "cs2, cs3, h100, h200" in done.stderr
+
+
+def test_steps_with_dense_gradients_are_said_to_take_longer(folder):
+    sparse = ("sparsity.method=rigl", "sparsity.sparsity=0.5", "run.steps=1000")
+    done = plan(folder, *TINY, *sparse, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["dense_step_seconds"] > found["step_seconds"]
+    assert found["run_seconds"] > 1000 * found["step_seconds"]
+    page = plan(folder, *TINY, *sparse)
+    assert "compute the gradients of absent entries too" in page.stdout
