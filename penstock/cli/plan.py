@@ -148,7 +148,7 @@ def _planned_on(
     is_here: bool,
     seconds: float | None = None,
 ) -> Callable[[Config], Found]:
-    """Return what predicts on a machine; with the fewest engines, if the run has so many `seconds`."""
+    """Return what predicts on a machine; with the fewest engines, if the run has a deadline."""
     from penstock.machines import GpuCluster
     from penstock.prediction import fewest_engines
 
