@@ -31,7 +31,7 @@ GPT2 = {"preset": "gpt2", "vocab_size": VOCABULARY}
 SMALL = {**GPT2, "n_layer": 4, "n_embd": 512, "n_head": 8}
 WIDE = {**GPT2, "n_layer": 4, "n_embd": 1024, "n_head": 16}
 LLAMA = {
-    "preset": "llama-tiny",
+    "preset": "tinyllama-1.1b",
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 6,

@@ -6,7 +6,13 @@ from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
-from penstock.engine.recompute_planner import bytes_of_choice, can_fit, plan_engine, predict_bytes
+from penstock.engine.recompute_planner import (
+    bytes_of_choice,
+    can_fit,
+    least_kept_bytes,
+    plan_engine,
+    predict_bytes,
+)
 from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
@@ -42,6 +48,7 @@ __all__ = [
     "choose_target",
     "compute",
     "keep_freed_pages",
+    "least_kept_bytes",
     "mask_staging_bytes",
     "measured_sparsity",
     "micro_batches",

@@ -98,6 +98,28 @@ def can_fit(
     return False
 
 
+def least_kept_bytes(program: Program, micro_batches: int) -> int:
+    """Return a lower bound on the bytes that an engine keeps of a step for its backward sweep.
+
+    A stage keeps its inputs, or what it saves instead. These bytes grow with the samples of the
+    step, however they are divided into micro-batches: a step that does not fit for this reason does
+    not fit with smaller micro-batches.
+    """
+    counted: set[str] = set()
+    total = 0
+    for stage in program.stages[:-1]:
+        inputs = {
+            position: program.values[name].bytes
+            for position, name in enumerate(stage.inputs)
+            if program.values[name].source == "stage" and name not in counted
+        }
+        counted.update(stage.inputs)
+        held = {s.input if s.view_of is None else s.view_of for s in stage.kind.saved}
+        saved = sum(size for position, size in inputs.items() if position in held)
+        total += min(sum(inputs.values()), stage.kind.saved_bytes + saved)
+    return micro_batches * total
+
+
 def plan_engine(
     program: Program,
     micro_batches: int,

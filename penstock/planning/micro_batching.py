@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import ClusterConfig, Config
-from penstock.engine import can_fit, target_of
+from penstock.engine import can_fit, least_kept_bytes, target_of
 from penstock.errors import BudgetError
 from penstock.planning import store_factory
 from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget, computes_dense_gradients
-from penstock.program import Program
+from penstock.program import Program, largest_stage
 
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products are dominated by their start-up time
 _ENGINES = 8  # that get a micro-batch each; more engines need a larger batch, or `batch.micro`
@@ -80,21 +80,7 @@ def divide_batch(
     """
     useful = micro_batch_tokens or target_of(device).micro_batch_tokens
     trials = _Trials(config, compile_for, device, devices, read_machine)
-    candidates = _candidates(config, length, useful, recorded_micro_batch)
-    if (division := trials.fitting(candidates[0])) is not None:
-        return division
-    # A step needs less memory with a smaller micro-batch. The largest that fits is found by
-    # bisection, since each trial compiles the model. The last trial, if none fits, is the least.
-    found: MicroBatchPlan | None = None
-    low, high = 1, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        division = trials.fitting(candidates[middle])
-        if division is None:
-            low = middle + 1
-        else:
-            found, high = division, middle
-    return found or trials.for_many()
+    return trials.largest_of(_candidates(config, length, useful, recorded_micro_batch))
 
 
 class _Trials:
@@ -114,17 +100,45 @@ class _Trials:
         self._config, self._compile_for, self._device = config, compile_for, device
         self._devices, self._read_machine = devices, read_machine
         self._problem: BudgetError | None = None
-        self._tried: list[MicroBatchPlan] = []  # of the last micro-batch
+        self._tried: dict[int, list[MicroBatchPlan]] = {}  # what does not fit
         self._budget_bytes = 0
+        self._none_will_fit = False  # by any micro-batch
 
-    def fitting(self, micro_batch: int) -> MicroBatchPlan | None:
+    def largest_of(self, candidates: Sequence[int]) -> MicroBatchPlan:
+        """Return the division with the largest of these micro-batches, in falling order, that fits.
+
+        Each trial compiles the model, so after the largest the others are found by bisection: a
+        step needs less memory with a smaller micro-batch, until the partial sums of gradients
+        outweigh that. What bisection has passed over is tried before a run is refused.
+        """
+        found: MicroBatchPlan | None = None
+        if (first := self._fitting(candidates[0])) is not None:
+            return first
+        low, high = 1, len(candidates)
+        while low < high and not self._none_will_fit:
+            middle = (low + high) // 2
+            division = self._fitting(candidates[middle])
+            if division is None:
+                low = middle + 1
+            else:
+                found, high = division, middle
+        if found is not None:
+            return found
+        for micro_batch in candidates if not self._none_will_fit else candidates[-1:]:
+            if micro_batch not in self._tried:
+                division = self._fitting(micro_batch)
+                if division is not None:
+                    return division
+        return self._for_many(candidates[-1])
+
+    def _fitting(self, micro_batch: int) -> MicroBatchPlan | None:
         """Return the division with a micro-batch; None if it does not fit.
 
         Stages are first taken as they are, then cut to what an engine may use.
         """
         config, device, devices = self._config, self._device, self._devices
         micro_batches = config.batch.size // micro_batch
-        self._tried.clear()
+        tried = self._tried[micro_batch] = []
         slot_bytes: int | None = None
         for _ in ("as they are", "cut"):
             try:
@@ -139,18 +153,22 @@ class _Trials:
             division = MicroBatchPlan(program, micro_batch, slot_bytes)
             if self._can_fit(division, micro_batches):
                 return division
-            self._tried.append(division)
+            tried.append(division)
+            kept = least_kept_bytes(program, micro_batches)
+            self._none_will_fit = kept > self._budget_bytes
             slot_bytes = self._budget_bytes // _BUDGET_SLOTS
+            if largest_stage(program, lambda weight: weight.stream_bytes)[1] <= slot_bytes:
+                break  # nothing would be cut
         return None
 
-    def for_many(self) -> MicroBatchPlan:
-        """Return the division of the last trial, for several engines: one cannot hold the batch."""
-        if not self._tried:
+    def _for_many(self, micro_batch: int) -> MicroBatchPlan:
+        """Return a division that does not fit, for several engines."""
+        tried = self._tried[micro_batch]
+        if not tried:
             assert self._problem is not None
             raise self._problem
-        fits_any = (division for division in self._tried if self._can_fit(division, 1))
-        chosen = next(fits_any, self._tried[-1])
-        return replace(chosen, is_for_many=True)
+        fits_any = (division for division in tried if self._can_fit(division, 1))
+        return replace(next(fits_any, tried[-1]), is_for_many=True)
 
     def _can_fit(self, division: MicroBatchPlan, micro_batches: int) -> bool:
         config = self._config

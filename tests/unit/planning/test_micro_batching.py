@@ -8,7 +8,7 @@ import pytest
 from tiny_models import LENGTH, language_model
 
 from penstock.config import Config
-from penstock.engine import can_fit, predict_bytes
+from penstock.engine import can_fit, least_kept_bytes, predict_bytes
 from penstock.engine.interface import EnginePlan
 from penstock.engine.recompute_planner import bytes_of_choice
 from penstock.errors import BudgetError
@@ -108,3 +108,54 @@ def test_configured_micro_batch_is_used(too_little_for_one):
     made = divide_batch(config(too_little_for_one, micro=2), compile_for, "cpu", LENGTH)
     assert isinstance(made, MicroBatchPlan)
     assert made.micro_batch == 2
+
+
+class Compiler:
+    """Compiles, and counts."""
+
+    def __init__(self) -> None:
+        self.micro_batches: list[int] = []
+
+    def __call__(self, micro_batch: int, slot_bytes: int | None):
+        self.micro_batches.append(micro_batch)
+        return compile_for(micro_batch, slot_bytes)
+
+
+def batch_of_32(memory: int) -> Config:
+    settings = config(memory).to_mapping() | {"batch": {"size": 32}}
+    return Config.from_mapping(settings)
+
+
+def needs(micro_batch: int) -> int:
+    """Return the least bytes of an engine for 32 sequences."""
+    return bytes_of_choice(compile_for(micro_batch, None), 32 // micro_batch)[0]
+
+
+@pytest.mark.parametrize("least", [1, 2, 4, 8, 16, 32])
+def test_largest_micro_batch_that_fits_is_chosen(least):
+    """Not always the next larger one needs more: partial sums of gradients need memory as well."""
+    memory = needs(least)
+    fitting = max(count for count in (1, 2, 4, 8, 16, 32) if needs(count) <= memory)
+    compiler = Compiler()
+    made = divide_batch(
+        batch_of_32(memory), compiler, "cpu", LENGTH, micro_batch_tokens=32 * LENGTH
+    )
+    assert (made.micro_batch, made.is_for_many) == (fitting, False)
+    assert len(set(compiler.micro_batches)) <= (
+        4 if fitting > 2 else 6
+    )  # beyond are those passed over
+
+
+def test_nothing_is_compiled_between_if_the_batch_alone_is_too_much_for_one_engine():
+    kept = least_kept_bytes(compile_for(32, None), 1)
+    compiler = Compiler()
+    memory = batch_of_32(kept - 1)
+    made = divide_batch(memory, compiler, "cpu", LENGTH, micro_batch_tokens=32 * LENGTH)
+    assert (made.micro_batch, made.is_for_many) == (1, True)
+    assert set(compiler.micro_batches) == {32, 1}
+
+
+def test_least_kept_bytes_depend_on_the_samples_and_are_less_than_a_step_needs():
+    kept = {count: least_kept_bytes(compile_for(count, None), 32 // count) for count in (1, 4, 32)}
+    assert set(kept.values()) == {kept[1]}
+    assert 0 < kept[1] < needs(1)
