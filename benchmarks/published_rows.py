@@ -117,8 +117,8 @@ def published(quick: bool) -> Iterator[Row]:
 
 def published_run(planner: Any, machine: Any, model: Model, quick: bool) -> Iterator[Row]:
     """Yield the arithmetic of a published run, and the sequences of a pass."""
-    planned, passes = fitting(planner, machine, model, micro=12 if quick else "auto")
-    flops = float(planned.flops) * passes * model.steps
+    planned, passes = fitting(planner, machine, model)
+    flops = float(planned.flops) * passes * model.engines * model.steps
     yield Row(
         f"{model.name}: FLOPs of the run",
         f"{model.flops:.2g}",
@@ -138,19 +138,20 @@ def published_run(planner: Any, machine: Any, model: Model, quick: bool) -> Iter
             CEREBRAS_GPT,
             each / model.each,
             0.0,
-            "as many as one engine's memory holds of a step's share; the inputs of all stages stay "
-            "there in bf16",
+            "the largest part of an engine's share of a step that its memory holds. The inputs of "
+            "all stages stay there in bf16: for the published number no fewer than "
+            f"{model.each * LENGTH * model.layers * model.width * 2 / 1e9:.0f} GB",
         )
 
 
-def fitting(planner: Any, machine: Any, model: Model, micro: int | str = "auto") -> tuple[Any, int]:
-    """Return the prediction of a pass over the weights, and the number of passes of a step: the
-    least that fits an engine."""
+def fitting(planner: Any, machine: Any, model: Model) -> tuple[Any, int]:
+    """Return the prediction of one engine's pass over the weights, and the number of passes of a
+    step: the least that fits."""
     from penstock.errors import BudgetError
 
     share = model.batch // model.engines
     for passes in (n for n in range(1, share + 1) if share % n == 0):
-        settings = configured(model, batch=model.batch // passes, micro=micro)
+        settings = configured(model, machine, 1, share // passes)
         try:
             return planner.plan(settings, machine), passes
         except BudgetError as error:
@@ -177,11 +178,11 @@ def store_row(planner: Any) -> Row:
 
 
 def scaling(planner: Any, machine: Any, model: Model) -> Iterator[Row]:
-    """Yield the rows on scaling, with the published batch per engine."""
-    each = model.batch // model.engines
-    one = planner.plan(configured(model, 1, each, each), machine).tokens_per_second
+    """Yield the rows on scaling, with half the published batch per engine."""
+    each = model.each // 2
+    one = planner.plan(configured(model, machine, 1, each), machine).tokens_per_second
     for engines, least in ((16, 0.91), (64, 0.85), (192, 0.85)):
-        found = planner.plan(configured(model, engines, each * engines, each), machine)
+        found = planner.plan(configured(model, machine, engines, each * engines), machine)
         share = found.tokens_per_second / one / engines
         text = {16: "within 9 %", 64: "near-linear", 192: "near-linear, simulated"}[engines]
         yield Row(
@@ -191,7 +192,8 @@ def scaling(planner: Any, machine: Any, model: Model) -> Iterator[Row]:
             CLUSTER,
             1.0 if share >= least else share,
             0.0,
-            "with as many sequences per engine",
+            f"with {each} sequences per engine, half of the published: Penstock keeps room for the "
+            "share of as many lost engines",
         )
 
 
@@ -212,7 +214,8 @@ def giants(planner: Any, machine: Any) -> Iterator[Row]:
         least = flops / engines / rate / SECONDS_PER_DAY
         try:
             sequences = max(1, int(machine.engine.memory) // memory.engine_bytes)
-            found = planner.plan(large(name, engines, sequences), anywhere)
+            settings = large(name, engines, sequences, int(machine.engine.memory))
+            found = planner.plan(settings, anywhere)
             took = TOKENS / found.tokens_per_second / SECONDS_PER_DAY
             ours = f"{took:,.0f} days"
             why = (
@@ -234,7 +237,7 @@ def gpu_row(planner: Any) -> Row:
     from penstock.machines import load_gpu_cluster
 
     cluster = load_gpu_cluster("a100-cluster")
-    settings = configured(MODELS[-1], 16, 1024, 1)
+    settings = configured(MODELS[-1], None, 16, 1024)
     one = planner.plan_on_gpus(settings, cluster)
     many = planner.plan_on_gpus(settings, cluster, one.run_seconds / 10)
     return Row(
@@ -249,7 +252,7 @@ def gpu_row(planner: Any) -> Row:
     )
 
 
-def large(name: str, engines: int, sequences: int) -> Any:
+def large(name: str, engines: int, sequences: int, memory: int | None = None) -> Any:
     """Return the configuration of a large model, with so many sequences per engine."""
     from penstock.prediction.figures import gpt
 
@@ -257,17 +260,12 @@ def large(name: str, engines: int, sequences: int) -> Any:
         name,
         engines=engines,
         batch={"size": engines * sequences, "micro": 1},
-        engine={"recompute": "always"},
+        engine={"recompute": "always"} | ({} if memory is None else {"memory": memory}),
     )
 
 
-def configured(
-    model: Model,
-    engines: int | None = None,
-    batch: int | None = None,
-    micro: int | str = "auto",
-) -> Any:
-    """Return the configuration of a published run."""
+def configured(model: Model, machine: Any, engines: int, batch: int) -> Any:
+    """Return the configuration of a published run, with all of an engine's memory."""
     from penstock.config import Config
 
     return Config.from_mapping(
@@ -282,8 +280,9 @@ def configured(
             },
             "precision": "bf16",
             "data": {"sequence_length": LENGTH},
-            "batch": {"size": batch or model.batch, "micro": micro},
-            "engines": engines or model.engines,
+            "batch": {"size": batch, "micro": 1},
+            "engine": {} if machine is None else {"memory": int(machine.engine.memory)},
+            "engines": engines,
             "run": {"steps": model.steps},
         }
     )

@@ -35,7 +35,10 @@ def figure(
         str, typer.Option(metavar="NAME", help="Of `gpus`: known GPU cluster, or a file.")
     ] = "a100-cluster",
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Picture, .png or .svg; default NAME.png.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Picture, .png or .svg; repeat it for both. Default NAME.png."
+        ),
     ] = None,
 ) -> None:
     """Draw a picture: memory, scaling, timing or gpus. Compiling large models takes minutes."""
@@ -60,16 +63,16 @@ def figure(
         draw_timing,
     )
 
-    path = out or Path(f"{name}.png")
     planner, described = Planner(), load_machine(machine)
-    if name == "memory":
-        draw_memory(path, planner)
-    elif name == "scaling":
-        draw_scaling(path, planner, described)
-    elif name == "gpus":
-        draw_gpus(path, planner, described, load_gpu_cluster(cluster))
-    else:
-        assert config is not None
-        settings = configuration(config, overrides or [])
-        draw_timing(path, planner.plan(settings, described))
-    typer.echo(f"{path}: {_FIGURES[name]}")
+    for path in out or [Path(f"{name}.png")]:
+        if name == "memory":
+            draw_memory(path, planner)
+        elif name == "scaling":
+            draw_scaling(path, planner, described)
+        elif name == "gpus":
+            draw_gpus(path, planner, described, load_gpu_cluster(cluster))
+        else:
+            assert config is not None
+            settings = configuration(config, overrides or [])
+            draw_timing(path, planner.plan(settings, described))
+        typer.echo(f"{path}: {_FIGURES[name]}")

@@ -90,7 +90,8 @@ def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor 
         return left if right is None else right
     if left.dtype != torch.float32:
         left = left.float()
-    return left.add_(right)
+    # A tensor without memory has no values to add; its shape rules would take most of a dry run.
+    return left if left.is_meta else left.add_(right)
 
 
 def partition(leaves: int, parts: int) -> Sequence[range]:

@@ -6,6 +6,7 @@ the engine's own code on tensors without memory, and reads the memory account.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -41,17 +42,38 @@ def predict_bytes(
     `sharing` is the sharing of the engine's group of devices, if it belongs to one.
     """
     target = target_of(device)
-    memory = dry_run(program, micro_batches, plan, target.expands_sparse)
+    peak_bytes, stage = _peak(program, micro_batches, plan, target.expands_sparse)
     if sharing is not None:
         held = sharing.device_bytes(program, plan.slots)
-        return Prediction(memory.peak_bytes + held, memory.peak_at)
+        return Prediction(peak_bytes + held, stage)
     # Slots on a device are allocated permanently, including the slot of the computing stage.
     if target.has_own_memory:
         slots, size = plan.slots, largest_slot(program)
     else:
         slots, size = plan.slots - 1, largest_stage(program, lambda weight: weight.stream_bytes)[1]
     waiting = size * slots
-    return Prediction(memory.peak_bytes + waiting + plan.beside_bytes, memory.peak_at)
+    return Prediction(peak_bytes + waiting + plan.beside_bytes, stage)
+
+
+_Step = tuple[int, EnginePlan, bool]
+_peaks: dict[int, tuple[weakref.ref[Program], dict[_Step, tuple[int, str]]]] = {}  # by id
+
+
+def _peak(
+    program: Program, micro_batches: int, plan: EnginePlan, expands_sparse: bool
+) -> tuple[int, str]:
+    """Return the peak of a dry run and its stage; equal dry runs are made once, since one of a deep
+    program and many micro-batches takes seconds."""
+    of, known = _peaks.get(id(program), (None, {}))
+    if of is None or of() is not program:
+        number = id(program)
+        of = weakref.ref(program, lambda _: _peaks.pop(number, None))
+        _, known = _peaks[number] = (of, {})
+    step = micro_batches, plan, expands_sparse
+    if step not in known:
+        memory = dry_run(program, *step)
+        known[step] = memory.peak_bytes, memory.peak_at
+    return known[step]
 
 
 def bytes_of_choice(

@@ -6,7 +6,7 @@ takes seconds to minutes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 
 SEQUENCE = 2048
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+_COMPARED = ("1.3B", "13B", "175B")
+_MOST_SEQUENCES = 64  # per engine
+_LEAST_SHOWN = 600  # bars beside each other, of a picture
 _COLOURS = {
     "compute": "#4c72b0",
     "update": "#dd8452",
@@ -79,43 +82,63 @@ def draw_memory(path: Path, planner: Planner) -> None:
 
 
 def draw_scaling(path: Path, planner: Planner, machine: MachineDescription) -> None:
-    """Draw the speed-up of several model sizes over engines, with as many sequences per engine."""
-    most = machine.engine.most or ENGINES[-1]
+    """Draw the speed-up of several model sizes over engines, with as many sequences per engine: as
+    many as fit."""
     figure, axes = new_figure()
-    for name in ("1.3B", "13B", "175B"):
-        engines, speeds = [], []
-        for count in ENGINES:
-            if count > most:
-                break
-            config = gpt(name, engines=count, batch={"size": 64 * count})
-            try:
-                found = planner.plan(config, machine)
-            except BudgetError:
-                continue
-            engines.append(count)
-            speeds.append(found.tokens_per_second)
-        if engines:
-            axes.plot(engines, [s / speeds[0] * engines[0] for s in speeds], "o-", label=name)
+    for name in _COMPARED:
+        points = list(_scaled(planner, machine, name))
+        if points:
+            first = points[0][1]
+            speeds = [found.tokens_per_second / first.tokens_per_second for _, found in points]
+            label = f"{name}, {first.config.batch.size} x {SEQUENCE} tokens"
+            axes.plot([count for count, _ in points], speeds, "o-", label=label)
     axes.plot(ENGINES, ENGINES, "--", color="gray", label="linear")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
     axes.set_yticks(ENGINES, [str(count) for count in ENGINES])
     axes.minorticks_off()
-    axes.set_xlabel(f"engines of {machine.name}")
+    axes.set_xlabel(f"engines of {machine.name}, data-parallel")
     axes.set_ylabel("tokens per second, relative to one engine")
-    axes.legend()
+    axes.legend(title="model, batch per engine")
     axes.grid(alpha=0.3)
     save(figure, path)
+
+
+def _scaled(
+    planner: Planner, machine: MachineDescription, name: str
+) -> Iterator[tuple[int, Prediction]]:
+    """Yield the predictions of a model on more and more engines, with the largest batch per engine
+    that fits two of them and more: there, the share of a lost engine needs room as well."""
+    most = machine.engine.most or ENGINES[-1]
+    memory = {} if machine.engine.memory is None else {"memory": int(machine.engine.memory)}
+
+    def planned(engines: int, each: int) -> Prediction:
+        batch = {"size": each * engines, "micro": 1}
+        return planner.plan(gpt(name, engines=engines, batch=batch, engine=memory), machine)
+
+    each = _MOST_SEQUENCES
+    while each:
+        try:
+            planned(min(2, most), each)
+            break
+        except BudgetError:
+            each //= 2
+    for count in (count for count in ENGINES if each and count <= most):
+        yield count, planned(count, each)
 
 
 def draw_timing(path: Path, prediction: Prediction) -> None:
     """Draw when each resource works in one step: weights, compute, gradients, updates, flash."""
     resources = list(prediction.busy["step"])
+    least = prediction.step_seconds / _LEAST_SHOWN  # a thinner bar would not be drawn
     figure, axes = new_figure()
     for row, resource in enumerate(resources):
         pieces = [
-            (max(span.begin, 0.0), min(span.end, prediction.step_seconds) - max(span.begin, 0.0))
+            (
+                begin := max(span.begin, 0.0),
+                max(least, min(span.end, prediction.step_seconds) - begin),
+            )
             for span in prediction.spans
             if RESOURCE_OF.get(span.what) == resource
         ]
@@ -135,23 +158,22 @@ def draw_gpus(
 ) -> None:
     """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines."""
     figure, axes = new_figure()
-    for name in ("1.3B", "13B", "175B"):
+    for name in _COMPARED:
         engines, gpus = [], []
-        for count in ENGINES:
-            config = gpt(name, engines=count, batch={"size": 64 * count})
+        for count, found in _scaled(planner, machine, name):
             try:
-                found = planner.plan(config, machine)
-                run = planner.plan_on_gpus(config, cluster, found.run_seconds)
-            except ConfigError:  # does not fit, or no number of GPUs is as fast
+                run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
+            except ConfigError:  # no number of GPUs is as fast
                 continue
             engines.append(count)
             gpus.append(run.division.gpus)
-        axes.plot(engines, gpus, "o-", label=name)
+        if engines:
+            axes.plot(engines, gpus, "o-", label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
     axes.minorticks_off()
-    axes.set_xlabel(f"engines of {machine.name}, data-parallel, 64 sequences each")
+    axes.set_xlabel(f"engines of {machine.name}, data-parallel")
     axes.set_ylabel(f"GPUs of {cluster.name} for the same time")
     axes.legend()
     axes.grid(alpha=0.3)
