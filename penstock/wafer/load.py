@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.config import FileKind, Origin, dump_tables, read
 from penstock.errors import ConfigError, did_you_mean
-from penstock.wafer.parameters import SILICON, SIM, CoreParameters, number_fields
+from penstock.wafer.parameters import SILICON, SIM, CoreParameters, figure_fields
 
 _SUFFIXES = (".yaml", ".yml")
 _MOST_BYTES = 1 << 20
@@ -48,7 +48,7 @@ def load_parameters(name_or_path: str | Path) -> CoreParameters:
 
 def dump_parameters(parameters: CoreParameters) -> str:
     """Return a set as YAML that `load_parameters` reads back as an equal set."""
-    names = ("name", *number_fields())
+    names = ("name", *figure_fields())
     figures = {name: getattr(parameters, name) for name in names}
     return dump_tables({**figures, "sources": dict(parameters.sources)})
 
@@ -63,7 +63,7 @@ def _load_file(path: Path) -> CoreParameters:
     if problems:
         raise ConfigError("\n".join(problems))
     base = _NAMED[data.get("base", "sim")]
-    figures = {key: value for key, value in data.items() if key in number_fields()}
+    figures = {key: value for key, value in data.items() if key in figure_fields()}
     # A figure that is replaced has no longer the source of the set.
     sources = {key: text for key, text in base.sources.items() if key not in figures}
     sources |= data.get("sources", {})
@@ -79,7 +79,7 @@ def _load_file(path: Path) -> CoreParameters:
 
 def _wrong_keys(data: Mapping[str, Any], origin: Origin) -> list[str]:
     """Return what is wrong with a file before its figures are looked at."""
-    known = ["name", "base", *number_fields(), "sources"]
+    known = ["name", "base", *figure_fields(), "sources"]
     problems = [
         f"{origin.place((key,))}{key}: unknown key{did_you_mean(str(key), known)}; core parameters "
         f"have {', '.join(known)}"

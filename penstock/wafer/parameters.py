@@ -100,8 +100,12 @@ class CoreParameters:
             a sequence of independent operations hides it.
         half_group_cycles, float_group_cycles: of a vector operation for each `simd_half` or
             `simd_float` elements, with its operands in memory.
-        dot_group_cycles: the same of a dot product of 16-bit numbers, whose sum is one number.
+        dot_group_cycles: the same of a dot product, whose sum is one number, for each `simd_half`
+            elements of either type, if that is more.
         reserved_bytes: of the memory, that the program and the runtime take.
+        scalar_cycles: of an operation on registers, or a branch.
+        threads_share_data_path: whether a vector operation stops while another thread of the core
+            computes.
         host_bits_per_second: of the links between the wafer and its hosts, each way.
         sources: where each figure comes from, by field.
 
@@ -126,7 +130,9 @@ class CoreParameters:
     half_group_cycles: float = _number(1.0, 1)
     float_group_cycles: float = _number(1.0, 1)
     dot_group_cycles: float = _number(1.0, 1)
-    reserved_bytes: int = _number(0, 0, unit="bytes")
+    reserved_bytes: int = _number(4176, 0, unit="bytes")
+    scalar_cycles: float = _number(1.0, 0)
+    threads_share_data_path: bool = field(default=True, metadata={"unit": "yes or no"})
     host_bits_per_second: float = _number(1.2e12, 0, above=True, unit="bit/s")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -157,6 +163,11 @@ class CoreParameters:
         group = self.half_group_cycles if half else self.float_group_cycles
         return math.ceil(elements / width) * group
 
+    def dot_cycles(self, elements: int, element_bytes: int = 2) -> float:
+        """Return the cycles of a dot product for its elements, whose sum is one number."""
+        into_one = math.ceil(elements / self.simd_half) * self.dot_group_cycles
+        return max(into_one, self.elements_cycles(elements, element_bytes))
+
     def alone_cycles(self, elements: int, element_bytes: int = 2) -> float:
         """Return the cycles of one vector operation whose result is waited for."""
         elements_cycles = self.elements_cycles(elements, element_bytes)
@@ -167,9 +178,9 @@ class CoreParameters:
         return cycles / self.clock_hz
 
 
-def number_fields() -> dict[str, Any]:
-    """Return the fields of a set that hold numbers, by name."""
-    return {item.name: item for item in fields(CoreParameters) if "least" in item.metadata}
+def figure_fields() -> dict[str, Any]:
+    """Return the fields of a set that describe the core, by name."""
+    return {item.name: item for item in fields(CoreParameters) if "unit" in item.metadata}
 
 
 def _problems(given: CoreParameters) -> Iterator[str]:
@@ -177,8 +188,8 @@ def _problems(given: CoreParameters) -> Iterator[str]:
     if not isinstance(given.name, str) or not given.name:
         yield f"name: expected a text, got {given.name!r}; name the set"
     wrong = False
-    for name, item in number_fields().items():
-        text = _wrong_number(getattr(given, name), item)
+    for name, item in figure_fields().items():
+        text = _wrong_figure(getattr(given, name), item)
         if text:
             wrong = True
             yield f"{name}: {text}"
@@ -187,13 +198,15 @@ def _problems(given: CoreParameters) -> Iterator[str]:
             f"reserved_bytes: expected less than sram_bytes ({given.sram_bytes}), got "
             f"{given.reserved_bytes}; data needs memory too"
         )
-    unknown = set(given.sources) - set(number_fields())
+    unknown = set(given.sources) - set(figure_fields())
     if unknown:
         yield f"sources: expected names of figures, got {', '.join(sorted(unknown))}; remove them"
 
 
-def _wrong_number(value: Any, item: Any) -> str:
-    """Return what is wrong with a number, or nothing."""
+def _wrong_figure(value: Any, item: Any) -> str:
+    """Return what is wrong with a figure, or nothing."""
+    if "least" not in item.metadata:
+        return "" if isinstance(value, bool) else f"expected true or false, got {value!r}"
     whole = item.type == "int"
     least, unit = item.metadata["least"], item.metadata["unit"]
     above = item.metadata["above"]
@@ -222,6 +235,10 @@ _SHARED_SOURCES = {
     "queue_words": ("third party: depths of 2 to 6 words are reported, by queue; 4 is between"),
     "partial_sum_cycles": "published: four cycles per output row, quoted; the text was not found",
     "reserved_bytes": "third party: 44,976 of 49,152 bytes are usable (WSE-3 notes)",
+    "scalar_cycles": "assumed: one instruction",
+    "threads_share_data_path": (
+        "third party: a vector operation beside scalar work does not overlap with it (WSE-3 notes)"
+    ),
     "host_bits_per_second": "published: 1.2 Tb/s, twelve ports of 100 Gb/s",
 }
 
@@ -231,7 +248,6 @@ SIM = CoreParameters(
     loop_cycles=7.0,
     drain_cycles=9.0,
     float_group_cycles=1.25,
-    reserved_bytes=4176,
     sources={
         **_SHARED_SOURCES,
         "vector_cycles": (
@@ -266,7 +282,6 @@ SILICON = CoreParameters(
     half_group_cycles=1.37,
     float_group_cycles=1.71,
     dot_group_cycles=8.0,
-    reserved_bytes=4176,
     sources={
         **_SHARED_SOURCES,
         "vector_cycles": (

@@ -40,6 +40,7 @@ from penstock.wafer.closed_form.skew import (
 from penstock.wafer.parameters import CoreParameters
 
 _WORD_BYTES = 4
+_INDEX_BYTES = 2
 PRODUCTS = ("forward", "data gradient", "weight gradient")
 
 
@@ -88,7 +89,9 @@ class StreamedProduct:
     @property
     def words_per_entry(self) -> float:
         """Words in which an entry travels."""
-        return (self.element_bytes + (2 if self.is_indexed else 0)) / _WORD_BYTES
+        if not self.is_indexed:
+            return self.element_bytes / _WORD_BYTES
+        return math.ceil((self.element_bytes + _INDEX_BYTES) / _WORD_BYTES)
 
     def __str__(self) -> str:
         kind = f"{1 - self.density:.1%} sparse " if self.density < 1 else ""
@@ -101,9 +104,11 @@ class StreamingOptions:
 
     Attributes:
         is_sorted: whether features are dealt to rows of cores by their number of entries.
-        sums: `hidden` if a thread of its own adds partial sums beside the products and only
-            `partial_sum_cycles` remain; `paid` if the compute thread adds them.
-        accumulators: output features whose sum a core may hold unsent; `paid` needs 1.
+        sums: `hidden` if partial sums are added beside the products and only `partial_sum_cycles`
+            remain; `paid` if the addition takes the vector unit, as it does in the compute thread
+            or where threads share a data path.
+        accumulators: output features whose sum a core may hold unsent; 1 if the compute thread adds
+            and sends sums itself.
         inbox_rows: sums that a core may have received and not used; None: any number.
         broadcast_rows: rows of dY that a core can hold.
         reduction: `chain` if each sum starts at the first core of a column and ends at the last;
@@ -111,7 +116,7 @@ class StreamingOptions:
         reduction_cycles: of a core for each entry of a weight gradient, to pass its sum on.
 
     Raises:
-        ConfigError: numbers below 1, or `paid` with several accumulators.
+        ConfigError: numbers below 1.
     """
 
     is_sorted: bool = True
@@ -127,17 +132,12 @@ class StreamingOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"streaming: expected {name} from 1 up, got {value}")
-        if self.sums == "paid" and self.accumulators > 1:
-            raise ConfigError(
-                f"streaming: expected accumulators: 1 for sums: paid, got {self.accumulators}; a "
-                "thread that adds sums itself does not compute on"
-            )
 
 
 HIDDEN = StreamingOptions()
 """Partial sums are added beside the products."""
 PAID = StreamingOptions(sums="paid", accumulators=1)
-"""Partial sums are added by the thread that computes."""
+"""Partial sums are added and sent by the thread that computes."""
 
 
 def forward(
@@ -214,9 +214,9 @@ def weight_gradient(
     """
     product = _with_mask(product, layout, mask)
     shape = _Shape(product, layout, core, mask)
-    scale = core.dot_group_cycles / core.half_group_cycles if product.element_bytes == 2 else 1.0
     set_up = core.trigger_cycles + options.reduction_cycles
-    times = _broadcast_time(shape, _Entry(set_up, shape.elements_cycles * scale), options)
+    dot = core.dot_cycles(shape.tokens, product.element_bytes)
+    times = _broadcast_time(shape, _Entry(set_up, dot), options)
     out = math.ceil(product.element_bytes / _WORD_BYTES)
     leaving = shape.fullest(options.is_sorted) * layout.column_groups * out * core.word_cycles
     limits = {

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.wafer import CS2_MESH, SILICON, SIM, Mesh
-from penstock.wafer.closed_form import PAID, acceleration_curve, saturation
+from penstock.wafer.closed_form import HIDDEN, PAID, acceleration_curve, saturation
 
 WIDTH, TOKENS = 12288, 131072
 
@@ -55,7 +55,7 @@ def test_paid_sums_accelerate_less_than_hidden_ones():
             sparsities=(0.9,),
             options=options,
         )[0]
-        for options in (PAID.__class__(), PAID)
+        for options in (HIDDEN, PAID)
     )
     assert paid.acceleration < hidden.acceleration < 10
 

@@ -18,7 +18,7 @@ from penstock.wafer import (
     known_parameters,
     load_parameters,
 )
-from penstock.wafer.parameters import number_fields
+from penstock.wafer.parameters import figure_fields
 
 
 def _text(call, *arguments, **keywords) -> str:
@@ -29,7 +29,7 @@ def _text(call, *arguments, **keywords) -> str:
 
 @pytest.mark.parametrize("parameters", [SIM, SILICON], ids=lambda item: item.name)
 def test_every_figure_of_a_named_set_has_a_source(parameters):
-    assert set(parameters.sources) == set(number_fields())
+    assert set(parameters.sources) == set(figure_fields())
     for text in parameters.sources.values():
         assert text.split(":")[0] in ("published", "third party", "derived", "fitted", "assumed")
 
@@ -42,6 +42,12 @@ def test_elements_are_rounded_up_to_the_vector_width():
     core = CoreParameters("x", half_group_cycles=1.5, float_group_cycles=2.0)
     assert [core.elements_cycles(count) for count in (0, 1, 4, 5)] == [0, 1.5, 1.5, 3.0]
     assert core.elements_cycles(5, element_bytes=4) == 10.0
+
+
+def test_dot_product_is_never_faster_than_other_operations():
+    assert SIM.dot_cycles(8) == SIM.elements_cycles(8) == 2
+    assert SIM.dot_cycles(8, 4) == SIM.elements_cycles(8, 4) == 10
+    assert SILICON.dot_cycles(8) == SILICON.dot_cycles(8, 4) == 16  # 2 cycles per element
 
 
 def test_words_of_the_host_link_follow_from_bits_and_clock():
@@ -84,6 +90,7 @@ def test_impossible_values_are_refused_all_at_once():
         queue_words=0,
         hop_cycles=float("nan"),
         task_cycles=-1,
+        threads_share_data_path=1,
     )
     assert text.splitlines() == [
         "clock_hz: expected a number above 0 (Hz), got 0",
@@ -93,6 +100,7 @@ def test_impossible_values_are_refused_all_at_once():
         "hop_cycles: expected a number above 0 (cycles), got nan",
         "word_cycles: expected a number from 1 up (cycles), got 0.5",
         "queue_words: expected a whole number from 1 up (words), got 0",
+        "threads_share_data_path: expected true or false, got 1",
     ]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError
 from penstock.wafer import SILICON, SIM, CoreParameters, Mesh
 from penstock.wafer.closed_form import (
+    HIDDEN,
     PAID,
     ActivationLayout,
     MaskCounts,
@@ -124,8 +125,8 @@ def test_words_of_partial_sums_bind_where_nothing_is_left_to_compute():
 def test_weights_of_four_bytes_travel_as_two_words_with_their_index():
     small = StreamedProduct(64, 64, 64, density=0.5)
     assert (small.words_per_entry, dataclasses.replace(small, element_bytes=4).words_per_entry) == (
-        1.0,
-        1.5,
+        1,
+        2,
     )
     assert StreamedProduct(64, 64, 64, is_indexed=False).words_per_entry == 0.5
 
@@ -190,7 +191,10 @@ def test_expectation_is_within_5_percent_of_recorded_events(rows, inputs, tokens
     assert closed.total == pytest.approx(cycles, rel=0.05)
 
 
-@pytest.mark.parametrize("options", [PAID, StreamingOptions(), StreamingOptions(inbox_rows=2)])
+@pytest.mark.parametrize(
+    "options",
+    [PAID, HIDDEN, StreamingOptions(inbox_rows=2), StreamingOptions(sums="paid", accumulators=3)],
+)
 @pytest.mark.parametrize("density", [0.5, 0.1, 0.03])
 def test_expectation_is_that_of_random_masks_within_5_percent(options, density):
     layout = ActivationLayout(Mesh(32, 8))
@@ -373,9 +377,8 @@ def test_impossible_options_are_refused():
     assert _text(StreamingOptions, inbox_rows=0) == (
         "streaming: expected inbox_rows from 1 up, got 0"
     )
-    assert _text(StreamingOptions, sums="paid", accumulators=4) == (
-        "streaming: expected accumulators: 1 for sums: paid, got 4; a thread that adds sums itself "
-        "does not compute on"
+    assert _text(StreamingOptions, accumulators=-1) == (
+        "streaming: expected accumulators from 1 up, got -1"
     )
 
 
