@@ -1,0 +1,442 @@
+"""Cycles of the three products of a weight that streams over the mesh, in closed form.
+
+Activations stay in the cores. Each entry of the weight enters at the edge as one word, a 16-bit
+index and a 16-bit value, and travels along the row of cores that has its input feature. On arrival
+a core multiplies it with the feature's activations of its tokens and adds to the sums of the output
+feature (an AXPY). A control word ends an output feature: the sums travel along the column of cores,
+each of which adds its own.
+
+- forward, Y = X W^T: entries along rows, partial sums along columns.
+- data gradient, dX = dY W: the same stream; rows of dY are broadcast down the columns, sums stay.
+- weight gradient, dW = dY^T X at the entries of the mask: a dot product over the tokens of each
+  core, and a sum over the columns of cores, one word per entry.
+
+M output features, K input features, T tokens, density d; R feature rows and t tokens per core.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.wafer.closed_form.cycles import ProductCycles
+from penstock.wafer.closed_form.layout import ActivationLayout
+from penstock.wafer.closed_form.placement import (
+    MaskCounts,
+    binomial_extremes,
+    expected_load_factor,
+)
+from penstock.wafer.closed_form.skew import (
+    RowLoad,
+    broadcast_finish,
+    broadcast_skew,
+    forward_finish,
+    forward_skew,
+)
+from penstock.wafer.parameters import CoreParameters
+
+_WORD_BYTES = 4
+_INDEX_BYTES = 2
+PRODUCTS = ("forward", "data gradient", "weight gradient")
+
+
+@dataclass(frozen=True)
+class StreamedProduct:
+    """A weight and the tokens that it is multiplied with.
+
+    Attributes:
+        outputs, inputs: features; the weight has the shape [outputs, inputs].
+        tokens: of the whole mesh.
+        density: share of kept entries; ignored where counts of a mask are given.
+        is_indexed: whether each value carries its index. A dense weight needs none, so that a word
+            holds two 16-bit values.
+        element_bytes: of activations and values, 2 or 4.
+
+    Raises:
+        ConfigError: sizes below 1, a density outside 0 to 1, another type.
+    """
+
+    outputs: int
+    inputs: int
+    tokens: int
+    density: float = 1.0
+    is_indexed: bool = True
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("outputs", "inputs", "tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"product: expected {name} from 1 up, got {getattr(self, name)}")
+        if not 0 < self.density <= 1:
+            raise ConfigError(
+                f"product: expected a density above 0 and up to 1, got {self.density:g}; 90 % "
+                "sparsity is a density of 0.1"
+            )
+        if self.element_bytes not in (2, 4):
+            raise ConfigError(
+                f"product: expected element_bytes of 2 or 4, got {self.element_bytes}"
+            )
+
+    @property
+    def entries(self) -> float:
+        """Kept entries of the weight."""
+        return self.outputs * self.inputs * self.density
+
+    @property
+    def words_per_entry(self) -> float:
+        """Words in which an entry travels."""
+        if not self.is_indexed:
+            return self.element_bytes / _WORD_BYTES
+        return math.ceil((self.element_bytes + _INDEX_BYTES) / _WORD_BYTES)
+
+    def __str__(self) -> str:
+        kind = f"{1 - self.density:.1%} sparse " if self.density < 1 else ""
+        return f"{kind}{self.outputs} x {self.inputs} with {self.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class StreamingOptions:
+    """How the program of a streamed product works.
+
+    Attributes:
+        is_sorted: whether features are dealt to rows of cores by their number of entries.
+        sums: `hidden` if partial sums are added beside the products and only `partial_sum_cycles`
+            remain; `paid` if the addition takes the vector unit, as it does in the compute thread
+            or where threads share a data path.
+        accumulators: output features whose sum a core may hold unsent; 1 if the compute thread adds
+            and sends sums itself.
+        inbox_rows: sums that a core may have received and not used; None: any number.
+        broadcast_rows: rows of dY that a core can hold.
+        reduction: `chain` if each sum starts at the first core of a column and ends at the last;
+            `ring` if it ends where its output feature belongs, so that outputs are divided evenly.
+        reduction_cycles: of a core for each entry of a weight gradient, to pass its sum on.
+
+    Raises:
+        ConfigError: numbers below 1.
+    """
+
+    is_sorted: bool = True
+    sums: Literal["hidden", "paid"] = "hidden"
+    accumulators: int = 8
+    inbox_rows: int | None = None
+    broadcast_rows: int = 8
+    reduction: Literal["chain", "ring"] = "chain"
+    reduction_cycles: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("accumulators", "broadcast_rows", "inbox_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"streaming: expected {name} from 1 up, got {value}")
+
+
+HIDDEN = StreamingOptions()
+"""Partial sums are added beside the products."""
+PAID = StreamingOptions(sums="paid", accumulators=1)
+"""Partial sums are added and sent by the thread that computes."""
+
+
+def forward(
+    product: StreamedProduct,
+    layout: ActivationLayout,
+    core: CoreParameters,
+    options: StreamingOptions = HIDDEN,
+    mask: MaskCounts | None = None,
+) -> ProductCycles:
+    """Return the cycles of Y = X W^T.
+
+    Args:
+        mask: counts that replace the expectation over random masks; their feature rows must be
+            those of the layout.
+    """
+    product = _with_mask(product, layout, mask)
+    shape = _Shape(product, layout, core, mask)
+    entry = _Entry(core.trigger_cycles, shape.elements_cycles)
+    add = shape.elements_cycles if options.sums == "paid" else 0.0
+    each = core.partial_sum_cycles + add
+    times = _forward_time(shape, entry, add, options)
+    words = product.outputs * shape.row_words
+    limits = {**shape.stream_limits(options), "partial sums on links": words * core.word_cycles}
+    if layout.column_groups > 1:
+        limits["sums of column groups"] = shape.column_group_words * core.word_cycles
+    if options.reduction == "ring":
+        # A sum needs a whole turn; a core meanwhile holds as many as it has accumulators.
+        turn = layout.chain_rows * (core.partial_sum_cycles + core.hop_cycles)
+        limits["turns of the ring"] = product.outputs * turn / options.accumulators
+    return ProductCycles(
+        "forward",
+        arithmetic=times.arithmetic,
+        set_up=times.set_up,
+        partial_sums=product.outputs * each,
+        skew=times.skew,
+        fill=_crossing(layout, core) + core.partial_sum_cycles * layout.chain_rows,
+        limits=limits,
+        useful=shape.useful,
+    )
+
+
+def data_gradient(
+    product: StreamedProduct,
+    layout: ActivationLayout,
+    core: CoreParameters,
+    options: StreamingOptions = HIDDEN,
+    mask: MaskCounts | None = None,
+) -> ProductCycles:
+    """Return the cycles of dX = dY W; arguments are those of `forward`."""
+    product = _with_mask(product, layout, mask)
+    shape = _Shape(product, layout, core, mask)
+    times = _broadcast_time(shape, _Entry(core.trigger_cycles, shape.elements_cycles), options)
+    return ProductCycles(
+        "data gradient",
+        arithmetic=times.arithmetic,
+        set_up=times.set_up,
+        skew=times.skew,
+        fill=_crossing(layout, core),
+        limits={**shape.stream_limits(options), **shape.broadcast_limit()},
+        useful=shape.useful,
+    )
+
+
+def weight_gradient(
+    product: StreamedProduct,
+    layout: ActivationLayout,
+    core: CoreParameters,
+    options: StreamingOptions = HIDDEN,
+    mask: MaskCounts | None = None,
+) -> ProductCycles:
+    """Return the cycles of dW = dY^T X at the mask's entries; arguments are those of `forward`.
+
+    The mask of an indexed weight streams in, and one word per entry leaves.
+    """
+    product = _with_mask(product, layout, mask)
+    shape = _Shape(product, layout, core, mask)
+    set_up = core.trigger_cycles + options.reduction_cycles
+    dot = core.dot_cycles(shape.tokens, product.element_bytes)
+    times = _broadcast_time(shape, _Entry(set_up, dot), options)
+    out = math.ceil(product.element_bytes / _WORD_BYTES)
+    leaving = shape.fullest(options.is_sorted) * layout.column_groups * out * core.word_cycles
+    limits = {
+        **shape.broadcast_limit(),
+        "gradients on links": leaving,
+        "host link": shape.entries * out / core.host_words_per_cycle,
+    }
+    if layout.row_groups > 1:
+        limits["words between row groups"] = shape.row_group_cycles(out)
+    if product.is_indexed:
+        limits["words at the edge"] = shape.stream_limits(options)["words at the edge"]
+    return ProductCycles(
+        "weight gradient",
+        arithmetic=times.arithmetic,
+        set_up=times.set_up,
+        skew=times.skew,
+        fill=_crossing(layout, core),
+        limits=limits,
+        useful=shape.useful,
+    )
+
+
+def step_cycles(
+    product: StreamedProduct,
+    layout: ActivationLayout,
+    core: CoreParameters,
+    options: StreamingOptions = HIDDEN,
+    mask: MaskCounts | None = None,
+) -> tuple[ProductCycles, ProductCycles, ProductCycles]:
+    """Return the cycles of the three products of a training step."""
+    return (
+        forward(product, layout, core, options, mask),
+        data_gradient(product, layout, core, options, mask),
+        weight_gradient(product, layout, core, options, mask),
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Cycles of a core for one entry."""
+
+    set_up: float
+    elements: float
+
+    @property
+    def cycles(self) -> float:
+        return self.set_up + self.elements
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Cycles of the fullest row of cores for its entries, and the skew beyond them."""
+
+    arithmetic: float
+    set_up: float
+    skew: float
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the three products share: the work of a core and the words on links."""
+
+    product: StreamedProduct
+    layout: ActivationLayout
+    core: CoreParameters
+    mask: MaskCounts | None
+
+    @property
+    def tokens(self) -> int:
+        return self.layout.tokens(self.product.tokens)
+
+    @property
+    def elements_cycles(self) -> float:
+        return self.core.elements_cycles(self.tokens, self.product.element_bytes)
+
+    @property
+    def entries(self) -> float:
+        return float(self.mask.entries) if self.mask is not None else self.product.entries
+
+    def load_factor(self, is_sorted: bool) -> float:
+        if self.mask is not None:
+            return self.mask.load_factor
+        product = self.product
+        return expected_load_factor(
+            product.inputs,
+            product.outputs,
+            product.density,
+            self.layout.feature_rows,
+            is_sorted=is_sorted,
+        )
+
+    def fullest(self, is_sorted: bool) -> float:
+        """Return the entries of the fullest row of cores."""
+        return self.load_factor(is_sorted) * self.mean_entries
+
+    @property
+    def mean_entries(self) -> float:
+        """Entries of the mean row of cores."""
+        return self.entries / self.layout.feature_rows
+
+    @property
+    def row_words(self) -> int:
+        """Words of one output feature's sums in one column."""
+        return math.ceil(self.tokens * self.product.element_bytes / _WORD_BYTES)
+
+    @property
+    def useful(self) -> float:
+        """Multiply-adds of the mean core in cycles at full width."""
+        half = self.product.element_bytes == 2
+        width = self.core.simd_half if half else self.core.simd_float
+        return self.entries * self.product.tokens / self.layout.mesh.cores / width
+
+    def stream_limits(self, options: StreamingOptions) -> dict[str, float]:
+        words = self.product.words_per_entry
+        per_row = self.fullest(options.is_sorted)
+        at_edge = per_row * self.layout.column_groups * words + self.product.outputs
+        entering = self.entries * words + self.product.outputs
+        limits = {
+            "words at the edge": at_edge * self.core.word_cycles,
+            "host link": entering / self.core.host_words_per_cycle,
+        }
+        if self.layout.row_groups > 1:
+            limits["words between row groups"] = self.row_group_cycles(words)
+        return limits
+
+    def broadcast_limit(self) -> dict[str, float]:
+        words = self.product.outputs * self.row_words
+        limits = {"gradients down columns": words * self.core.word_cycles}
+        if self.layout.column_groups > 1:
+            crossing = self.column_group_words * self.core.word_cycles
+            limits["gradients to column groups"] = crossing
+        return limits
+
+    def row_group_cycles(self, words: float) -> float:
+        """Cycles in which the words of all entries pass from one row group to the next. Assumed:
+        routes spread them evenly over the columns of cores."""
+        return self.entries * words / self.layout.axis_columns * self.core.word_cycles
+
+    @property
+    def column_group_words(self) -> float:
+        """Words that cross a link along rows where the sums of column groups are joined: of all
+        outputs, each row of cores has its share, for the tokens of the columns of one group."""
+        product, layout = self.product, self.layout
+        share = math.ceil(product.outputs / layout.axis_rows)
+        return share * self.row_words * (layout.axis_columns // layout.column_groups)
+
+    def row_load(self, entry: float, each: float) -> RowLoad:
+        """Return the work of a row of cores for one output feature over random masks."""
+        product, rows = self.product, self.layout.feature_rows
+        features = product.inputs / rows
+        share = product.density
+        trials = max(1, round(features))
+        _, most = binomial_extremes(trials, share, rows)
+        return RowLoad(
+            mean=entry * features * share + each,
+            deviation=entry * math.sqrt(features * share * (1 - share)),
+            worst=entry * max(0.0, most - trials * share),
+        )
+
+
+def _forward_time(shape: _Shape, entry: _Entry, add: float, options: StreamingOptions) -> _Times:
+    outputs, rows = shape.product.outputs, shape.layout.feature_rows
+    passing = shape.core.partial_sum_cycles
+    if shape.mask is None:
+        load = shape.row_load(entry.cycles, passing + add)
+        skew = forward_skew(load, outputs, rows, options.accumulators, options.inbox_rows)
+        finish = shape.mean_entries * entry.cycles + skew
+    else:
+        work = shape.mask.counts * entry.cycles
+        finish = forward_finish(work, passing, add, options.accumulators, options.inbox_rows)
+        # The last row of cores passes sums on after all before it have: that is part of the fill.
+        finish -= (rows - 1) * passing + outputs * (passing + add)
+    return _times(shape, entry, finish, options)
+
+
+def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> _Times:
+    if shape.mask is None:
+        load = shape.row_load(entry.cycles, 0.0)
+        skew = broadcast_skew(load, shape.product.outputs, options.broadcast_rows)
+        finish = shape.fullest(options.is_sorted) * entry.cycles + skew
+    else:
+        finish = broadcast_finish(shape.mask.counts * entry.cycles, options.broadcast_rows)
+    return _times(shape, entry, finish, options)
+
+
+def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOptions) -> _Times:
+    """Return the parts of the time in which the slowest row of cores does its entries."""
+    fullest = shape.fullest(options.is_sorted)
+    skew = max(0.0, finish - fullest * entry.cycles)
+    return _Times(fullest * entry.elements, fullest * entry.set_up, skew)
+
+
+def _crossing(layout: ActivationLayout, core: CoreParameters) -> float:
+    """Cycles of a word from one corner of the mesh to the other."""
+    return core.hop_cycles * (layout.mesh.rows + layout.mesh.columns)
+
+
+def _with_mask(
+    product: StreamedProduct, layout: ActivationLayout, mask: MaskCounts | None
+) -> StreamedProduct:
+    """Return the product with the density of its mask."""
+    if mask is None:
+        return product
+    given, wanted = (mask.outputs, mask.inputs), (product.outputs, product.inputs)
+    if given != wanted:
+        raise ConfigError(
+            f"mask: expected one of {wanted[0]} x {wanted[1]} features, got {given[0]} x {given[1]}"
+        )
+    if mask.feature_rows != layout.feature_rows:
+        raise ConfigError(
+            f"mask: expected counts for {layout.feature_rows} rows of cores, as many as the layout "
+            f"has, got {mask.feature_rows}; count the mask again with count_mask"
+        )
+    if not mask.entries:
+        raise ConfigError("mask: expected at least one kept entry, got none")
+    return replace(product, density=mask.density)
+
+
+def whole_counts(outputs: int, inputs: int, feature_rows: int) -> MaskCounts:
+    """Return the counts of a weight that keeps every entry."""
+    each = np.full(feature_rows, inputs // feature_rows, np.int64)
+    each[: inputs % feature_rows] += 1
+    return MaskCounts(np.tile(each, (outputs, 1)), inputs)

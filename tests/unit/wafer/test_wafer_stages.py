@@ -1,0 +1,219 @@
+"""Cycles of stages: shapes from the compiler's own counts, and operators by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from penstock.compiler.operator_costs import operator_costs
+from penstock.errors import BudgetError, ConfigError
+from penstock.operator_cost import OperatorCost
+from penstock.wafer import SIM, CoreParameters, Mesh
+from penstock.wafer.closed_form import (
+    ActivationLayout,
+    StreamedProduct,
+    attention,
+    candidate_layouts,
+    choose_stage_layout,
+    data_gradient,
+    forward,
+    lookup,
+    memory_pass,
+    norm,
+    stage_cycles,
+    weight_gradient,
+    weight_shape,
+)
+
+TOKENS = 96
+LAYOUT = ActivationLayout(Mesh(8, 8))
+
+
+def costs_of(function, *shapes, dtype=torch.float32):
+    with torch._subclasses.FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        return operator_costs(make_fx(function)(*inputs).graph)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 144), (64, 64), (192, 48)])
+def test_shape_of_a_weight_follows_from_its_costs(inputs, outputs, dtype):
+    [cost] = costs_of(torch.mm, (TOKENS, inputs), (inputs, outputs), dtype=dtype)
+    shape = weight_shape(cost, TOKENS)
+    assert {shape.outputs, shape.inputs} == {inputs, outputs}
+    assert shape.outputs >= shape.inputs
+    assert (shape.is_exact, shape.has_bias) == (True, False)
+    [cost] = costs_of(torch.addmm, (outputs,), (TOKENS, inputs), (inputs, outputs), dtype=dtype)
+    assert weight_shape(cost, TOKENS) == (
+        weight_shape(cost, TOKENS).__class__(outputs, inputs, has_bias=True)
+    )
+
+
+def test_shape_of_a_batched_product_is_not_made_up():
+    [cost] = costs_of(torch.bmm, (6, 32, 40), (6, 40, 32))
+    assert not weight_shape(cost, 64).is_exact
+    [operator] = stage_cycles([cost], 64, LAYOUT, SIM).operators
+    assert operator.cycles >= cost.flops / 2 / LAYOUT.mesh.cores / SIM.simd_float
+
+
+def test_shape_of_a_sparse_product_counts_all_entries():
+    kept = 48 * 144 // 10
+    size = kept / (48 * 144)
+    moved = 2 * (TOKENS * (48 + 144) + 48 * 144)
+    flops = 2 * TOKENS * kept
+    cost = OperatorCost("sparse_linear", "sparse product", "bfloat16", "any", size, flops, moved)
+    assert weight_shape(cost, TOKENS).inputs == 48
+    gradient = OperatorCost(
+        "sparse_weight_gradient", "sparse product", "bfloat16", "any", size, flops, moved + 4 * kept
+    )
+    assert weight_shape(gradient, TOKENS).outputs == 144
+
+
+def test_stage_is_the_sum_of_its_products():
+    forward_costs = costs_of(torch.addmm, (144,), (TOKENS, 48), (48, 144), dtype=torch.bfloat16)
+    backward_costs = (
+        *costs_of(torch.mm, (TOKENS, 144), (144, 48), dtype=torch.bfloat16),
+        *costs_of(lambda dy, x: dy.t() @ x, (TOKENS, 144), (TOKENS, 48), dtype=torch.bfloat16),
+    )
+    product = StreamedProduct(144, 48, TOKENS, is_indexed=False)
+    ahead = stage_cycles(forward_costs, TOKENS, LAYOUT, SIM)
+    assert ahead.cycles == forward(product, LAYOUT, SIM).total
+    back = stage_cycles(backward_costs, TOKENS, LAYOUT, SIM, executable="backward")
+    assert back.cycles == (
+        data_gradient(product, LAYOUT, SIM).total + weight_gradient(product, LAYOUT, SIM).total
+    )
+    both = stage_cycles([*forward_costs, *backward_costs], TOKENS, LAYOUT, SIM, executable="turn")
+    assert both.cycles == ahead.cycles + back.cycles
+
+
+def test_calls_count_as_often_as_they_are_made():
+    [cost] = costs_of(torch.mm, (TOKENS, 48), (48, 48))
+    twice = OperatorCost(**{**vars(cost), "calls": 2})
+    one, two = (stage_cycles([item], TOKENS, LAYOUT, SIM) for item in (cost, twice))
+    assert two.cycles == 2 * one.cycles
+    assert two.by_work == {"product": two.cycles}
+
+
+def test_sparse_product_streams_its_density_with_indices():
+    cost = OperatorCost(
+        "sparse_linear",
+        "sparse product",
+        "bfloat16",
+        "any",
+        0.125,
+        2 * TOKENS * 48 * 96 // 8,
+        2 * (TOKENS * 144 + 48 * 96),
+    )
+    product = StreamedProduct(96, 48, TOKENS, density=0.125)
+    found = stage_cycles([cost], TOKENS, LAYOUT, SIM)
+    assert found.cycles == forward(product, LAYOUT, SIM).total
+
+
+def test_head_is_its_product_and_a_softmax_over_the_vocabulary():
+    tokens, hidden, words = 64, 32, 500
+    moved = 2 * (tokens * hidden + hidden * words) + 8 * tokens + 4
+    flops = 2 * tokens * hidden * words
+    cost = OperatorCost("linear_cross_entropy", "head", "bfloat16", "any", tokens, flops, moved)
+    [operator] = stage_cycles([cost], tokens, LAYOUT, SIM).operators
+    product, softmax = operator.parts
+    whole = StreamedProduct(words, hidden, tokens, is_indexed=False)
+    assert product.total == forward(whole, LAYOUT, SIM).total
+    assert softmax.name == "softmax"
+    turned = OperatorCost(
+        "linear_cross_entropy_turn",
+        "head",
+        "bfloat16",
+        "any",
+        tokens,
+        3 * flops,
+        2 * (moved - 8 * tokens - 4) + 8 * tokens + 4,
+    )
+    [operator] = stage_cycles([turned], tokens, LAYOUT, SIM, executable="turn").operators
+    assert [part.name for part in operator.parts] == [
+        "forward",
+        "data gradient",
+        "weight gradient",
+        "softmax",
+    ]
+
+
+def test_memory_pass_reads_two_operands_and_writes_one_per_cycle():
+    core = CoreParameters("x")
+    # 24 bytes per core and cycle: 4 elements of 2 bytes, three times.
+    assert memory_pass(64 * 2400, LAYOUT, core).total == 100
+    assert memory_pass(64 * 2400, LAYOUT, core, 4).total == 200
+    assert memory_pass(64 * 2400, LAYOUT, core, operations=8).total == 800
+
+
+def test_norm_sums_twice_over_its_column_of_cores():
+    core = CoreParameters("x")
+    found = norm(64 * 2400, 64, LAYOUT, core)
+    # 8 tokens are 4 words: 28 of them meet at the last of 8 cores, and a broadcast follows.
+    assert found.fill == 2 * ((28 + 5) + (4 + 7 + 5))
+    assert found.arithmetic == 200
+
+
+def test_lookup_crosses_the_host_link_once():
+    found = lookup(8000, LAYOUT, SIM)
+    assert found.total == pytest.approx(1000 / SIM.host_words_per_cycle + 14)
+
+
+def test_attention_on_one_core_by_hand():
+    core = CoreParameters("x")
+    one = ActivationLayout(Mesh(1, 1))
+    found = attention(16, 8, 16, one, core, head_size=8)
+    # 16 keys x 8 features, scores and values, each 2 + 4 cycles; 11 operations on 16 x 16 scores.
+    assert found.set_up == 2 * 16 * 8 * 2
+    assert found.arithmetic == 2 * 16 * 8 * 4 + 16 * 4 * 11
+    assert found.partial_sums == 0
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(8, 8), Mesh(16, 4)], ids=str)
+@pytest.mark.parametrize(("sequence", "tokens"), [(64, 64), (64, 512), (512, 512)])
+def test_attention_is_never_faster_than_its_arithmetic(mesh, sequence, tokens):
+    layout = ActivationLayout(mesh)
+    found = attention(sequence, 64, tokens, layout, SIM)
+    assert found.total >= 2 * sequence * 64 * tokens / mesh.cores / SIM.simd_half
+    assert attention(sequence, 64, tokens, layout, SIM, is_backward=True).total > 2 * found.total
+
+
+def test_attention_is_read_from_the_compilers_counts():
+    def attend(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    shape = (3, 4, 32, 16)  # sequences, heads, length, features of a head
+    costs = [c for c in costs_of(attend, shape, shape, shape) if c.work == "attention"]
+    [operator] = stage_cycles(costs, 96, LAYOUT, SIM, head_size=16).operators
+    expected = attention(32, 64, 96, LAYOUT, SIM, head_size=16, element_bytes=4)
+    assert operator.parts == (expected,)
+
+
+def test_layout_of_a_stage_is_the_fastest():
+    costs = {
+        "forward": costs_of(torch.addmm, (144,), (TOKENS, 48), (48, 144), dtype=torch.bfloat16),
+        "backward": costs_of(torch.mm, (TOKENS, 144), (144, 48), dtype=torch.bfloat16),
+    }
+    choice = choose_stage_layout(costs, TOKENS, Mesh(8, 4), SIM)
+
+    def cycles(layout):
+        return sum(
+            stage_cycles(parts, TOKENS, layout, SIM, executable=name).cycles
+            for name, parts in costs.items()
+        )
+
+    assert choice.cycles == cycles(choice.layout)
+    assert choice.cycles == min(cycles(layout) for layout in candidate_layouts(Mesh(8, 4)))
+
+
+def test_stage_that_does_not_fit_is_refused():
+    costs = {"forward": costs_of(torch.mm, (8192, 4096), (4096, 4096))}
+    with pytest.raises(BudgetError) as error:
+        choose_stage_layout(costs, 8192, Mesh(4, 4), SIM)
+    assert str(error.value).startswith("stage: 4096 x 4096 with 8192 tokens on 4x4 cores needs ")
+
+
+def test_stage_without_tokens_is_refused():
+    with pytest.raises(ConfigError) as error:
+        stage_cycles([], 0, LAYOUT, SIM)
+    assert str(error.value) == "tokens: expected a number from 1 up, got 0"
