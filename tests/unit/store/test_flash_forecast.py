@@ -90,6 +90,7 @@ def test_traffic_of_several_stores_is_added():
     assert three.window_bytes == 3 * one.window_bytes
 
 
+@pytest.mark.long  # compiles and lays out a large model
 def test_store_that_no_memory_could_hold_is_forecast():
     program = make_program([{f"w{n}": (1 << 20, 1 << 16)} for n in range(16)])  # 4 TiB of weights
     expected = forecast(
