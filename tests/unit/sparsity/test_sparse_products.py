@@ -245,7 +245,9 @@ def test_a_layout_keeps_at_most_the_bytes_that_are_foreseen(kind):
             case = Case(kind, shape, 40, torch.float32)
             case.products(choice)
             entries, rows = case.layout.entries, case.layout.rows.nbytes
-            assert rows < case.layout.nbytes <= max_layout_bytes(shape, entries), (shape, choice)
+            # Tiles may keep nothing more: a bitmap is made only where the processor expands by one.
+            assert rows < case.layout.nbytes or isinstance(choice.forward, DenseTiles)
+            assert rows <= case.layout.nbytes <= max_layout_bytes(shape, entries), (shape, choice)
             assert max_building_bytes(shape, entries) > 0
 
 

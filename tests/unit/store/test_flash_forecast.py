@@ -77,7 +77,9 @@ def test_traffic_memory_and_size_are_those_of_a_store_that_runs(tmp_path, dram, 
     slack = 0.15 * STEPS * expected.read_bytes + 6 * largest
     assert abs(traffic.read_bytes - STEPS * expected.read_bytes) <= slack
     if expected.memory["state"]:
-        assert traffic.read_bytes == STEPS * expected.read_bytes
+        # State of the next step may be read before the counters are, into the window's blocks.
+        difference = traffic.read_bytes - STEPS * expected.read_bytes
+        assert abs(difference) <= expected.window_bytes
     store.close()
 
 
