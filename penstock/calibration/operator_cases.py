@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.calibration.repetitions import Case, Prepared, Quantity
-from penstock.compiler import Products, choose_products, operator_costs
+from penstock.compiler import Products, choose_products, operator_costs, widens
 from penstock.constants import IGNORED_LABEL
 from penstock.errors import ProgramError
 from penstock.machines import IN_FLOPS
@@ -85,7 +85,8 @@ def operator_cases(products: Products, threads: int) -> Iterator[Case]:
     """
     make = _CaseMaker(products, Operands())
     for name, dtype in DTYPES.items():
-        yield from _products(make, name, dtype)
+        if dtype == torch.float32 or not widens(products):
+            yield from _products(make, name, dtype)
         yield from _attention(make, name, dtype, threads)
         yield from _heads(make, name, dtype, products)
         yield from _elementwise(make, name, dtype)
@@ -183,11 +184,9 @@ def _attention(make: _CaseMaker, name: str, dtype: torch.dtype, threads: int) ->
 
 
 def _heads(make: _CaseMaker, name: str, dtype: torch.dtype, products: Products) -> Iterator[Case]:
-    is_onednn = products == "onednn"  # which the compiler sets before it joins the two sweeps
-
     def turn(scale: Any, hidden: Any, weight: Any, labels: Any) -> Any:
         return penstock.linear_cross_entropy_turn.default(
-            scale, hidden, weight, None, labels, IGNORED_LABEL, True, is_onednn
+            scale, hidden, weight, None, labels, IGNORED_LABEL, True, products
         )
 
     for tokens in _LOSS_TOKENS:

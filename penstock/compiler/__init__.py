@@ -4,10 +4,19 @@ from penstock.compiler.build import CompileOptions, compile_module
 from penstock.compiler.capture import Precision, tensor_attributes
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.operator_costs import operator_costs
-from penstock.compiler.products import Products, choose_products, has_onednn, products_for
+from penstock.compiler.products import (
+    PRODUCTS,
+    Products,
+    choose_products,
+    has_onednn,
+    products_for,
+    uses_onednn,
+    widens,
+)
 from penstock.compiler.selection import select_trainable
 
 __all__ = [
+    "PRODUCTS",
     "CompileOptions",
     "Precision",
     "Products",
@@ -19,4 +28,6 @@ __all__ = [
     "refuse_gradient_hooks",
     "select_trainable",
     "tensor_attributes",
+    "uses_onednn",
+    "widens",
 ]

@@ -60,20 +60,20 @@ class HeadWeight(Protocol):
 
 
 class _DenseWeight:
-    """A dense weight [vocabulary, width]; large products use oneDNN, if `onednn`."""
+    """A dense weight [vocabulary, width]; `products` are those of `products.py`."""
 
-    def __init__(self, weight: Tensor, onednn: bool) -> None:
+    def __init__(self, weight: Tensor, products: str) -> None:
         self.vocabulary, self.gradient_dtype = weight.shape[0], weight.dtype
-        self._weight, self._onednn = weight, onednn
+        self._weight, self._products = weight, products
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        return product(hidden, self._weight.t(), self._onednn)
+        return product(hidden, self._weight.t(), self._products)
 
     def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
-        return product(logits, self._weight, self._onednn)
+        return product(logits, self._weight, self._products)
 
     def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
-        return product(logits.t(), hidden, self._onednn)
+        return product(logits.t(), hidden, self._products)
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,15 @@ def loss_sum(
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> Tensor:
     """Return the sum of the cross-entropies of `hidden @ weight.T + bias`, float32 [].
 
     **Arguments:** `hidden` [tokens, width]; `weight` [vocabulary, width]; `bias` [vocabulary] or
-    None; `labels` int64 [tokens], entries equal to `ignore_index` are ignored; `onednn` selects the
-    library for products (`products.py`).
+    None; `labels` int64 [tokens], entries equal to `ignore_index` are ignored; `products` says who
+    multiplies (`products.py`).
     """
-    return Head(hidden, _DenseWeight(weight, onednn), bias, labels, ignore_index).loss_sum()
+    return Head(hidden, _DenseWeight(weight, products), bias, labels, ignore_index).loss_sum()
 
 
 def loss_sum_and_predictions(
@@ -171,14 +171,14 @@ def loss_sum_and_predictions(
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `loss_sum`, bit-identical, and each token's most likely label, int64
     [tokens].
 
     Among equal logits the first is chosen, as in `torch.argmax`.
     """
-    head = Head(hidden, _DenseWeight(weight, onednn), bias, labels, ignore_index)
+    head = Head(hidden, _DenseWeight(weight, products), bias, labels, ignore_index)
     return head.loss_sum_and_predictions()
 
 
@@ -190,11 +190,11 @@ def gradients(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> list[Tensor]:
     """Return the gradients of `scale * loss_sum` for hidden, weight and bias (if any)."""
     return loss_sum_and_gradients(
-        scale, hidden, weight, bias, labels, ignore_index, with_weight, onednn
+        scale, hidden, weight, bias, labels, ignore_index, with_weight, products
     )[1:]
 
 
@@ -206,13 +206,13 @@ def loss_sum_and_gradients(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> list[Tensor]:
     """Return the loss sum and, from the same pass over the logits, all its gradients times `scale`.
 
     A gradient has the type of its tensor; chunks are added in float32.
     """
-    head = Head(hidden, _DenseWeight(weight, onednn), bias, labels, ignore_index)
+    head = Head(hidden, _DenseWeight(weight, products), bias, labels, ignore_index)
     return head.loss_sum_and_gradients(scale, with_weight)
 
 

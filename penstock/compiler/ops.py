@@ -38,7 +38,7 @@ def _(
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> Tensor:
     return hidden.new_empty((), dtype=torch.float32)
 
@@ -50,7 +50,7 @@ def _(
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty((), dtype=torch.float32), torch.empty_like(labels)
 
@@ -69,7 +69,7 @@ def _(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> list[Tensor]:
     grads = _gradients_like(hidden, weight, bias)
     return grads if with_weight else grads[:1]
@@ -84,7 +84,7 @@ def _(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> list[Tensor]:
     grads = _gradients_like(hidden, weight, bias)
     loss = hidden.new_empty((), dtype=torch.float32)

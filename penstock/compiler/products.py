@@ -1,16 +1,22 @@
-"""Which library multiplies float32 matrices on the CPU.
+"""Which library multiplies matrices on the CPU, and in which precision.
 
 PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. On processors that are
 not from Intel, oneDNN is also faster for float32 (measured: 1.15 to 1.35 times for the shapes of
 GPT-2 on Zen 4, `docs/decisions.md`), so large products use oneDNN there. The two libraries sum in
-different orders, so the choice affects bits. A target chooses by the processor alone, never by a
-timing. A run records the choice, and all processes of the run and every resume compile with the
-recorded library.
+different orders, so the choice affects bits.
+
+oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
+back to loops that take up to 200 times as long (Zen 3: 0.6 GFLOP/s, where float32 reaches 120). The
+operands are then widened to float32 and the product is rounded to bfloat16. The products of two
+bfloat16 numbers are exact in float32 and are summed there in either case.
+
+A target chooses by the processor alone, never by a timing. A run records the choice, and all
+processes of the run and every resume compile with the recorded one.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
@@ -20,10 +26,13 @@ from penstock.kernels.processor import Processor
 aten = torch.ops.aten
 penstock = torch.ops.penstock
 
-Products = Literal["torch", "onednn"]
-"""The library for products of large float32 matrices: PyTorch's default, or oneDNN."""
+Products = Literal["torch", "onednn", "torch+float32", "onednn+float32"]
+"""The library for products of large float32 matrices: PyTorch's default, or oneDNN; with `+float32`
+bfloat16 matrices are multiplied in float32."""
+PRODUCTS: tuple[Products, ...] = get_args(Products)
 
 _LEAST_FLOPS = 1 << 22  # smaller products are too short for the library to matter
+_BAND_ELEMENTS = 1 << 20  # of an operand that a head widens at once
 
 
 def has_onednn() -> bool:
@@ -32,26 +41,63 @@ def has_onednn() -> bool:
 
 
 def products_for(processor: Processor) -> Products:
-    """Return the library for large float32 products on a processor, with this PyTorch."""
-    if not processor.is_x86 or processor.vendor in (None, "GenuineIntel"):
-        return "torch"
-    return "onednn" if has_onednn() else "torch"
+    """Return the library for large float32 products on a processor, with this PyTorch, and whether
+    bfloat16 is multiplied in float32."""
+    is_onednn = processor.is_x86 and processor.vendor not in (None, "GenuineIntel")
+    if is_onednn and has_onednn():
+        return "onednn" if processor.multiplies_bfloat16 else "onednn+float32"
+    return "torch" if processor.multiplies_bfloat16 else "torch+float32"
 
 
-def product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
-    """Return `left @ right` for matrices; large float32 ones on the CPU by oneDNN, if `onednn`."""
-    if (
-        onednn
-        and left.dtype == torch.float32
-        and left.device.type == "cpu"
-        and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= _LEAST_FLOPS
-    ):
-        return torch.ops.mkldnn._linear_pointwise.default(left, right.t(), None, "none", [], "")
+def uses_onednn(products: str) -> bool:
+    """Return whether oneDNN multiplies large float32 matrices."""
+    return products.startswith("onednn")
+
+
+def widens(products: str) -> bool:
+    """Return whether bfloat16 matrices are multiplied in float32."""
+    return products.endswith("+float32")
+
+
+def product(left: Tensor, right: Tensor, products: str) -> Tensor:
+    """Return `left @ right` for two matrices; on the CPU as `products` says."""
+    if left.device.type == "cpu":
+        if left.dtype == torch.bfloat16 and widens(products):
+            return _widened(left, right, products)
+        if left.dtype == torch.float32 and uses_onednn(products):
+            flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+            if flops >= _LEAST_FLOPS:
+                linear = torch.ops.mkldnn._linear_pointwise.default
+                return linear(left, right.t(), None, "none", [], "")
     return torch.mm(left, right)
 
 
+def _widened(left: Tensor, right: Tensor, products: str) -> Tensor:
+    """Return a product of bfloat16 matrices by float32 ones, in bands of the longest dimension, so
+    that little memory is needed."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    _, second, longest = sorted((rows, inner, columns))
+    step = max(1, _BAND_ELEMENTS // max(1, second))
+    bands = [slice(at, at + step) for at in range(0, longest, step)]
+    if longest == inner:
+        total = left.new_zeros((rows, columns), dtype=torch.float32)
+        for band in bands:
+            total += product(left[:, band].float(), right[band].float(), products)
+        return total.to(left.dtype)
+    out = left.new_empty((rows, columns))
+    if longest == rows:
+        whole = right.float()
+        for band in bands:
+            out[band] = product(left[band].float(), whole, products)
+    else:
+        whole = left.float()
+        for band in bands:
+            out[:, band] = product(whole, right[:, band].float(), products)
+    return out
+
+
 def choose_products(graph: fx.Graph, products: Products) -> None:
-    """Make a traced graph's large float32 products use the chosen library."""
+    """Make a traced graph's products those that are chosen."""
     if products == "torch":
         return
     heads = (
@@ -61,8 +107,48 @@ def choose_products(graph: fx.Graph, products: Products) -> None:
     )
     for node in list(graph.nodes):
         if node.target in heads:
-            node.kwargs = {**node.kwargs, "onednn": True}
-            continue
+            node.kwargs = {**node.kwargs, "products": products}
+        elif node.target in _MATRIX_PRODUCTS and widens(products):
+            _widen(graph, node)
+    if uses_onednn(products):
+        _choose_onednn(graph)
+    graph.eliminate_dead_code()
+
+
+_MATRIX_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+}
+
+
+def _widen(graph: fx.Graph, node: fx.Node) -> None:
+    """Compute a product of bfloat16 tensors in float32, and round its result."""
+    value: Tensor = node.meta["val"]
+    if value.dtype != torch.bfloat16 or value.device.type != "cpu":
+        return
+    with graph.inserting_before(node):
+        node.args = tuple(
+            _cast(graph, operand, torch.float32) if isinstance(operand, fx.Node) else operand
+            for operand in node.args
+        )
+    node.meta = {**node.meta, "val": value.float()}
+    with graph.inserting_after(node):
+        rounded = _cast(graph, node, torch.bfloat16)
+    node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    cast.meta["val"] = node.meta["val"].to(dtype)
+    return cast
+
+
+def _choose_onednn(graph: fx.Graph) -> None:
+    """Make large float32 products use oneDNN."""
+    for node in list(graph.nodes):
         if node.target is aten.mm.default:
             bias, (left, right) = None, node.args
         elif node.target is aten.addmm.default and not node.kwargs:
@@ -84,7 +170,6 @@ def choose_products(graph: fx.Graph, products: Products) -> None:
             chosen.meta["val"] = value
         node.replace_all_uses_with(chosen)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 def onednn_flops(left: Tensor, right: Tensor, *_: Any) -> int:

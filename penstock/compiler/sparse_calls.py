@@ -95,7 +95,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> Tensor:
     """Return the sum of the losses of a head with a sparse weight (`fused_head.py`)."""
     return Head(hidden, _SparseHead(weight), bias, labels, ignore_index).loss_sum()
@@ -107,7 +107,7 @@ def linear_cross_entropy_predictions(
     bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Return also each token's most likely label."""
     head = Head(hidden, _SparseHead(weight), bias, labels, ignore_index)
@@ -122,7 +122,7 @@ def linear_cross_entropy_backward(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> list[Tensor]:
     """Return the gradients of hidden, weight and bias (if any)."""
     head = Head(hidden, _SparseHead(weight), bias, labels, ignore_index)
@@ -137,7 +137,7 @@ def linear_cross_entropy_turn(
     labels: Tensor,
     ignore_index: int,
     with_weight: bool,
-    onednn: bool = False,
+    products: str = "torch",
 ) -> list[Tensor]:
     """Return the sum of the losses and the gradients, from one pass over the logits."""
     head = Head(hidden, _SparseHead(weight), bias, labels, ignore_index)

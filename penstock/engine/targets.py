@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from penstock.compiler import Products, has_onednn, products_for
+from penstock.compiler import PRODUCTS, Products, has_onednn, products_for, uses_onednn
 from penstock.engine.expanded_weights import DeviceMasks
 from penstock.engine.interface import Engine, EnginePlan
 from penstock.engine.lanes import CudaLanes, HostLanes, Lanes
@@ -34,7 +34,7 @@ class Target(ABC):
     Attributes:
         name: as in `engine.device`, and before the colon in `engine.devices`.
         trace_device: PyTorch's device on whose (fake) tensors stages are traced.
-        products: the libraries for products of large float32 matrices, the default first.
+        products: who may multiply matrices (`compiler/products.py`), the default first.
         has_own_memory: weights are copied to the device; otherwise they are read in the store's
             memory.
         expands_sparse: sparse weights are expanded for dense products; otherwise their products are
@@ -86,12 +86,12 @@ class Target(ABC):
         return bool(self.devices())
 
     def choose_products(self, processor: Processor) -> Products:
-        """Return the library for products of large float32 matrices, for a run that starts here."""
+        """Return who multiplies matrices in a run that starts here."""
         return self.products[0]
 
     def can_multiply_with(self, products: Products) -> bool:
-        """Return whether this machine's PyTorch has a library that the target offers."""
-        return products == "torch" or has_onednn()
+        """Return whether this machine's PyTorch has the library, which the target offers."""
+        return not uses_onednn(products) or has_onednn()
 
     def products_as_recorded(self, recorded: Products | None, processor: Processor) -> Products:
         """Return the library for products, for a run that was started with `recorded`.
@@ -137,7 +137,7 @@ class CpuTarget(Target):
 
     name = "cpu"
     trace_device = "cpu"
-    products = ("torch", "onednn")
+    products = PRODUCTS
 
     def devices(self) -> tuple[str, ...]:
         return ("cpu",)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_AVX512 = {"avx512bw", "avx512vl", "avx512dq"}
 
 
 @dataclass(frozen=True)
@@ -15,11 +16,13 @@ class Processor:
     """A processor by its instruction set and its vendor.
 
     `vendor` is the processor's own identifier ("GenuineIntel"); empty if it has none; None if the
-    system does not report it.
+    system does not report it. `multiplies_bfloat16` tells whether oneDNN has products of bfloat16
+    matrices for it: on x86 with AVX-512 or AVX-NE-CONVERT.
     """
 
     architecture: str
     vendor: str | None
+    multiplies_bfloat16: bool = True
 
     @property
     def is_x86(self) -> bool:
@@ -33,7 +36,7 @@ class Processor:
 
 @functools.cache
 def _here() -> Processor:
-    return Processor(platform.machine(), _vendor(_CPUINFO))
+    return Processor(platform.machine(), _vendor(_CPUINFO), _multiplies_bfloat16(_CPUINFO))
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
@@ -43,6 +46,11 @@ def processor_name(cpuinfo: Path = _CPUINFO) -> str:
 
 def _vendor(cpuinfo: Path) -> str | None:
     return _field(cpuinfo, "vendor_id")
+
+
+def _multiplies_bfloat16(cpuinfo: Path) -> bool:
+    features = set((_field(cpuinfo, "flags") or "").split())  # which only x86 reports
+    return not features or "avx_ne_convert" in features or features >= _AVX512
 
 
 def _field(cpuinfo: Path, name: str) -> str | None:

@@ -64,7 +64,7 @@ class ResumeState:
                 "data": None | str(),
                 "weights": None | str(),
                 "values": None | str(),
-                "products": None | "torch" | "onednn",
+                "products": None | "torch" | "onednn" | "torch+float32" | "onednn+float32",
                 "architecture": None
                 | {"class_name": str(), "graph": str(), "captured_with": str()},
                 "best_loss": None | float() | int(),

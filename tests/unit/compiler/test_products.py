@@ -1,4 +1,4 @@
-"""Who multiplies float32 matrices follows from the processor alone, and is part of the program."""
+"""Who multiplies matrices follows from the processor alone, and is part of the program."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.compiler import has_onednn, products_for
-from penstock.compiler.products import choose_products
+from penstock.compiler.products import choose_products, product
 from penstock.engine import EnginePlan, TorchEngine
 from penstock.kernels import processor
 from penstock.kernels.processor import Processor
@@ -59,6 +59,34 @@ def test_product_library_follows_the_processor(architecture, vendor, expected):
     assert products_for(Processor(architecture, vendor)) == expected
 
 
+@needs_onednn
+@pytest.mark.parametrize(("vendor", "library"), [("GenuineIntel", "torch"), ("Other", "onednn")])
+def test_bfloat16_is_multiplied_in_float32_where_the_processor_has_no_products(vendor, library):
+    processor = Processor("x86_64", vendor, multiplies_bfloat16=False)
+    assert products_for(processor) == f"{library}+float32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx avx2 fma", False),
+        ("avx2 avx512f avx512bw avx512vl", False),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", True),
+        ("avx2 avx_ne_convert", True),
+        (None, True),  # not x86: PyTorch decides
+    ],
+)
+def test_products_of_bfloat16_are_told_by_the_instruction_sets(flags, expected, tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("vendor_id\t: AuthenticAMD\n" + (f"flags\t\t: {flags}\n" if flags else ""))
+    assert processor._multiplies_bfloat16(cpuinfo) == expected
+
+
+@pytest.mark.skipif(Processor.here().architecture != "x86_64", reason="a function of x86")
+def test_processor_multiplies_bfloat16_if_pytorch_says_so():
+    assert Processor.here().multiplies_bfloat16 == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def test_pytorch_without_onednn_uses_its_own_products(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert products_for(Processor("x86_64", "AuthenticAMD")) == "torch"
@@ -107,7 +135,7 @@ def test_product_library_is_chosen_only_in_the_program(monkeypatch):
     assert calls(chosen, "_linear_pointwise")
     heads = calls(chosen, "linear_cross_entropy")
     assert heads
-    assert all(node.kwargs == {"onednn": True} for node in heads)
+    assert all(node.kwargs == {"products": "onednn"} for node in heads)
     first = sweep(
         TorchEngine(chosen, EnginePlan()), EnginePlan(), weights_of(module, chosen), [batch]
     )
@@ -139,3 +167,43 @@ def test_small_and_bfloat16_products_use_pytorch():
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets.count(mm) == 2
     assert targets.count(torch.ops.mkldnn._linear_pointwise.default) == 1
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=needs_onednn)])
+def test_widened_products_are_those_of_bfloat16_to_rounding(library, monkeypatch):
+    monkeypatch.setattr("penstock.compiler.products._BAND_ELEMENTS", 3000)
+    module, batch = Net(), rows(0)
+    found = {}
+    for products in (library, f"{library}+float32"):
+        program = compiled(module, batch, products=products, precision="bf16")
+        assert bool(calls(program, "_to_copy")) == products.endswith("float32")
+        weights = weights_of(module, program)
+        found[products] = sweep(TorchEngine(program, EnginePlan()), EnginePlan(), weights, [batch])
+    reference, ours = found.values()
+    assert ours.losses == pytest.approx(reference.losses, rel=1e-2)
+    for name, gradient in reference.gradients.items():
+        size = gradient.float().abs().max().item()
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=2**-6 * size)
+
+
+@pytest.mark.parametrize("shape", [(300, 20, 7), (7, 300, 20), (20, 7, 300), (1, 1, 1), (0, 4, 3)])
+def test_widened_product_is_rounded_once(shape, monkeypatch):
+    monkeypatch.setattr("penstock.compiler.products._BAND_ELEMENTS", 640)
+    torch.manual_seed(0)
+    left, right = (torch.randn(size).bfloat16() for size in (shape[:2], shape[1:]))
+    exact = left.double() @ right.double()
+    found = product(left, right, "torch+float32")
+    assert found.dtype == torch.bfloat16
+    # Half a unit in the last place of bfloat16, and the rounding of sums in float32.
+    bound = exact.abs() * 2**-8 + (left.double().abs() @ right.double().abs()) * 2**-20
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+def test_no_bfloat16_product_is_left_where_they_are_widened():
+    program = compiled(Net(), rows(0), products="torch+float32", precision="bf16")
+    products = [node for name in ("aten.mm", "aten.addmm") for node in calls(program, name)]
+    assert products
+    assert all(node.meta["val"].dtype == torch.float32 for node in products)
+    heads = calls(program, "linear_cross_entropy")
+    assert heads
+    assert all(node.kwargs == {"products": "torch+float32"} for node in heads)

@@ -1,0 +1,181 @@
+"""Where the machine code of kernels is kept on disk, and who compiles it.
+
+Numba's own cache is keyed by the path and the time stamp of the file that contains a kernel. A
+fresh copy of the sources would be compiled again, and a kernel that inlines functions from another
+file would *not* be compiled again when that file changes. Here the key is a digest of all sources
+that a kernel may inline: those of this package, and those of the kernel's own folder. Copies of the
+same sources share machine code.
+
+`NUMBA_CACHE_DIR` sets the location. By default it is the user's cache folder or, if that is not
+writable, the folder of the sources. The processor, the types of the arguments and the versions of
+Numba and Python are part of Numba's key.
+
+Only one process compiles a kernel; others that need it meanwhile wait and read its code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import inspect
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import caching
+from numba.core import config as _numba_config
+
+from penstock.user_folders import cache_folder
+
+config: Any = _numba_config  # its attributes are made from the environment
+
+_KERNELS = Path(__file__).parent
+_LONGEST_WAIT_SECONDS = 120.0  # a kernel takes a few; a stopped process must not stop others
+_POLL_SECONDS = 0.02
+_KEPT_VERSIONS = 16
+
+
+class _Locator(caching._CacheLocator):
+    """Where the code of a kernel's folder is."""
+
+    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
+        self._line = py_func.__code__.co_firstlineno
+        self._digest = sources_digest(Path(py_file).parent)
+        self._folder = writable_folder(Path(py_file).parent, self._digest)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def get_source_stamp(self) -> str:
+        return self._digest
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator | None:
+        locator = cls(py_func, py_file)
+        return None if locator._folder is None else locator
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes: list[type[object]] = [_Locator]  # noqa: RUF012  as the base class has it
+
+
+class CodeCache(caching.FunctionCache):
+    """The machine code of one kernel, one file for each combination of types."""
+
+    _impl_class = _Implementation
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._lock = _Lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the code, or nothing if this process is to compile it: `save_overload` is next."""
+        self._lock.release()  # of a compilation that failed
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            self._lock.acquire()
+            found = super().load_overload(sig, target_context)  # another process may have made it
+            if found is not None:
+                self._lock.release()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self._lock.release()
+
+
+def code_cache(function: Callable[..., Any]) -> CodeCache | None:
+    """Return the machine code of a kernel; None if no folder is writable."""
+    sources = Path(inspect.getfile(function)).parent
+    return (
+        None if writable_folder(sources, sources_digest(sources)) is None else CodeCache(function)
+    )
+
+
+class _Lock:
+    """A lock of a file, which ends with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: int | None = None
+
+    def acquire(self) -> None:
+        """Wait for the lock. Without it, which is rare, a kernel is compiled more than once."""
+        try:
+            self._held = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            end = time.monotonic() + _LONGEST_WAIT_SECONDS
+            while not _locks(self._held) and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+        except OSError:  # this file system has no locks, or no room
+            self.release()
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._held is not None:
+            with contextlib.suppress(OSError):
+                # A child that was forked meanwhile shares the open file: closing it would not do.
+                fcntl.flock(self._held, fcntl.LOCK_UN)
+            os.close(self._held)
+            self._held = None
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@functools.cache
+def sources_digest(folder: Path) -> str:
+    """Return a digest of what the machine code of a folder's kernels depends on."""
+    digest = hashlib.sha256(f"{numba.__version__} {folder.name}".encode())
+    for place in dict.fromkeys((_KERNELS, folder)):
+        for source in sorted(place.glob("*.py")):
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def writable_folder(sources: Path, digest: str) -> Path | None:
+    """Return the first writable folder for machine code, or None if there is none."""
+    for place in _places(sources):
+        folder = place / digest
+        try:
+            is_new = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            if is_new:
+                _remove_oldest(place, folder)
+            return folder
+    return None
+
+
+def _places(sources: Path) -> Iterator[Path]:
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR) / "penstock"
+        return
+    yield cache_folder() / "kernels"
+    yield sources / "__pycache__" / "kernels"
+
+
+def _remove_oldest(place: Path, kept: Path) -> None:
+    """Remove the code of versions that have not compiled anything for the longest time."""
+    folders = [folder for folder in place.iterdir() if folder != kept and folder.is_dir()]
+    folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in folders[_KEPT_VERSIONS - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""Machine code is made once for the same sources, wherever they lie, and again when they change."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from penstock.kernels import code_cache
+
+PART = """
+from penstock.kernels.compilation import inlined
+
+@inlined
+def doubled(value):
+    return {factor} * value
+"""
+KERNEL = """
+import numpy as np
+from parts import doubled
+from penstock.kernels.compilation import serial_kernel
+
+@serial_kernel
+def total(values):
+    found = 0.0
+    for value in values:
+        found += doubled(value)
+    return found
+
+print(total(np.ones(3)), sum(total.stats.cache_hits.values()))
+"""
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder with a kernel and a part that it inlines."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "parts.py").write_text(PART.format(factor=2.0))
+    (folder / "kernels_of_a_test.py").write_text(KERNEL)
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a process that runs the kernel of a folder."""
+
+    def start(folder, cache=tmp_path / "cache"):
+        path = os.pathsep.join([str(folder), *sys.path])
+        return subprocess.Popen(
+            [sys.executable, "-c", "import kernels_of_a_test"],
+            env={**os.environ, "PYTHONPATH": path, "NUMBA_CACHE_DIR": str(cache)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def result_of(process):
+    """Return the kernel's result and the number of times that its code was found."""
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    value, hits = output.split()
+    return float(value), int(hits)
+
+
+def test_copies_of_the_same_sources_share_code(sources, start, tmp_path):
+    assert result_of(start(sources)) == (6.0, 0)
+    copy = tmp_path / "elsewhere" / "sources"
+    shutil.copytree(sources, copy)
+    os.utime(copy / "kernels_of_a_test.py", (1, 1))
+    assert result_of(start(copy)) == (6.0, 1)
+
+
+def test_change_of_an_inlined_part_in_another_file_is_compiled(sources, start):
+    assert result_of(start(sources)) == (6.0, 0)
+    (sources / "parts.py").write_text(PART.format(factor=5.0))
+    assert result_of(start(sources)) == (15.0, 0)
+
+
+def test_one_of_several_processes_compiles(sources, start, tmp_path):
+    results = [result_of(process) for process in [start(sources) for _ in range(3)]]
+    assert [value for value, _ in results] == 3 * [6.0]
+    assert sorted(hits for _, hits in results) == [0, 1, 1]
+    assert len(list((tmp_path / "cache").rglob("*total*.nbc"))) == 1
+
+
+def test_kernel_runs_where_no_folder_is_writable(sources, start, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    assert result_of(start(sources, cache=file)) == (6.0, 0)
+
+
+def test_lock_of_an_ended_process_is_free(tmp_path):
+    path = tmp_path / "kernel.lock"
+    code = (
+        "import sys, pathlib; from penstock.kernels.code_cache import _Lock\n"
+        "lock = _Lock(pathlib.Path(sys.argv[1])); lock.acquire(); print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout.readline() == "held\n"
+        assert not is_free(path)
+        holder.kill()
+    assert is_free(path)
+
+
+def test_lock_that_is_never_released_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_cache, "_LONGEST_WAIT_SECONDS", 0.1)
+    holder, other = (code_cache._Lock(tmp_path / "kernel.lock") for _ in range(2))
+    holder.acquire()
+    other.acquire()  # returns
+    other.release()
+    assert not is_free(tmp_path / "kernel.lock")
+    holder.release()
+    assert is_free(tmp_path / "kernel.lock")
+
+
+def test_code_of_old_versions_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_cache.config, "CACHE_DIR", str(tmp_path))
+    for number in range(30):
+        (tmp_path / "penstock" / f"old{number}").mkdir(parents=True)
+        os.utime(tmp_path / "penstock" / f"old{number}", (number, number))
+    folder = code_cache.writable_folder(tmp_path, "new")
+    assert folder == tmp_path / "penstock" / "new"
+    kept = {path.name for path in folder.parent.iterdir()}
+    newest = range(30 - code_cache._KEPT_VERSIONS + 1, 30)
+    assert kept == {"new", *(f"old{number}" for number in newest)}
+
+
+def is_free(path):
+    """Return whether nobody holds a lock."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
