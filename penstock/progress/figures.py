@@ -14,11 +14,11 @@ _YEAR_SECONDS = 365 * 86400
 
 def show_bytes(count: float) -> str:
     """Return a size such as `1.5 GiB`, with three significant digits."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(count) < 1000 or unit == "PiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{_three(count)} {unit}"
         count /= 1024
-    raise AssertionError("unreachable: TiB ends the loop")
+    raise AssertionError("unreachable: PiB ends the loop")
 
 
 def show_rate(bytes_per_second: float) -> str:
