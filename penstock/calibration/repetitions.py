@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["engine", "store", "flash"]
+Part = Literal["engine", "store", "flash", "processes"]
 """The part of the machine to which a figure belongs."""
 
 OnProgress = Callable[[str, float], None]
@@ -28,7 +28,8 @@ _MOST_CALLS = 10_000
 class Quantity:
     """What is measured: a curve of `penstock.machines`, or a figure of its own.
 
-    `work` is a `penstock.machines.Work`, or `operator call`, `stage call`, `flash both`.
+    `work` is a `penstock.machines.Work`, or `operator call`, `stage call`, `flash both`,
+    `shared memory both ways`, `message`.
     """
 
     part: Part
