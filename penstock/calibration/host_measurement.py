@@ -18,6 +18,7 @@ from penstock.calibration.link_cases import BOTH, MESSAGE, ProcessLinks, process
 from penstock.calibration.operator_cases import operator_cases
 from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
 from penstock.calibration.repetitions import (
+    ENOUGH_REPETITIONS,
     Case,
     Measured,
     OnProgress,
@@ -48,9 +49,6 @@ from penstock.machines import (
 from penstock.telemetry import process_memory
 from penstock.user_folders import cache_folder
 
-ENOUGH_REPETITIONS = 3
-"""Fewer give a median that one disturbance can spoil."""
-
 _CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
 _DIGITS = 4  # of a rate: its spread is larger than the rest
 _ALONE = (OPERATOR_CALL, STAGE_CALL, "flash both", BOTH, MESSAGE)  # figures that are no curve
@@ -65,8 +63,8 @@ def calibrate(
     """Measure this host and return its description.
 
     Args:
-        budget_seconds: of the measurements. Compiling kernels, at first use, and preparing the
-            measurements come on top. Everything is measured once, whatever the budget.
+        budget_seconds: of all measurements with their preparation. Compiling kernels, at first
+            use, comes on top. Everything is measured once, whatever the budget.
         flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if the
             measurement of that one fails.
         on_progress: called with what is being measured, and the share that is done.

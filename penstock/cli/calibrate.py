@@ -21,7 +21,7 @@ _TOKENS = ("attention", "head")  # work whose size is a number of tokens
 
 def calibrate(
     seconds: Annotated[
-        float, typer.Option(help="Time for the measurements; preparing them comes on top.")
+        float, typer.Option(help="Time for all; compiling kernels, at first use, comes on top.")
     ] = 30,
     flash_dir: Annotated[
         Path | None,
