@@ -136,9 +136,7 @@ def _disk_of(
     return None
 
 
-def _links_of(
-    stack: contextlib.ExitStack, notice: Callable[[str], None]
-) -> ProcessLinks | None:
+def _links_of(stack: contextlib.ExitStack, notice: Callable[[str], None]) -> ProcessLinks | None:
     try:
         return stack.enter_context(process_links())
     except ClusterError as error:

@@ -85,9 +85,7 @@ def draw_memory(paths: Sequence[Path], planner: Planner) -> None:
     save(figure, *paths)
 
 
-def draw_scaling(
-    paths: Sequence[Path], planner: Planner, machine: MachineDescription
-) -> None:
+def draw_scaling(paths: Sequence[Path], planner: Planner, machine: MachineDescription) -> None:
     """Draw the speed-up of several model sizes over engines, with as many sequences per engine: as
     many as fit. At the end of each line stands its share of linear."""
     figure, axes = new_figure()

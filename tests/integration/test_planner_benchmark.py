@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.calibration import host_measurement
-from penstock.calibration.overhead_cases import overhead_cases
 from penstock.calibration.operator_cases import operator_cases
+from penstock.calibration.overhead_cases import overhead_cases
 from penstock.calibration.store_cases import store_cases
 from penstock.machines import dump
 

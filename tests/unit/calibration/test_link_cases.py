@@ -89,6 +89,8 @@ def test_connection_that_ends_is_an_error_and_the_process_ends_with_it(monkeypat
 
 def test_process_that_does_not_start_is_an_error(monkeypatch):
     monkeypatch.setattr(link_cases.sys, "executable", "/bin/false")
-    with pytest.raises(ClusterError, match="the other process ended with exit code 1"):
-        with process_links():
-            pass
+    with (
+        pytest.raises(ClusterError, match="the other process ended with exit code 1"),
+        process_links(),
+    ):
+        pass

@@ -1,4 +1,4 @@
-"""The memory of a step, from the record of a few micro-batches, against a dry run with all of them."""
+"""The memory of a step, from the record of a few micro-batches, against a dry run with all."""
 
 import random
 
@@ -52,4 +52,3 @@ def test_a_few_micro_batches_tell_the_memory_of_any_number(name):
                     run = dry_run(program, count, plan, expands)
                     expected = run.peak_bytes, run.peak_at
                     assert memory.peak(count) == expected, (count, sorted(recompute))
-
