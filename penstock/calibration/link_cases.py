@@ -54,7 +54,7 @@ class ProcessLinks:
         """Take the next of the two connections."""
         way = WAYS[len(self._connections)]
         self._connections.append(
-            Connection(stream, self._take, self._ended, lambda: way == "shared memory")
+            Connection(stream, self._take, self._ended, lambda: way == WAYS[0])
         )
         self._opened.release()
 

@@ -48,18 +48,19 @@ def main() -> None:
     """Connect as the standard input says, and serve until a connection ends."""
     given: Mapping[str, Any] = json.load(sys.stdin)
     ended = threading.Event()
-    peer, credentials, connections = LinkPeer(), Credentials(given["token"]), []
-    for way in WAYS:
-        opened = socket.create_connection(tuple(given["address"]), timeout=_CONNECT_SECONDS)
-        connections.append(
-            Connection(
-                connect(opened, credentials),
-                peer.take,
-                lambda connection, error: ended.set(),
-                lambda way=way: way == "shared memory",  # type: ignore[misc]
-            )
+    peer, credentials = LinkPeer(), Credentials(given["token"])
+    host, port = given["address"]
+
+    def opened(way: str) -> Connection:
+        stream = connect(
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS), credentials
         )
+        return Connection(stream, peer.take, lambda *_: ended.set(), lambda: way == WAYS[0])
+
+    connections = [opened(way) for way in WAYS]
     ended.wait()
+    for connection in connections:
+        connection.close()
 
 
 if __name__ == "__main__":

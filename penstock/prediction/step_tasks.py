@@ -120,7 +120,8 @@ class StepTasks:
         self, step: int, number: int, cost: OperationCost, ready: list[int], computed: list[int]
     ) -> list[int]:
         """Send the weights of an operation once an engine has a free slot for them."""
-        link, uses = self.arrangement.machine.link, {}
+        link = self.arrangement.machine.link
+        uses: Mapping[str, float] = {}
         if link is None:
             if not self.arrangement.shares_cores:
                 return ready
