@@ -8,17 +8,18 @@ its own, as the store and an engine do.
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import queue
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.calibration import link_peer
 from penstock.calibration.link_peer import WAYS
 from penstock.calibration.repetitions import Case, Prepared, Quantity
 from penstock.distributed.protocol import CHUNK_BYTES, Message, MessageType, message_with
@@ -35,7 +36,7 @@ BOTH, MESSAGE = "shared memory both ways", "message"
 
 MESSAGE_BYTES = (256 << 10, CHUNK_BYTES)
 _SAMPLE_BYTES = 32 << 20
-_START_SECONDS = 60.0  # a process imports its libraries within this time
+_START_SECONDS = 30.0  # a process connects within this time
 _ANSWER_SECONDS = 30.0
 
 
@@ -58,7 +59,7 @@ class ProcessLinks:
         )
         self._opened.release()
 
-    def await_peer(self, process: subprocess.Popen[bytes]) -> None:
+    def await_peer(self, process: int) -> None:
         """Wait until the other process has opened all connections.
 
         Raises:
@@ -66,8 +67,10 @@ class ProcessLinks:
         """
         deadline = time.monotonic() + _START_SECONDS
         while len(self._connections) < len(WAYS):
-            if process.poll() is not None:
-                raise ClusterError(f"the other process ended with exit code {process.returncode}")
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                raise ClusterError(f"the other process ended with exit code {code}")
             if time.monotonic() > deadline:
                 raise ClusterError(f"the other process did not connect in {_START_SECONDS:g} s")
             self._opened.acquire(timeout=0.1)
@@ -138,22 +141,37 @@ def process_links() -> Iterator[ProcessLinks]:
         server = socket.create_server(("127.0.0.1", 0))
     except OSError as error:
         raise ClusterError(f"cannot listen on 127.0.0.1: {error.strerror}") from error
-    address = server.getsockname()
     listener = ConnectionListener(server, Credentials(token), links.admit)
-    listener.open()
-    command = [sys.executable, "-m", "penstock.calibration.link_peer"]
+    process = _forked(server, token)
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps({"address": address, "token": token}).encode())
-                process.stdin.close()
-                links.await_peer(process)
-                yield links
-            finally:
-                links.close()
-                process.kill()
-    except OSError as error:
-        raise ClusterError(f"cannot start another process: {error.strerror}") from error
+        listener.open()
+        links.await_peer(process)
+        yield links
     finally:
+        links.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
         listener.close()
+
+
+def _forked(server: socket.socket, token: str) -> int:
+    """Fork the other process, which uses no library but those of its connections; return its id."""
+    address = server.getsockname()
+    try:
+        with warnings.catch_warnings():  # of newer Pythons: other threads are not in the fork
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+    except OSError as error:
+        server.close()
+        raise ClusterError(f"cannot start another process: {error.strerror}") from error
+    if process:
+        return process
+    status = 1
+    try:
+        server.close()
+        link_peer.serve(address, token)
+        status = 0
+    finally:
+        os._exit(status)

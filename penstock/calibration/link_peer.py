@@ -1,17 +1,9 @@
-"""The other end of the measured connections: a process of its own, as an engine is.
-
-`python -m penstock.calibration.link_peer` reads the address and the token of the measuring process,
-as JSON, from its standard input, and ends with its connections.
-"""
+"""The other end of the measured connections: a process of its own, forked as an engine is."""
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -44,24 +36,15 @@ class LinkPeer:
             connection.send(Message(MessageType.HEARTBEAT, 0, 1, step=message.step))
 
 
-def main() -> None:
-    """Connect as the standard input says, and serve until a connection ends."""
-    given: Mapping[str, Any] = json.load(sys.stdin)
-    ended = threading.Event()
-    peer, credentials = LinkPeer(), Credentials(given["token"])
-    host, port = given["address"]
+def serve(address: tuple[str, int], token: str) -> None:
+    """Connect to the measuring process, and serve it until a connection ends."""
+    peer, credentials, ended = LinkPeer(), Credentials(token), threading.Event()
 
     def opened(way: str) -> Connection:
-        stream = connect(
-            socket.create_connection((host, port), timeout=_CONNECT_SECONDS), credentials
-        )
+        stream = connect(socket.create_connection(address, timeout=_CONNECT_SECONDS), credentials)
         return Connection(stream, peer.take, lambda *_: ended.set(), lambda: way == WAYS[0])
 
     connections = [opened(way) for way in WAYS]
     ended.wait()
     for connection in connections:
         connection.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 
 import pytest
 
-from penstock.calibration import link_cases
+from penstock.calibration import link_cases, link_peer
 from penstock.calibration.link_cases import BOTH, MESSAGE, ProcessLinks, process_links
 from penstock.distributed.transport import Connection
 from penstock.errors import ClusterError
@@ -75,20 +76,24 @@ def test_short_message_moves_nothing_and_counts_each_way(links):
 
 def test_connection_that_ends_is_an_error_and_the_process_ends_with_it(monkeypatch):
     started = []
-    popen = subprocess.Popen
+    forked = link_cases._forked
     monkeypatch.setattr(
-        subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+        link_cases, "_forked", lambda *given: started.append(forked(*given)) or started[-1]
     )
     with process_links() as links:
         case = next(iter(links.cases())).prepare()
-        started[0].kill()
+        os.kill(started[0], signal.SIGKILL)
         with pytest.raises(ClusterError, match="messages between processes cannot be measured: "):
             case.run()
-    assert started[0].returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
-def test_process_that_does_not_start_is_an_error(monkeypatch):
-    monkeypatch.setattr(link_cases.sys, "executable", "/bin/false")
+def test_process_that_does_not_connect_is_an_error(monkeypatch):
+    def refuse(address, token):
+        raise OSError("no")
+
+    monkeypatch.setattr(link_peer, "serve", refuse)
     with (
         pytest.raises(ClusterError, match="the other process ended with exit code 1"),
         process_links(),
