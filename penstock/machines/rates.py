@@ -59,6 +59,7 @@ _STAND_IN: dict[str, Work] = {
     "copy": "pointwise",
     "pointwise": "update",  # of a store, which has none of the engine's work
     "receive": "update",
+    "checksum": "update",
 }
 """The work whose rate is used where a machine gives none."""
 

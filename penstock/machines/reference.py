@@ -86,7 +86,7 @@ two sizes it is straight if both are drawn in logarithms.
 | `pointwise` | bytes/s | bytes | required |
 | `update` | bytes/s of weights, moments and gradients | bytes | required |
 | `receive` | bytes/s of gradients | bytes | `update` |
-| `checksum` | bytes/s | bytes | not counted |
+| `checksum` | bytes/s | bytes | `update` |
 | `flash read`, `flash write` | bytes/s | bytes of one call | required of a disk |
 | `shared memory`, `socket` | bytes/s one way | bytes of a message | required of `processes` |
 """

@@ -188,9 +188,8 @@ class StepTasks:
         return self._add(lane, work, total, after, step=step, op=op, bytes=size, uses=uses)
 
     def _check_seconds(self, size: int) -> float:
-        """Return the seconds of the checksums of so many bytes of flash; 0 if not measured."""
-        speed = self.arrangement.machine.store.speed
-        return size / speed.curve("checksum").at(size or 1) if speed.has("checksum") else 0.0
+        """Return the seconds of the checksums of so many bytes of flash."""
+        return size / self.arrangement.machine.store.speed.curve("checksum").at(size or 1)
 
     def _flash_updates(self, step: int, number: int) -> list[int]:
         """Read, update and write the state of an operation's weights; return the updates.

@@ -183,7 +183,8 @@ def test_the_file_that_the_others_change_is_a_machine(tmp_path):
             "name: rack\n",
             "name: rack\nwatts: 3\n",
             "m.yaml:2: watts: unknown key (did you mean 'engine.watts' or 'store.watts'?); a "
-            "machine has name, title, kind, processor, engine, store, link, processes, accuracy, sources",
+            "machine has name, title, kind, processor, engine, store, link, processes, accuracy, "
+            "sources",
         ),
         (
             "name: rack\n",
