@@ -25,7 +25,7 @@ ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 _COMPARED = ("1.3B", "13B", "175B")
 _MOST_SEQUENCES = 64  # per engine
 _LEAST_SHOWN = 600  # bars beside each other, of a picture
-_APART = ("o-", "s--", "^:")  # lines that may lie on each other
+_APART = (("o-", 9), ("s--", 5), ("^:", 3))  # styles of lines that may lie on each other, sizes
 _COLOURS = {
     "compute": "#4c72b0",
     "update": "#dd8452",
@@ -185,8 +185,9 @@ def draw_gpus(
     figure, axes = new_figure()
     styles = iter(_APART)
     for name in _COMPARED:
-        engines, gpus = [], []
+        engines, gpus, each = [], [], 0
         for count, found in _scaled(planner, machine, name):
+            each = found.config.batch.size // count
             try:
                 run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
             except ConfigError:  # no number of GPUs is as fast
@@ -194,7 +195,9 @@ def draw_gpus(
             engines.append(count)
             gpus.append(run.division.gpus)
         if engines:
-            axes.plot(engines, gpus, next(styles), label=name)
+            style, size = next(styles)
+            label = f"{name}, {each} x {SEQUENCE} tokens"
+            axes.plot(engines, gpus, style, markersize=size, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -202,6 +205,6 @@ def draw_gpus(
     axes.minorticks_off()
     axes.set_xlabel(f"engines of {machine.name}, data-parallel")
     axes.set_ylabel(f"GPUs of {cluster.name} for the same time")
-    axes.legend()
+    axes.legend(title="model, batch per engine")
     axes.grid(alpha=0.3)
     save(figure, *paths)
