@@ -88,7 +88,7 @@ two sizes it is straight if both are drawn in logarithms.
 | `receive` | bytes/s of gradients | bytes | `update` |
 | `checksum` | bytes/s | bytes | `update` |
 | `flash read`, `flash write` | bytes/s | bytes of one call | required of a disk |
-| `shared memory`, `socket` | bytes/s one way | bytes of a message | required of `processes` |
+| `shared memory`, `socket` | bytes/s one way | bytes of a message | required of processes |
 """
 
 _LIBRARY = """\
