@@ -72,7 +72,7 @@ def _memory(prediction: Prediction) -> Table:
         assert memory is not None
         table.add_section()
         table.add_row(
-            f"each engine, of engine.memory (its own has {show_bytes(int(memory))})",
+            f"each engine, of engine.memory (device: {show_bytes(int(memory))})",
             f"{show_bytes(shares.engine_peak)} of {show_bytes(shares.engine)}",
         )
     if prediction.flash is not None:
