@@ -106,7 +106,7 @@ def plan(
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=80)
+        console = Console(width=100)
 
     from penstock.prediction import Planner
 
