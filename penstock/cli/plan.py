@@ -223,7 +223,7 @@ def _print_table(console: Console, key: str, points: list[Point]) -> None:
     console.print(_table(key, points))
     for point in points:
         if point.prediction is None:
-            first, *_ = point.problem.splitlines()
+            first = point.problem.splitlines()[0].split(". Raise ")[0]
             console.print(f"{key} {point.value}: {first}", highlight=False, markup=False)
 
 
