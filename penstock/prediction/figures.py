@@ -98,7 +98,7 @@ def draw_scaling(paths: Sequence[Path], planner: Planner, machine: MachineDescri
             label = f"{name}, {first.config.batch.size} x {SEQUENCE} tokens"
             count = points[-1][0]
             axes.plot([count for count, _ in points], speeds, "o-", label=label)
-            ends.append((speeds[-1], count, f"{speeds[-1] / count:.1%}"))
+            ends.append((speeds[-1], count, f"{name}: {speeds[-1] / count:.1%}"))
     _name_ends(axes, ends)
     axes.plot(ENGINES, ENGINES, "--", color="gray", label="linear")
     axes.set_xscale("log", base=2)
@@ -114,14 +114,17 @@ def draw_scaling(paths: Sequence[Path], planner: Planner, machine: MachineDescri
 
 
 def _name_ends(axes: Axes, ends: Sequence[tuple[float, int, str]]) -> None:
-    """Write the share of linear at the end of each line, the highest line's on top."""
+    """Write the share of linear below the end of each line, the highest line's on top."""
     lines = zip(ends, axes.get_lines(), strict=True)
-    for row, ((speed, count, text), line) in enumerate(sorted(lines, key=lambda pair: pair[0])):
+    highest_first = sorted(lines, key=lambda pair: pair[0], reverse=True)
+    for row, ((speed, count, text), line) in enumerate(highest_first):
         axes.annotate(
             text,
             (count, speed),
-            xytext=(8, 12 * row - 12),
+            xytext=(4, -12 * row - 12),
             textcoords="offset points",
+            ha="right",
+            va="top",
             color=line.get_color(),
             fontsize="small",
         )
