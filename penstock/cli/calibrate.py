@@ -172,8 +172,8 @@ def _notes(machine: MachineDescription) -> list[str]:
         size = "" if flash.size is None else f" of {show_bytes(flash.size)}"
         notes.append(f"disk{size}{both}")
     if machine.processes is not None:
-        both, seconds = machine.processes.both, machine.processes.seconds
-        together = "" if both is None else f", {show_rate(both)} both ways together"
+        rate, seconds = machine.processes.both, machine.processes.seconds
+        together = "" if rate is None else f", {show_rate(rate)} both ways together"
         notes.append(f"between processes: {1e6 * seconds:.3g} us per short message{together}")
     accuracy = machine.accuracy
     if accuracy is not None:
