@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -240,18 +240,20 @@ def _table(key: str, points: list[Point]) -> Table:
         "tokens/s": lambda one: show_count(one.tokens_per_second),
         "step": lambda one: show_duration(one.step_seconds),
         "run": lambda one: show_duration(one.run_seconds),
-        "per engine": lambda one: show_bytes(row(one)["engine_bytes"]),
+        "memory": lambda one: show_bytes(row(one)["engine_bytes"]),
     }
     columns.pop(key, None)  # the first column has it
     if any(one.cost_per_hour is not None for one in found):
-        columns["US dollars"] = lambda one: (
+        columns["dollars"] = lambda one: (
             "" if (cost := row(one)["cost"]) is None else show_dollars(cost)
         )
     columns["bound by"] = lambda one: row(one)["binding"]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="memory: of each engine")
     table.add_column(key, no_wrap=True)
     for heading in columns:
-        table.add_column(heading, justify="left" if heading == "bound by" else "right")
+        is_last = heading == "bound by"
+        justify: Literal["left", "right"] = "left" if is_last else "right"
+        table.add_column(heading, justify=justify, no_wrap=not is_last)
     for point in points:
         one = point.prediction
         shown = ["-"] * len(columns) if one is None else [show(one) for show in columns.values()]

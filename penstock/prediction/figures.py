@@ -121,7 +121,7 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[float, int, str]]) -> None:
         axes.annotate(
             text,
             (count, speed),
-            xytext=(4, -12 * row - 12),
+            xytext=(4, -12 * row - 36),
             textcoords="offset points",
             ha="right",
             va="top",
