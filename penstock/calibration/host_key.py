@@ -18,7 +18,7 @@ from penstock.kernels.processor import processor_name
 from penstock.machines import MachineDescription
 from penstock.user_folders import cache_folder
 
-MEASUREMENTS = 1
+MEASUREMENTS = 2
 """Raised when the measurements change, so that kept figures are measured again."""
 
 KEY = "key"

@@ -14,9 +14,11 @@ import torch
 
 from penstock.calibration.disk_cases import PIECE_BYTES, Disk, measured_disk
 from penstock.calibration.host_key import KEY, HostKey
+from penstock.calibration.link_cases import BOTH, MESSAGE, ProcessLinks, process_links
 from penstock.calibration.operator_cases import operator_cases
 from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
 from penstock.calibration.repetitions import (
+    ENOUGH_REPETITIONS,
     Case,
     Measured,
     OnProgress,
@@ -34,18 +36,22 @@ from penstock.engine import (
     target_of,
     thread_count,
 )
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import ClusterError, ConfigError, StorageError
 from penstock.kernels.processor import Processor
-from penstock.machines import EnginePart, FlashPart, MachineDescription, RateCurve, StorePart
+from penstock.machines import (
+    EnginePart,
+    FlashPart,
+    MachineDescription,
+    ProcessesPart,
+    RateCurve,
+    StorePart,
+)
 from penstock.telemetry import process_memory
 from penstock.user_folders import cache_folder
 
-ENOUGH_REPETITIONS = 3
-"""Fewer give a median that one disturbance can spoil."""
-
 _CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
 _DIGITS = 4  # of a rate: its spread is larger than the rest
-_ALONE = (OPERATOR_CALL, STAGE_CALL, "flash both")  # figures that are no curve
+_ALONE = (OPERATOR_CALL, STAGE_CALL, "flash both", BOTH, MESSAGE)  # figures that are no curve
 
 
 def calibrate(
@@ -57,8 +63,8 @@ def calibrate(
     """Measure this host and return its description.
 
     Args:
-        budget_seconds: of the measurements. Compiling kernels, at first use, and preparing the
-            measurements come on top. Everything is measured once, whatever the budget.
+        budget_seconds: of all measurements with their preparation. Compiling kernels, at first
+            use, comes on top. Everything is measured once, whatever the budget.
         flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if the
             measurement of that one fails.
         on_progress: called with what is being measured, and the share that is done.
@@ -83,12 +89,16 @@ def calibrate(
         cases = list(_cases(_CHOICES_SHARE * budget_seconds))
         if disk is not None:
             cases += disk.cases()
+        links = _links_of(stack, notice)
+        if links is not None:
+            cases += links.cases()
         measured = measure(cases, budget_seconds, on_progress=on_progress)
         flash = None if disk is None else _flash(measured, folder)
         sources = {"rates": _about_rates(measured, budget_seconds), KEY: str(HostKey.here())}
+        sources["spread"] = _about_spread(measured)
         if disk is not None:
             sources["store.flash"] = _about_disk(disk, folder)
-    return _description(measured, flash, sources)
+    return _description(measured, flash, _processes(measured), sources)
 
 
 def _cases(choices_seconds: float) -> Iterator[Case]:
@@ -126,6 +136,14 @@ def _disk_of(
     return None
 
 
+def _links_of(stack: contextlib.ExitStack, notice: Callable[[str], None]) -> ProcessLinks | None:
+    try:
+        return stack.enter_context(process_links())
+    except ClusterError as error:
+        notice(f"messages between processes were not measured: {error}")
+    return None
+
+
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     with contextlib.suppress(OSError):
@@ -136,10 +154,13 @@ def _existing(folder: Path) -> Path:
 
 
 def _description(
-    measured: Sequence[Measured], flash: FlashPart | None, sources: dict[str, str]
+    measured: Sequence[Measured],
+    flash: FlashPart | None,
+    processes: ProcessesPart | None,
+    sources: dict[str, str],
 ) -> MachineDescription:
     key = HostKey.here()
-    alone = {m.quantity.work: _rounded(m.rate) for m in measured if m.quantity.work in _ALONE}
+    alone = _alone(measured)
     engine = EnginePart(
         is_host=True,
         micro_batch_tokens=target_of("cpu").micro_batch_tokens,
@@ -160,8 +181,14 @@ def _description(
         processor=key.processor,
         engine=engine,
         store=store,
+        processes=processes,
         sources=sources,
     )
+
+
+def _alone(measured: Sequence[Measured]) -> dict[str, float]:
+    """Return the rates of the figures that are no curve, by work."""
+    return {m.quantity.work: _rounded(m.rate) for m in measured if m.quantity.work in _ALONE}
 
 
 def curves(measured: Sequence[Measured], part: Part) -> tuple[RateCurve, ...]:
@@ -192,12 +219,18 @@ def curves(measured: Sequence[Measured], part: Part) -> tuple[RateCurve, ...]:
 
 def _flash(measured: Sequence[Measured], folder: Path) -> FlashPart:
     found = os.statvfs(folder)
-    both = next(one.rate for one in measured if one.quantity.work == "flash both")
     return FlashPart(
         size=ByteSize(found.f_blocks * found.f_frsize),
         rates=curves(measured, "flash"),
-        both=_rounded(both),
+        both=_alone(measured)["flash both"],
     )
+
+
+def _processes(measured: Sequence[Measured]) -> ProcessesPart | None:
+    alone, rates = _alone(measured), curves(measured, "processes")
+    if not rates:
+        return None
+    return ProcessesPart(rates=rates, both=alone[BOTH], seconds=_rounded(1 / alone[MESSAGE]))
 
 
 def _about_disk(disk: Disk, folder: Path) -> str:
@@ -219,6 +252,12 @@ def _about_rates(measured: Sequence[Measured], budget_seconds: float) -> str:
             f"; fewer than {ENOUGH_REPETITIONS} of some work: {budget_seconds:g} s were too short"
         )
     return text
+
+
+def _about_spread(measured: Sequence[Measured]) -> str:
+    """Name the spread of the figures that are no curve; that of a curve stands in the curve."""
+    found = (f"{m.quantity} ±{m.spread:.1%}" for m in measured if m.quantity.work in _ALONE)
+    return f"half the range, relative to the median: {', '.join(found)}"
 
 
 def _rounded(value: float) -> float:

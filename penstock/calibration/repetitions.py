@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["engine", "store", "flash"]
+Part = Literal["engine", "store", "flash", "processes"]
 """The part of the machine to which a figure belongs."""
+
+ENOUGH_REPETITIONS = 3
+"""Fewer give a median that one disturbance can spoil."""
 
 OnProgress = Callable[[str, float], None]
 """Called with what is being done and the share of the work that is done."""
@@ -28,7 +31,8 @@ _MOST_CALLS = 10_000
 class Quantity:
     """What is measured: a curve of `penstock.machines`, or a figure of its own.
 
-    `work` is a `penstock.machines.Work`, or `operator call`, `stage call`, `flash both`.
+    `work` is a `penstock.machines.Work`, or `operator call`, `stage call`, `flash both`,
+    `shared memory both ways`, `message`.
     """
 
     part: Part
@@ -88,21 +92,25 @@ def measure(
     """Measure every case at least once, then repeat them in turn while the budget lasts.
 
     Args:
-        budget_seconds: of the measurements. Preparation and the first call of each case, in which
-            kernels may be compiled, come on top.
+        budget_seconds: of all. Preparation and the first call of each case, in which kernels may
+            be compiled, can take longer: they count only if every case has enough repetitions.
         on_progress: also called before each repetition.
     """
     cases = list(cases)
     runs: list[_Run] = []
+    begun = clock()
     for number, case in enumerate(cases):
         on_progress(f"measuring {case.quantity}", number / (2 * len(cases)))
         runs.append(_Run(case, clock))
     spent = first = sum(run.seconds for run in runs)
+    rounds = 1
     while any(run.may_repeat for run in runs):
+        rounds += 1
         for run in runs:
             if not run.may_repeat:
                 continue
-            if spent + run.seconds > budget_seconds:
+            taken = clock() - begun if rounds > ENOUGH_REPETITIONS else spent
+            if taken + run.seconds > budget_seconds:
                 return [run.measured() for run in runs]
             share = (spent - first) / max(budget_seconds - first, 1e-9)
             on_progress(f"repeating {run.case.quantity}", 0.5 + share / 2)

@@ -1,7 +1,8 @@
-"""The work of a store in memory as cases: optimizer, arriving gradients, copies.
+"""The work of a store as cases: optimizer, arriving gradients, copies, checksums of blocks.
 
 The bytes of an update are those of the weight and its moments, read and written, and of the
 gradient, read. The bytes of an arriving gradient are those that are read and those that are kept.
+The disk itself is measured by `disk_cases.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from penstock.calibration.repetitions import Case, Prepared, Quantity
 from penstock.kernels.memory import allocate
 from penstock.program import WeightSpec
 from penstock.store import AdamW, Gradients, HeldPart, PartStage
+from penstock.store.flash import checksum
 from penstock.weight_formats import format_of
 
 _ELEMENTS = (1 << 14, 1 << 18, 1 << 22)  # of a weight
 _COPY_BYTES = 64 << 20
+_BLOCK_BYTES = (1 << 20, 8 << 20)  # of flash; in the second, memory limits
 
 Kind = Literal["float32", "bfloat16", "8bit"]
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "8bit")
@@ -29,7 +32,7 @@ of 8 bits."""
 
 
 def store_cases() -> Iterator[Case]:
-    """Yield the cases of a store in memory."""
+    """Yield the cases of a store."""
     for elements in _ELEMENTS:
         for kind in KINDS:
             yield Case(
@@ -42,6 +45,8 @@ def store_cases() -> Iterator[Case]:
                 functools.partial(prepare_receive, dtype, elements),
             )
     yield Case(Quantity("store", "copy"), _prepare_copy)
+    for size in _BLOCK_BYTES:
+        yield Case(Quantity("store", "checksum"), functools.partial(prepare_checksum, size))
 
 
 def prepare_update(kind: Kind, elements: int) -> Prepared:
@@ -85,6 +90,12 @@ def prepare_receive(dtype: torch.dtype, elements: int) -> Prepared:
 def _prepare_copy() -> Prepared:
     source, target = (torch.zeros(_COPY_BYTES // 8) for _ in range(2))
     return Prepared(lambda: target.copy_(source), _COPY_BYTES, _COPY_BYTES)
+
+
+def prepare_checksum(size: int) -> Prepared:
+    """Return the checksum of a block on flash, of so many bytes."""
+    block = allocate(size)
+    return Prepared(lambda: checksum(block), size, size)
 
 
 def _zeros(elements: int, dtype: str) -> np.ndarray:

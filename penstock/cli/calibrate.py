@@ -21,7 +21,7 @@ _TOKENS = ("attention", "head")  # work whose size is a number of tokens
 
 def calibrate(
     seconds: Annotated[
-        float, typer.Option(help="Time for the measurements; preparing them comes on top.")
+        float, typer.Option(help="Time for all; compiling kernels, at first use, comes on top.")
     ] = 30,
     flash_dir: Annotated[
         Path | None,
@@ -31,7 +31,7 @@ def calibrate(
         bool, typer.Option("--show", help="Show the last measurements; measure nothing.")
     ] = False,
 ) -> None:
-    """Measure this host, once: products, memory, optimizer and disk, for predictions of runs.
+    """Measure this host, once: products, memory, optimizer, disk, messages between processes.
 
     Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays there. At
     the first use, kernels are compiled as well, which takes some minutes.
@@ -108,8 +108,11 @@ def render(machine: MachineDescription) -> Table:
         table.add_column(heading, overflow="fold")
     for heading in ("rate", "spread"):
         table.add_column(heading, justify="right", overflow="fold")
-    flash = machine.store.flash
-    for curve in (*machine.engine.rates, *machine.store.rates, *(flash.rates if flash else ())):
+    flash, processes = machine.store.flash, machine.processes
+    curves = [*machine.engine.rates, *machine.store.rates]
+    for part in (flash, processes):
+        curves += part.rates if part is not None else ()
+    for curve in curves:
         table.add_row(*_row(curve))
     return table
 
@@ -168,6 +171,10 @@ def _notes(machine: MachineDescription) -> list[str]:
         both = "" if flash.both is None else f"; {show_rate(flash.both)} reads and writes together"
         size = "" if flash.size is None else f" of {show_bytes(flash.size)}"
         notes.append(f"disk{size}{both}")
+    if machine.processes is not None:
+        rate, seconds = machine.processes.both, machine.processes.seconds
+        together = "" if rate is None else f", {show_rate(rate)} both ways together"
+        notes.append(f"between processes: {1e6 * seconds:.3g} us per short message{together}")
     accuracy = machine.accuracy
     if accuracy is not None:
         notes.append(

@@ -41,7 +41,7 @@ def figure(
         ),
     ] = None,
 ) -> None:
-    """Draw a picture: memory, scaling, timing or gpus. Compiling large models takes minutes."""
+    """Draw a picture: memory, scaling, timing or gpus. Compiling large models takes a minute."""
     if name not in _FIGURES:
         raise ConfigError(
             f"expected a figure, one of {', '.join(_FIGURES)}, got {name!r}"
@@ -57,22 +57,26 @@ def figure(
     from penstock.machines import load_gpu_cluster, load_machine
     from penstock.prediction import (
         Planner,
+        check_name,
         draw_gpus,
         draw_memory,
         draw_scaling,
         draw_timing,
     )
 
+    paths = out or [Path(f"{name}.png")]
+    for path in paths:
+        check_name(path)
     planner, described = Planner(), load_machine(machine)
-    for path in out or [Path(f"{name}.png")]:
-        if name == "memory":
-            draw_memory(path, planner)
-        elif name == "scaling":
-            draw_scaling(path, planner, described)
-        elif name == "gpus":
-            draw_gpus(path, planner, described, load_gpu_cluster(cluster))
-        else:
-            assert config is not None
-            settings = configuration(config, overrides or [])
-            draw_timing(path, planner.plan(settings, described))
+    if name == "memory":
+        draw_memory(paths, planner)
+    elif name == "scaling":
+        draw_scaling(paths, planner, described)
+    elif name == "gpus":
+        draw_gpus(paths, planner, described, load_gpu_cluster(cluster))
+    else:
+        assert config is not None
+        settings = configuration(config, overrides or [])
+        draw_timing(paths, planner.plan(settings, described))
+    for path in paths:
         typer.echo(f"{path}: {_FIGURES[name]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -182,7 +182,7 @@ def _sweep(
             )
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:
-        console.print(_table(sweep.key, points))
+        _print_table(console, sweep.key, points)
     if csv is not None:
         csv.write_text(as_csv(sweep, points))
     if plot is not None:
@@ -215,36 +215,47 @@ def _print(
         Point(name, None, str(each)) if isinstance(each, PenstockError) else Point(name, each)
         for name, each in found
     ]
-    console.print(_table("machine", points))
+    _print_table(console, "machine", points)
+
+
+def _print_table(console: Console, key: str, points: list[Point]) -> None:
+    """Print one line per prediction, and below the table why some values have none."""
+    console.print(_table(key, points))
+    for point in points:
+        if point.prediction is None:
+            first = point.problem.splitlines()[0].split(". Raise ")[0]
+            console.print(f"{key} {point.value}: {first}", highlight=False, markup=False)
 
 
 def _table(key: str, points: list[Point]) -> Table:
-    """Return one line per prediction."""
     from rich import box
     from rich.table import Table
 
     from penstock.prediction import row
-    from penstock.progress import show_bytes, show_count, show_duration
+    from penstock.progress import show_bytes, show_count, show_dollars, show_duration
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column(key, no_wrap=True)
-    for heading in ("engines", "tokens/s", "step", "run", "engine memory", "US dollars"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bound by", overflow="fold")
-    for point in points:
-        found = point.prediction
-        if found is None:
-            table.add_row(point.value, *[""] * 6, point.problem.splitlines()[0])
-            continue
-        price = found.cost_per_hour
-        table.add_row(
-            point.value,
-            f"{found.config.engines:,}",
-            show_count(found.tokens_per_second),
-            show_duration(found.step_seconds),
-            show_duration(found.run_seconds),
-            show_bytes(row(found)["engine_bytes"]),
-            "" if price is None else f"{price * found.run_seconds / 3600:,.0f}",
-            row(found)["binding"],
+    found = [point.prediction for point in points if point.prediction is not None]
+    columns: dict[str, Callable[[Found], str]] = {
+        "engines": lambda one: f"{one.config.engines:,}",
+        "tokens/s": lambda one: show_count(one.tokens_per_second),
+        "step": lambda one: show_duration(one.step_seconds),
+        "run": lambda one: show_duration(one.run_seconds),
+        "memory": lambda one: show_bytes(row(one)["engine_bytes"]),
+    }
+    columns.pop(key, None)  # the first column has it
+    if any(one.cost_per_hour is not None for one in found):
+        columns["dollars"] = lambda one: (
+            "" if (cost := row(one)["cost"]) is None else show_dollars(cost)
         )
+    columns["bound by"] = lambda one: row(one)["binding"]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="memory: of each engine")
+    table.add_column(key, no_wrap=True)
+    for heading in columns:
+        is_last = heading == "bound by"
+        justify: Literal["left", "right"] = "left" if is_last else "right"
+        table.add_column(heading, justify=justify, no_wrap=not is_last)
+    for point in points:
+        one = point.prediction
+        shown = ["-"] * len(columns) if one is None else [show(one) for show in columns.values()]
+        table.add_row(point.value, *shown)
     return table

@@ -15,11 +15,14 @@ _UNITS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "pib": 2**50,
 }
+_PRINTED = ("PiB", "PB", "TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB")
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _EXPECTED = "expected a size such as 4GiB, 512MiB or 2GB"
 _MOST_DIGITS = 30
@@ -28,7 +31,7 @@ _LEAST_COUNT = 1 << 16
 
 
 class ByteSize(int):
-    """A positive integer number of bytes, printed in the largest unit that is exact."""
+    """A positive integer number of bytes, printed exactly, in the unit with the shortest number."""
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
@@ -65,10 +68,9 @@ class ByteSize(int):
         return cls(count)
 
     def __str__(self) -> str:
-        for name, unit in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-            if self % (1 << unit) == 0:
-                return f"{int(self) >> unit}{name}"
-        return f"{int(self)}B"
+        units = ((name, _UNITS[name.lower()]) for name in _PRINTED)
+        exact = [f"{int(self) // scale}{name}" for name, scale in units if self % scale == 0]
+        return min(exact, key=_digits, default=f"{int(self)}B")
 
     def __repr__(self) -> str:
         return f"ByteSize({str(self)!r})"
@@ -80,6 +82,10 @@ class ByteSize(int):
         return core_schema.no_info_plain_validator_function(
             _validated, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
+
+
+def _digits(text: str) -> int:
+    return sum(map(str.isdigit, text))
 
 
 def _validated(value: object) -> ByteSize:
@@ -102,6 +108,9 @@ def size_or_auto(value: object) -> ByteSize | str:
 
 def size_above(size: int) -> str:
     """Format a number of bytes rounded up, so that the printed size is sufficient."""
+    for unit, name in ((2**50, "PiB"), (2**40, "TiB")):
+        if size >= unit:
+            return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit / 10:
             return f"{math.ceil(100 * size / unit) / 100:.2f} {name}"

@@ -52,6 +52,7 @@ class NullEngine(TorchEngine):
             budget_bytes=budget_bytes,
             sparse=SparseWeights(SparseProducts()),
         )
+        self.plan, self.expands_sparse = plan, expands_sparse
         kept = most_bitmap_bytes if expands_sparse else most_layout_bytes
         self._most_layout_bytes = kept(program)
 
@@ -91,6 +92,13 @@ def dry_run(
 ) -> MemoryAccount:
     """Run one step of the null engine and return its memory account."""
     engine = NullEngine(program, plan, expands_sparse=expands_sparse)
+    run_step(engine, micro_batches)
+    return engine.memory
+
+
+def run_step(engine: NullEngine, micro_batches: int) -> None:
+    """Run one step of a null engine."""
+    program, plan, expands_sparse = engine.program, engine.plan, engine.expands_sparse
     inputs = {
         name: _empty(program.values[name].tensor)
         for name in program.inputs
@@ -116,7 +124,6 @@ def dry_run(
         ]
         engine.load(operation.stage, weights)
         compute(engine, operation)
-    return engine.memory
 
 
 def _empty_weight(

@@ -1,7 +1,7 @@
 """Which values an engine keeps and which it recomputes, decided before the first step.
 
-The prediction uses no separate formula that could drift from the engine: it runs a whole step of
-the engine's own code on tensors without memory, and reads the memory account.
+The prediction uses no separate formula that could drift from the engine: it runs a step of the
+engine's own code on tensors without memory, and reads the memory account (`step_memory.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import size_above
-from penstock.engine.interface import EnginePlan
-from penstock.engine.null_engine import dry_run
+from penstock.engine.interface import SLOTS, EnginePlan
 from penstock.engine.sharing import Sharing, largest_slot
+from penstock.engine.step_memory import StepMemory
 from penstock.engine.targets import target_of
 from penstock.errors import BudgetError
 from penstock.program import Program, Stage, largest_stage
@@ -55,25 +55,24 @@ def predict_bytes(
     return Prediction(peak_bytes + waiting + plan.beside_bytes, stage)
 
 
-_Step = tuple[int, EnginePlan, bool]
-_peaks: dict[int, tuple[weakref.ref[Program], dict[_Step, tuple[int, str]]]] = {}  # by id
+_Step = tuple[EnginePlan, bool]
+_steps: dict[int, tuple[weakref.ref[Program], dict[_Step, StepMemory]]] = {}  # by id
 
 
 def _peak(
     program: Program, micro_batches: int, plan: EnginePlan, expands_sparse: bool
 ) -> tuple[int, str]:
-    """Return the peak of a dry run and its stage; equal dry runs are made once, since one of a deep
-    program and many micro-batches takes seconds."""
-    of, known = _peaks.get(id(program), (None, {}))
+    """Return the peak of a dry run and its stage; equal steps are recorded once."""
+    of, known = _steps.get(id(program), (None, {}))
     if of is None or of() is not program:
         number = id(program)
-        of = weakref.ref(program, lambda _: _peaks.pop(number, None))
-        _, known = _peaks[number] = (of, {})
-    step = micro_batches, plan, expands_sparse
+        of = weakref.ref(program, lambda _: _steps.pop(number, None))
+        _, known = _steps[number] = (of, {})
+    # What is beside computation and the number of slots are no part of a dry run.
+    step = replace(plan, beside_bytes=0, slots=SLOTS), expands_sparse
     if step not in known:
-        memory = dry_run(program, *step)
-        known[step] = memory.peak_bytes, memory.peak_at
-    return known[step]
+        known[step] = StepMemory(program, *step)
+    return known[step].peak(micro_batches)
 
 
 def bytes_of_choice(

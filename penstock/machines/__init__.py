@@ -9,6 +9,7 @@ from penstock.machines.description import (
     FlashPart,
     LinkPart,
     MachineDescription,
+    ProcessesPart,
     StorePart,
 )
 from penstock.machines.gpu_cluster import (
@@ -28,6 +29,7 @@ __all__ = [
     "GpuCluster",
     "LinkPart",
     "MachineDescription",
+    "ProcessesPart",
     "RateCurve",
     "RateTable",
     "StorePart",

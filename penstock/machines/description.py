@@ -29,8 +29,9 @@ ENGINE_WORK: tuple[Work, ...] = (
     "lookup",
     "copy",
 )
-STORE_WORK: tuple[Work, ...] = ("update", "receive", "copy")
+STORE_WORK: tuple[Work, ...] = ("update", "receive", "copy", "checksum")
 FLASH_WORK: tuple[Work, ...] = ("flash read", "flash write")
+PROCESS_WORK: tuple[Work, ...] = ("shared memory", "socket")
 
 
 class EnginePart(Section):
@@ -106,7 +107,9 @@ class StorePart(Section):
 
     memory: ByteSize = setting(..., "memory of all hosts of the store", example="24GiB")
     cores: int = setting(1, "processor cores of a host", ge=1)
-    rates: tuple[RateCurve, ...] = Field(strict=False, description="`update`, `receive`, `copy`")
+    rates: tuple[RateCurve, ...] = Field(
+        strict=False, description="`update`, `receive`, `copy`, `checksum`"
+    )
     flash: FlashPart | None = setting(None, "its disk; null: none")
     watts: float | None = setting(None, "power of the whole store", unit="W", example=500, ge=0)
     price: float | None = setting(
@@ -174,6 +177,36 @@ class LinkPart(Section):
         return self
 
 
+class ProcessesPart(Section):
+    """Messages between engines and store where both are processes of one host."""
+
+    rates: tuple[RateCurve, ...] = Field(
+        strict=False,
+        description="`shared memory` and `socket`, one way, by the bytes of a message",
+    )
+    both: float | None = setting(
+        None,
+        "bytes per second of both ways together, through shared memory; null: the two do not "
+        "disturb each other",
+        unit="bytes/s",
+        example=6e9,
+        gt=0,
+    )
+    seconds: float = setting(
+        0.0, "time that a short message takes one way", unit="s", example=5e-5, ge=0
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ProcessesPart:
+        refuse_all(list(_wrong_curves(self.rates, PROCESS_WORK, PROCESS_WORK)))
+        return self
+
+    @cached_property
+    def speed(self) -> RateTable:
+        """The rates of messages."""
+        return RateTable(self.rates, "processes.rates")
+
+
 class Accuracy(Section):
     """The interval in which nine of ten measured runs lay: measured time over predicted time."""
 
@@ -205,6 +238,9 @@ class MachineDescription(Section):
     engine: EnginePart = setting(..., "one engine")
     store: StorePart = setting(..., "the store")
     link: LinkPart | None = setting(None, "between store and engine; null: they are one processor")
+    processes: ProcessesPart | None = setting(
+        None, "messages between processes of the host; null: as fast as a copy of the store"
+    )
     accuracy: Accuracy | None = setting(None, "how near predictions were; null: never measured")
     sources: dict[str, str] = Field(
         default_factory=dict,

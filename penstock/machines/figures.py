@@ -45,6 +45,9 @@ def _all_figures(machine: MachineDescription) -> Iterator[tuple[str, str]]:
         yield from _of_curves("store.flash.rates", machine.store.flash.rates)
     if machine.link is not None:
         yield from _of_part("link", machine.link)
+    if machine.processes is not None:
+        yield from _of_part("processes", machine.processes)
+        yield from _of_curves("processes.rates", machine.processes.rates)
 
 
 def _of_part(name: str, part: Section) -> Iterator[tuple[str, str]]:

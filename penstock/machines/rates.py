@@ -25,8 +25,11 @@ Work = Literal[
     "copy",
     "update",
     "receive",
+    "checksum",
     "flash read",
     "flash write",
+    "shared memory",
+    "socket",
 ]
 """A kind of work whose calls have one rate.
 
@@ -34,7 +37,9 @@ Work = Literal[
 is softmax attention in one operator; `head` is the last product with its loss in one operator;
 `norm` includes softmax; `activation` evaluates exponentials and the like; `pointwise`, `reduction`,
 `lookup` (rows of a table) and `copy` move memory; `update` is a
-pass of the optimizer; `receive` adds gradients to those of the store and sums their squares.
+pass of the optimizer; `receive` adds gradients to those of the store and sums their squares;
+`checksum` is that of a block on flash; `shared memory` and `socket` carry messages between
+processes of one host.
 """
 
 IN_FLOPS: frozenset[str] = frozenset({"product", "sparse product", "attention", "head"})
@@ -54,6 +59,7 @@ _STAND_IN: dict[str, Work] = {
     "copy": "pointwise",
     "pointwise": "update",  # of a store, which has none of the engine's work
     "receive": "update",
+    "checksum": "update",
 }
 """The work whose rate is used where a machine gives none."""
 

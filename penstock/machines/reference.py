@@ -12,6 +12,7 @@ from penstock.machines.description import (
     FlashPart,
     LinkPart,
     MachineDescription,
+    ProcessesPart,
     StorePart,
 )
 from penstock.machines.figures import figure_keys, figures
@@ -85,7 +86,9 @@ two sizes it is straight if both are drawn in logarithms.
 | `pointwise` | bytes/s | bytes | required |
 | `update` | bytes/s of weights, moments and gradients | bytes | required |
 | `receive` | bytes/s of gradients | bytes | `update` |
+| `checksum` | bytes/s | bytes | `update` |
 | `flash read`, `flash write` | bytes/s | bytes of one call | required of a disk |
+| `shared memory`, `socket` | bytes/s one way | bytes of a message | required of processes |
 """
 
 _LIBRARY = """\
@@ -107,15 +110,17 @@ runs on these machines, so none has an `accuracy`.
 def markdown() -> str:
     """Return the whole page."""
     parts = [_HEAD]
-    for title, part, nested in (
-        ("Keys of a machine", MachineDescription, {"engine", "store", "link", "accuracy"}),
+    nested = {"engine", "store", "link", "processes", "accuracy"}
+    for title, part, apart in (
+        ("Keys of a machine", MachineDescription, nested),
         ("`engine`", EnginePart, set()),
         ("`store`", StorePart, {"flash"}),
         ("`store.flash`", FlashPart, set()),
         ("`link`", LinkPart, set()),
+        ("`processes`", ProcessesPart, set()),
         ("`accuracy`", Accuracy, set()),
     ):
-        parts.append(f"## {title}\n\n{_keys(part, nested)}")
+        parts.append(f"## {title}\n\n{_keys(part, apart)}")
     parts.append(f"## Curves\n\n{_CURVES}\n{_keys(RateCurve, set())}")
     parts.append(f"## The library\n\n{_LIBRARY}")
     parts += [_machine(name) for name in known_machines()]

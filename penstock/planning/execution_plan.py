@@ -200,8 +200,13 @@ def _planned(
     roles = store_factory.optimizer_of(config).roles
     budget = Budget(config, program, per_engine, device, roles, machine, devices, sharing)
     engine_bytes = budget.engine_bytes()
-    plan = budget.plan(engine_bytes)
-    shares = budget.divide(plan, engine_bytes)
+    try:
+        plan = budget.plan(engine_bytes)
+        shares = budget.divide(plan, engine_bytes)
+    except BudgetError as error:
+        if least == config.engines:
+            raise
+        raise BudgetError(f"{error}\n{_why_fewer(config.engines, least, micro_batches)}") from None
     least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
     slots = division.slot_bytes
     return ExecutionPlan(
@@ -223,6 +228,15 @@ def _planned(
 def _least_engines(config: Config) -> int:
     """Return the number of engines with which a step must fit: half, if engines may be lost."""
     return config.engines if config.cluster.start == "none" else -(-config.engines // 2)
+
+
+def _why_fewer(engines: int, least: int, micro_batches: int) -> str:
+    """Explain why an engine has more micro-batches than its share."""
+    most, share = -(-micro_batches // least), -(-micro_batches // engines)
+    return (
+        f"engines: {engines} need room for the shares of lost engines, so that a step can be "
+        f"repeated with {least}: {most} micro-batch(es) each, instead of {share}"
+    )
 
 
 def _fewest(

@@ -75,7 +75,8 @@ def _larger_batch(prediction: Prediction) -> Iterator[Advice]:
     if not _fits(prediction, least):
         return
     size = least * prediction.plan.micro_batch
-    yield Advice(f"{more} more micro-batches in a step hide the stream (batch.size: {size})", gain)
+    text = "one more micro-batch" if more == 1 else f"{more} more micro-batches"
+    yield Advice(f"{text} in a step would hide the stream (batch.size: {size})", gain)
 
 
 def _more_memory(prediction: Prediction) -> Iterator[Advice]:

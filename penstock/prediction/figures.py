@@ -1,14 +1,14 @@
 """The pictures of the literature on weight streaming, from the planner's own predictions.
 
-Each function draws one picture into a file. Predictions of large models compile these models, which
-takes seconds to minutes.
+Each function draws one picture into one or several files. Most of its time is the compilation of
+large models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
@@ -17,11 +17,15 @@ from penstock.prediction.planned import Planner
 from penstock.prediction.plots import new_figure, save
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 SEQUENCE = 2048
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 _COMPARED = ("1.3B", "13B", "175B")
 _MOST_SEQUENCES = 64  # per engine
 _LEAST_SHOWN = 600  # bars beside each other, of a picture
+_APART = (("o-", 9), ("s--", 5), ("^:", 3))  # styles of lines that may lie on each other, sizes
 _COLOURS = {
     "compute": "#4c72b0",
     "update": "#dd8452",
@@ -57,7 +61,7 @@ def gpt(name: str, **changes: Any) -> Config:
     )
 
 
-def draw_memory(path: Path, planner: Planner) -> None:
+def draw_memory(paths: Sequence[Path], planner: Planner) -> None:
     """Draw the memory of store and engine over the parameters of a model, up to 100 trillion.
 
     An engine computes one sequence, with every stage's forward computed again.
@@ -78,20 +82,24 @@ def draw_memory(path: Path, planner: Planner) -> None:
     axes.set_ylabel("bytes")
     axes.legend()
     axes.grid(alpha=0.3)
-    save(figure, path)
+    save(figure, *paths)
 
 
-def draw_scaling(path: Path, planner: Planner, machine: MachineDescription) -> None:
+def draw_scaling(paths: Sequence[Path], planner: Planner, machine: MachineDescription) -> None:
     """Draw the speed-up of several model sizes over engines, with as many sequences per engine: as
-    many as fit."""
+    many as fit. At the end of each line stands its share of linear."""
     figure, axes = new_figure()
+    ends: list[tuple[float, int, str]] = []
     for name in _COMPARED:
         points = list(_scaled(planner, machine, name))
         if points:
             first = points[0][1]
             speeds = [found.tokens_per_second / first.tokens_per_second for _, found in points]
             label = f"{name}, {first.config.batch.size} x {SEQUENCE} tokens"
+            count = points[-1][0]
             axes.plot([count for count, _ in points], speeds, "o-", label=label)
+            ends.append((speeds[-1], count, f"{name}: {speeds[-1] / count:.1%}"))
+    _name_ends(axes, ends)
     axes.plot(ENGINES, ENGINES, "--", color="gray", label="linear")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -102,7 +110,24 @@ def draw_scaling(path: Path, planner: Planner, machine: MachineDescription) -> N
     axes.set_ylabel("tokens per second, relative to one engine")
     axes.legend(title="model, batch per engine")
     axes.grid(alpha=0.3)
-    save(figure, path)
+    save(figure, *paths)
+
+
+def _name_ends(axes: Axes, ends: Sequence[tuple[float, int, str]]) -> None:
+    """Write the share of linear below the end of each line, the highest line's on top."""
+    lines = zip(ends, axes.get_lines(), strict=True)
+    highest_first = sorted(lines, key=lambda pair: pair[0], reverse=True)
+    for row, ((speed, count, text), line) in enumerate(highest_first):
+        axes.annotate(
+            text,
+            (count, speed),
+            xytext=(4, -12 * row - 36),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=line.get_color(),
+            fontsize="small",
+        )
 
 
 def _scaled(
@@ -128,7 +153,7 @@ def _scaled(
         yield count, planned(count, each)
 
 
-def draw_timing(path: Path, prediction: Prediction) -> None:
+def draw_timing(paths: Sequence[Path], prediction: Prediction) -> None:
     """Draw when each resource works in one step: weights, compute, gradients, updates, flash."""
     resources = list(prediction.busy["step"])
     least = prediction.step_seconds / _LEAST_SHOWN  # a thinner bar would not be drawn
@@ -150,17 +175,22 @@ def draw_timing(path: Path, prediction: Prediction) -> None:
     config, name = prediction.config, prediction.plan.program.name
     count = f"{config.engines} x " if config.engines > 1 else ""
     axes.set_title(f"{name}, {config.precision}, on {count}{prediction.machine.name}")
-    save(figure, path)
+    save(figure, *paths)
 
 
 def draw_gpus(
-    path: Path, planner: Planner, machine: MachineDescription, cluster: GpuCluster
+    paths: Sequence[Path],
+    planner: Planner,
+    machine: MachineDescription,
+    cluster: GpuCluster,
 ) -> None:
     """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines."""
     figure, axes = new_figure()
+    styles = iter(_APART)
     for name in _COMPARED:
-        engines, gpus = [], []
+        engines, gpus, each = [], [], 0
         for count, found in _scaled(planner, machine, name):
+            each = found.config.batch.size // count
             try:
                 run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
             except ConfigError:  # no number of GPUs is as fast
@@ -168,13 +198,16 @@ def draw_gpus(
             engines.append(count)
             gpus.append(run.division.gpus)
         if engines:
-            axes.plot(engines, gpus, "o-", label=name)
+            style, size = next(styles)
+            label = f"{name}, {each} x {SEQUENCE} tokens"
+            axes.plot(engines, gpus, style, markersize=size, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
     axes.minorticks_off()
     axes.set_xlabel(f"engines of {machine.name}, data-parallel")
     axes.set_ylabel(f"GPUs of {cluster.name} for the same time")
-    axes.legend()
+    axes.legend(title="model, batch per engine")
     axes.grid(alpha=0.3)
-    save(figure, path)
+    save(figure, *paths)

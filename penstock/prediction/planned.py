@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import Config
-from penstock.engine import plan_engine, predict_bytes
+from penstock.engine import plan_engine, predict_bytes, target_of
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.machines import GpuCluster, MachineDescription
@@ -25,6 +25,7 @@ from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
 
 _DESCRIBED = "described"  # the target of engines that are known by their description alone
+_PROCESSOR = Processor("x86_64", "GenuineIntel")  # of a described machine's host
 _SEQUENCE = 1  # tokens per sample of a model without a sequence
 
 
@@ -105,14 +106,7 @@ class Planner:
         """
         source = self._source(config)
         length = self._length(config, source)
-        program = self._compile(
-            source,
-            micro_batch=1,
-            length=length,
-            precision=config.precision,
-            train=config.train,
-            freeze=config.freeze,
-        )
+        program = self._program(config, source, 1)
         heads = getattr(source.hf_config, "num_attention_heads", None)
         figures = figures_of(program, config, 1, length, heads if isinstance(heads, int) else 1)
         return gpu_run(config, source.name, figures, cluster, seconds)
@@ -123,16 +117,8 @@ class Planner:
         An engine computes one micro-batch with the configured recomputation.
         """
         source = self._source(config)
-        length = self._length(config, source)
         micro = config.batch.size if config.batch.micro == "auto" else int(config.batch.micro)
-        program = self._compile(
-            source,
-            micro_batch=micro,
-            length=length,
-            precision=config.precision,
-            train=config.train,
-            freeze=config.freeze,
-        )
+        program = self._program(config, source, micro)
         plan = plan_engine(program, 1, None, config.engine.recompute, _DESCRIBED)
         roles = store_factory.optimizer_of(config).roles
         width = 4 if config.gradient_precision == "fp32" else 2
@@ -158,6 +144,22 @@ class Planner:
 
     def _length(self, config: Config, source: ModelSource) -> int:
         return config.data.sequence_length or source.max_sequence_length or _SEQUENCE
+
+    def _program(self, config: Config, source: ModelSource, micro_batch: int) -> Program:
+        """Return the program as `plan_execution` compiles it for a described engine."""
+        return self._compile(
+            source,
+            micro_batch=micro_batch,
+            length=self._length(config, source),
+            precision=config.precision,
+            device=_DESCRIBED,
+            products=target_of(_DESCRIBED).products_as_recorded(None, _PROCESSOR),
+            train=config.train,
+            freeze=config.freeze,
+            bfloat16=builders.kept_as_bfloat16(config, source),
+            sparse=None,
+            slot_bytes=None,
+        )
 
     def _compile(self, source: ModelSource, **options: Any) -> Program:
         key = repr((id(source), sorted(options.items(), key=lambda item: item[0])))
@@ -188,7 +190,7 @@ def _machine_of(machine: MachineDescription) -> Machine:
         own = int(machine.engine.memory)
         devices[_DESCRIBED] = DeviceMemory(own, own)
     return Machine(
-        Processor("x86_64", "GenuineIntel"),
+        _PROCESSOR,
         cores=machine.store.cores,
         resident_bytes=here,
         available_bytes=max(0, memory - here),

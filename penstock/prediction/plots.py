@@ -33,19 +33,28 @@ def new_figure() -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture as PNG or SVG, by the ending of its name.
-
-    Raises:
-        ConfigError: the name has another ending.
-    """
+def check_name(path: Path) -> None:
+    """Raise `ConfigError` for a picture whose name has another ending than .png and .svg."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(
             f"{path}: expected a name that ends in {' or '.join(_SUFFIXES)}, got {path.suffix!r}"
         )
-    # The same picture gives the same bytes.
-    metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def save(figure: Figure, *paths: Path) -> None:
+    """Write a picture as PNG or SVG, by the ending of each name.
+
+    Raises:
+        ConfigError: a name has another ending.
+    """
+    import matplotlib as mpl
+
+    for path in paths:
+        check_name(path)
+        # The same picture gives the same bytes.
+        metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+        with mpl.rc_context({"svg.hashsalt": "penstock"}):
+            figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def plot_sweep(sweep: Sweep, points: Sequence[Point], path: Path) -> None:

@@ -229,6 +229,7 @@ def predict(
         plan.plan.slots,
         _depth(machine, config.engines),
         shares_cores=machine.engine.is_host and config.cluster.start != "none",
+        messages="socket" if config.cluster.shared_memory == "off" else "shared memory",
     )
     spans, seconds = _last_step(costs.usual, arrangement, flash)
     dense = None

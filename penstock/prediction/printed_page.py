@@ -12,7 +12,15 @@ from rich.text import Text
 
 from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
-from penstock.progress import show_bytes, show_count, show_duration, show_flops, show_rate
+from penstock.progress import (
+    show_bytes,
+    show_count,
+    show_dollars,
+    show_duration,
+    show_energy,
+    show_flops,
+    show_rate,
+)
 
 _WIDTH = 48  # of the time line
 _SHADES = " ░▒▓█"
@@ -64,8 +72,8 @@ def _memory(prediction: Prediction) -> Table:
         assert memory is not None
         table.add_section()
         table.add_row(
-            "each engine, of its own memory",
-            f"{show_bytes(shares.engine_peak)} of {show_bytes(int(memory))}",
+            f"each engine, of engine.memory (device: {show_bytes(int(memory))})",
+            f"{show_bytes(shares.engine_peak)} of {show_bytes(shares.engine)}",
         )
     if prediction.flash is not None:
         table.add_section()
@@ -175,9 +183,10 @@ def _price(prediction: Prediction) -> str:
     hours = prediction.run_seconds / 3600
     if prediction.cost_per_hour is not None:
         per_hour = prediction.cost_per_hour
-        found.append(f"costs {hours * per_hour:,.0f} US dollars at {per_hour:,.2f} per hour")
+        cost = show_dollars(hours * per_hour)
+        found.append(f"costs {cost} US dollars at {show_dollars(per_hour)} per hour")
     if prediction.watts is not None:
-        found.append(f"takes {hours * prediction.watts / 1000:,.1f} kWh")
+        found.append(f"takes {show_energy(hours * prediction.watts / 1000)}")
     return f"The run {' and '.join(found)}." if found else ""
 
 

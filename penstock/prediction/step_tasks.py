@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.distributed.protocol import CHUNK_BYTES
 from penstock.machines import LinkPart, MachineDescription, Work
 from penstock.prediction.step_costs import OperationCost, StepCosts
 from penstock.prediction.timeline import Task
@@ -32,6 +33,7 @@ class Arrangement:
         slots: stages whose weights an engine holds at once.
         depth: nodes of the fabric between store and engine.
         shares_cores: whether engines and store are processes of one host.
+        messages: how these processes send: `shared memory` or `socket`.
     """
 
     machine: MachineDescription
@@ -39,6 +41,7 @@ class Arrangement:
     slots: int = 2
     depth: int = 0
     shares_cores: bool = False
+    messages: Work = "shared memory"
 
     @property
     def is_one_thread(self) -> bool:
@@ -118,16 +121,17 @@ class StepTasks:
     ) -> list[int]:
         """Send the weights of an operation once an engine has a free slot for them."""
         link = self.arrangement.machine.link
+        uses: Mapping[str, float] = {}
         if link is None:
             if not self.arrangement.shares_cores:
                 return ready
-            seconds = self._copy_seconds(cost.weight_bytes) * self.arrangement.engines
+            seconds, uses = self._message(cost.weight_bytes)
         else:
             seconds = cost.weight_bytes / _link_rate(link, self.arrangement.engines, link.weights)
             seconds += self.arrangement.depth * link.seconds
         slot = number - self.arrangement.slots
         free = [computed[slot]] if slot >= 0 else list(self._commit)
-        more = {"step": step, "op": number, "bytes": cost.weight_bytes}
+        more = {"step": step, "op": number, "bytes": cost.weight_bytes, "uses": uses}
         return [self._add("weights", "weights", seconds, [*ready, *free], **more)]
 
     def _compute(self, step: int, number: int, cost: OperationCost, loaded: list[int]) -> int:
@@ -149,16 +153,24 @@ class StepTasks:
             seconds += self.arrangement.depth * link.seconds
             before = self._add("gradients", "gradients", seconds, [computed], **more)
         elif self.arrangement.shares_cores:
-            copied = self._copy_seconds(cost.gradient_bytes) * self.arrangement.engines
-            before = self._add("gradients", "gradients", copied, [computed], **more)
+            sent, uses = self._message(cost.gradient_bytes)
+            before = self._add("gradients", "gradients", sent, [computed], uses=uses, **more)
         own = {**more, "uses": self._cores}
         done = self._add(self._store_lane, "receive", cost.receive_seconds, [before], **own)
         if self.flash is not None:
             self._spill(step, number, cost, done)
         return done
 
-    def _copy_seconds(self, size: int) -> float:
-        return size / self.arrangement.machine.store.speed.curve("copy").at(size or 1)
+    def _message(self, size: int) -> tuple[float, Mapping[str, float]]:
+        """Return the seconds in which every engine, a process of this host, receives or sends so
+        many bytes, and the share of the processes' links that this uses."""
+        machine, engines = self.arrangement.machine, self.arrangement.engines
+        processes = machine.processes
+        if processes is None:
+            return engines * size / machine.store.speed.curve("copy").at(size or 1), {}
+        rate = processes.speed.curve(self.arrangement.messages).at(min(size or 1, CHUNK_BYTES))
+        uses = {"messages": rate / processes.both} if processes.both else {}
+        return engines * (size / rate + processes.seconds), uses
 
     # --- flash ----------------------------------------------------------------------------------
 
@@ -168,8 +180,16 @@ class StepTasks:
         assert flash is not None
         work: Work = "flash write" if lane == "flash write" else "flash read"
         rate = flash.speed.curve(work).at(size or 1)
-        uses = {work: 1.0} | ({"disk": rate / flash.both} if flash.both else {})
-        return self._add(lane, work, size / rate, after, step=step, op=op, bytes=size, uses=uses)
+        seconds = size / rate
+        # The thread that reads weights verifies them too; the updater verifies the state.
+        total = seconds + (self._check_seconds(size) if lane == "flash weights" else 0.0)
+        share = seconds / total if total else 1.0
+        uses = {work: share} | ({"disk": share * rate / flash.both} if flash.both else {})
+        return self._add(lane, work, total, after, step=step, op=op, bytes=size, uses=uses)
+
+    def _check_seconds(self, size: int) -> float:
+        """Return the seconds of the checksums of so many bytes of flash."""
+        return size / self.arrangement.machine.store.speed.curve("checksum").at(size or 1)
 
     def _flash_updates(self, step: int, number: int) -> list[int]:
         """Read, update and write the state of an operation's weights; return the updates.
@@ -184,6 +204,9 @@ class StepTasks:
         stage = self.costs.operations[number].operation.stage
         for update in (u for u in self.flash.updates if u.stage == stage):
             seconds = sum(self.costs.update_seconds[name] for name in update.names)
+            seconds += self._check_seconds(
+                update.state_read + update.gradient_read + update.written
+            )
             moved = max(update.state_read, update.written)
             pieces = max(1, -(-moved * _CHUNKS // max(self.flash.window_bytes, 1)))
             read = (update.state_read + update.gradient_read) // pieces

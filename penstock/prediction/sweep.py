@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import Config
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import BudgetError, ConfigError, PenstockError
 from penstock.prediction.gpu_run import GpuRun
 from penstock.prediction.predicted_run import Prediction
 
@@ -176,30 +176,57 @@ def fewest_engines(
         plan: returns the prediction of a configuration.
 
     Raises:
+        BudgetError: no number of engines can hold a step.
         ConfigError: no number of engines is fast enough; the message says what the most of them do.
     """
-
-    def of(engines: int) -> Prediction:
-        return plan(config.model_copy(update={"engines": engines}))
-
-    one = of(1)
-    limit = min(most or _MOST_ENGINES, one.plan.micro_batches)
-    if one.run_seconds <= seconds:
-        return one
-    best = of(limit)
-    if best.run_seconds > seconds:
-        raise ConfigError(
-            f"--target: {limit} engines, the most that {one.machine.name} or a batch of "
-            f"{one.plan.micro_batches} micro-batches allows, take {best.run_seconds / 86400:.1f} "
-            f"days for {config.run.steps:,} steps, expected {seconds / 86400:.1f}; raise "
-            "batch.size and lower run.steps, or choose another machine"
-        )
-    low, high = 1, limit
+    cap = min(most or _MOST_ENGINES, _most_micro_batches(config))
+    tried = _Tried(config, plan)
+    low, high = 0, 1  # so few are too few, and perhaps enough
+    while tried.of(high) is None and high < cap:
+        low, high = high, min(2 * high, cap)
+    first = tried.of(high)
+    if first is None:
+        raise tried.problem
+    limit = min(cap, first.plan.micro_batches)
+    if first.run_seconds > seconds:
+        low, high, best = high, limit, tried.of(limit)
+        if best is None or best.run_seconds > seconds:
+            days = (first if best is None else best).run_seconds / 86400
+            raise ConfigError(
+                f"--target: {limit} engines, the most that {first.machine.name} or a batch of "
+                f"{first.plan.micro_batches} micro-batches allows, take {days:.1f} days for "
+                f"{config.run.steps:,} steps, expected {seconds / 86400:.1f}; raise batch.size and "
+                "lower run.steps, or choose another machine"
+            )
     while high - low > 1:
         middle = (low + high) // 2
-        found = of(middle)
-        if found.run_seconds <= seconds:
-            high, best = middle, found
-        else:
-            low = middle
+        found = tried.of(middle)
+        enough = found is not None and found.run_seconds <= seconds
+        low, high = (low, middle) if enough else (middle, high)
+    best = tried.of(high)
+    assert best is not None
     return best
+
+
+class _Tried:
+    """Predictions by the number of engines; None where a step does not fit so few."""
+
+    def __init__(self, config: Config, plan: Callable[[Config], Prediction]) -> None:
+        self._config, self._plan = config, plan
+        self._found: dict[int, Prediction | None] = {}
+        self.problem = BudgetError("nothing was tried")
+
+    def of(self, engines: int) -> Prediction | None:
+        if engines not in self._found:
+            try:
+                self._found[engines] = self._plan(
+                    self._config.model_copy(update={"engines": engines})
+                )
+            except BudgetError as error:
+                self.problem, self._found[engines] = error, None
+        return self._found[engines]
+
+
+def _most_micro_batches(config: Config) -> int:
+    batch = config.batch
+    return batch.size if batch.micro == "auto" else max(1, batch.size // int(batch.micro))

@@ -14,11 +14,11 @@ _YEAR_SECONDS = 365 * 86400
 
 def show_bytes(count: float) -> str:
     """Return a size such as `1.5 GiB`, with three significant digits."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(count) < 1000 or unit == "PiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{_three(count)} {unit}"
         count /= 1024
-    raise AssertionError("unreachable: TiB ends the loop")
+    raise AssertionError("unreachable: PiB ends the loop")
 
 
 def show_rate(bytes_per_second: float) -> str:
@@ -44,15 +44,34 @@ def show_flops(count: float) -> str:
     raise AssertionError("unreachable: P ends the loop")
 
 
+def show_dollars(count: float) -> str:
+    """Return an amount such as `1,234`, `12.30` or `under 0.01`."""
+    if 0 < count < 0.005:
+        return "under 0.01"
+    return f"{count:,.0f}" if count >= 99.995 or not count else f"{count:.2f}"
+
+
+def show_energy(kilowatt_hours: float) -> str:
+    """Return an energy such as `1.20 MWh` or `35.0 Wh`, with three significant digits."""
+    count = 1000 * kilowatt_hours
+    for unit in ("Wh", "kWh", "MWh", "GWh"):
+        if abs(count) < 1000 or unit == "GWh":
+            return f"{_three(count)} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable: GWh ends the loop")
+
+
 def show_sparsity(sparsity: float) -> str:
     """Return the share of absent entries, such as `90.00%`."""
     return f"{sparsity:.2%}"
 
 
 def show_duration(seconds: float) -> str:
-    """Return `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 3 h` or `71 years`."""
+    """Return `1.20 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 3 h` or `71 years`."""
     if not math.isfinite(seconds):
         return "unknown"
+    if 0 < seconds < 0.00995:
+        return f"{_three(1e3 * seconds)} ms" if seconds >= 0.00095 else f"{1e6 * seconds:.0f} us"
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     whole = round(seconds)

@@ -17,6 +17,7 @@ from penstock.store.flash.reader import FlashReader
 from penstock.store.flash.sharded import DurableStore, ShardedFlashStore, SingleFlashShard
 from penstock.store.flash.shards import forget, go_back, require_shards, shard_folder
 from penstock.store.flash.store import FlashStore
+from penstock.store.flash.version import checksum
 
 __all__ = [
     "DurableStore",
@@ -28,6 +29,7 @@ __all__ = [
     "Repaired",
     "ShardedFlashStore",
     "SingleFlashShard",
+    "checksum",
     "discard_untrained",
     "forecast",
     "forget",

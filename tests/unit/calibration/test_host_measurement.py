@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from penstock.calibration import HostKey, calibrate, disk_cases, host_measurement
+from penstock.calibration.link_cases import BOTH, MESSAGE
 from penstock.calibration.repetitions import Case, Prepared, Quantity
+from penstock.errors import ClusterError
 from penstock.machines import MachineDescription
 from penstock.telemetry import process_memory
 
@@ -30,6 +33,16 @@ def quick_cases(_):
     yield case("store", "copy", 1e6)
 
 
+class Links:
+    """Connections on which nothing is sent."""
+
+    def cases(self):
+        yield case("processes", "shared memory", 3e9, 4096.0)
+        yield case("processes", "socket", 1e9, 4096.0)
+        yield case("processes", BOTH, 4e9, 4096.0)
+        yield case("processes", MESSAGE, 2.0)
+
+
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -37,6 +50,7 @@ def quick(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_cases, "FILE_BYTES", 64 << 10)
     monkeypatch.setattr(disk_cases, "_SAMPLE_BYTES", 16 << 10)
     monkeypatch.setattr(disk_cases, "PIECE_BYTES", (4 << 10, 8 << 10))
+    monkeypatch.setattr(host_measurement, "process_links", lambda: nullcontext(Links()))
     cases = disk_cases.Disk.cases
     monkeypatch.setattr(
         disk_cases.Disk,
@@ -74,6 +88,32 @@ def test_the_disk_is_the_one_that_was_named(tmp_path):
     assert [(c.work, c.sizes) for c in flash.rates] == [
         ("flash read", (4096.0, 8192.0)),
         ("flash write", (4096.0, 8192.0)),
+    ]
+
+
+def test_messages_between_processes_have_rates_and_a_latency(tmp_path):
+    machine = calibrate(30, tmp_path)
+    found = [(c.work, c.sizes) for c in machine.processes.rates]
+    assert found == [("shared memory", (4096.0,)), ("socket", (4096.0,))]
+    assert machine.processes.both > 0
+    assert 0 < machine.processes.seconds < 1
+
+
+def test_spread_of_figures_that_are_no_curve_is_among_the_sources(tmp_path):
+    said = calibrate(30, tmp_path).sources["spread"]
+    for work in ("operator call", "stage call", "flash both", BOTH, MESSAGE):
+        assert f"{work} ±" in said
+
+
+def test_host_without_connections_between_processes_is_measured_without_them(tmp_path, monkeypatch):
+    def refuse():
+        raise ClusterError("cannot listen on 127.0.0.1: no")
+
+    monkeypatch.setattr(host_measurement, "process_links", refuse)
+    notices: list[str] = []
+    assert calibrate(30, tmp_path, notice=notices.append).processes is None
+    assert notices == [
+        "messages between processes were not measured: cannot listen on 127.0.0.1: no"
     ]
 
 

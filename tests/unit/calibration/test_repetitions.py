@@ -58,20 +58,26 @@ def test_repetitions_stop_before_the_budget_is_exceeded():
     for budget in (5, 7.5, 20, 33):
         machine = Machine()
         found = machine.measure(machine.case("a", 1), machine.case("b", 3), budget=budget)
-        warm_ups = 1 + 3
-        assert machine.now - warm_ups <= budget
         counts = [len(one.rates) for one in found]
+        warm_ups = 1 + 3
         assert machine.now - warm_ups == counts[0] * 1 + counts[1] * 3
+        # Warm-ups count once both have enough repetitions.
+        used = machine.now if counts[1] >= 3 else machine.now - warm_ups
+        assert used <= budget
         # One more of the next in turn would exceed it.
         following = 3 if counts[0] > counts[1] else 1
-        assert machine.now - warm_ups + following > budget
+        assert used + following > budget
         assert counts[0] - counts[1] in (0, 1)
 
 
-def test_preparation_and_warm_up_are_not_counted():
+def test_preparation_counts_once_there_are_enough_repetitions():
     machine = Machine()
-    found = machine.measure(machine.case("a", 1, preparing=1000), budget=3)
+    found = machine.measure(machine.case("a", 1, preparing=1000), budget=30)
     assert len(found[0].rates) == 3
+    machine = Machine()
+    found = machine.measure(machine.case("a", 1, preparing=20), budget=30)
+    assert len(found[0].rates) == 9  # after 20 s and a warm-up
+    assert machine.now == 30
 
 
 def test_short_calls_are_repeated_within_a_repetition():
@@ -85,7 +91,8 @@ def test_short_calls_are_repeated_within_a_repetition():
 def test_most_limits_the_repetitions_of_its_case_alone():
     machine = Machine()
     found = machine.measure(machine.case("a", 1, most=2), machine.case("b", 1), budget=10)
-    assert [len(one.rates) for one in found] == [2, 8]
+    assert [len(one.rates) for one in found] == [2, 6]
+    assert machine.now == 10
 
 
 def test_measurement_ends_when_no_case_may_be_repeated():

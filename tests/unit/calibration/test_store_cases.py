@@ -69,6 +69,14 @@ def test_a_gradient_arrives_and_its_norm_is_reported(dtype, width, monkeypatch):
     assert norms == [pytest.approx(ELEMENTS / 128**2)] * 2
 
 
+def test_checksum_is_that_of_a_block_on_flash(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(store_cases, "checksum", lambda data: sizes.append(data.nbytes))
+    prepared = store_cases.prepare_checksum(1 << 16)
+    prepared.run()
+    assert sizes == [prepared.amount] == [prepared.size] == [1 << 16]
+
+
 def test_the_program_without_work_obeys_the_rules_of_programs():
     program = verify(empty_program())
     assert program.trainable_parameters == program.parameters > 0

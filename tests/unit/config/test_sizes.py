@@ -32,11 +32,15 @@ def test_any_size_survives_printing_and_reading(seed):
         assert ByteSize.parse(str(size)) == size, f"seed {seed}"
 
 
-def test_a_size_prints_in_the_largest_unit_that_loses_nothing():
+def test_a_size_prints_in_the_unit_with_the_shortest_number_that_loses_nothing():
     assert str(ByteSize.parse("4GiB")) == "4GiB"
     assert str(ByteSize.parse("4096MiB")) == "4GiB"
     assert str(ByteSize.parse("1536MiB")) == "1536MiB"
     assert str(ByteSize(1000)) == "1000B"
+    assert str(ByteSize.parse("40GB")) == "40GB"
+    assert str(ByteSize.parse("2400TB")) == "2400TB"
+    assert str(ByteSize.parse("2PB")) == "2PB"
+    assert str(ByteSize.parse("3PiB")) == "3PiB"
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,14 @@ def test_the_file_that_the_others_change_is_a_machine(tmp_path):
             "work: product\n",
             "work: produkt\n",
             f"m.yaml:7: engine.rates[0].work: expected one of {ENGINE_WORK}, update, receive, "
-            "flash read, flash write, got 'produkt' (did you mean 'product'?)",
+            "checksum, flash read, flash write, shared memory, socket, got 'produkt' (did you mean "
+            "'product'?)",
         ),
         (
             "  rates: [{work: update, rates: [1e10]}]",
             "  rates: [{work: update, rates: [1e10]}, {work: product, rates: [1e10]}]",
-            "m.yaml:13: store.rates[1].work: expected one of update, receive, copy, got 'product'; "
-            "remove the curve, or move it to the part that does such work",
+            "m.yaml:13: store.rates[1].work: expected one of update, receive, copy, checksum, got "
+            "'product'; remove the curve, or move it to the part that does such work",
         ),
         (
             "    - {work: pointwise, rates: [1e10]}\n",
@@ -182,13 +183,14 @@ def test_the_file_that_the_others_change_is_a_machine(tmp_path):
             "name: rack\n",
             "name: rack\nwatts: 3\n",
             "m.yaml:2: watts: unknown key (did you mean 'engine.watts' or 'store.watts'?); a "
-            "machine has name, title, kind, processor, engine, store, link, accuracy, sources",
+            "machine has name, title, kind, processor, engine, store, link, processes, accuracy, "
+            "sources",
         ),
         (
             "name: rack\n",
             "name: rack\nlr: 3\n",
             "m.yaml:2: lr: unknown key; a machine has name, title, kind, processor, engine, store, "
-            "link, accuracy, sources",
+            "link, processes, accuracy, sources",
         ),
         ("name: rack", "name: 3", "m.yaml:1: name: expected a text, got 3; for example name: rack"),
         (

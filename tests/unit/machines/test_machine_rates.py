@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.machines import IN_FLOPS, RateCurve, RateTable, Work
-from penstock.machines.description import ENGINE_WORK, FLASH_WORK, STORE_WORK
+from penstock.machines.description import ENGINE_WORK, FLASH_WORK, PROCESS_WORK, STORE_WORK
 
 
 def random_curve(seed):
@@ -126,6 +126,7 @@ def test_every_kind_of_work_belongs_to_a_part_whose_required_curves_give_its_rat
         ENGINE_WORK: table({"work": "product"}, {"work": "pointwise"}),
         STORE_WORK: table({"work": "update"}),
         FLASH_WORK: table({"work": "flash read"}, {"work": "flash write"}),
+        PROCESS_WORK: table({"work": "shared memory"}, {"work": "socket"}),
     }
     assert {work for part in parts for work in part} == set(get_args(Work))
     for part, rates in parts.items():

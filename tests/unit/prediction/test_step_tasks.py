@@ -36,15 +36,16 @@ def costs(compute=COMPUTE):
     return StepCosts(tuple(operations), {f"w{stage}": UPDATE for stage in range(STAGES)})
 
 
-def machine(link=None, flash=None):
+def machine(link=None, flash=None, checksum=None, processes=None):
     engine = {"rates": [rate("product"), rate("pointwise")]}
     engine |= {"is_host": True} if link is None else {"memory": "40GB"}
     store = {"memory": "24GiB", "rates": [rate("update")]}
     if flash is not None:
         store["flash"] = {"rates": [rate("flash read", flash), rate("flash write", flash)]}
-    return MachineDescription.model_validate(
-        {"name": "m", "kind": "host", "engine": engine, "store": store, "link": link}
-    )
+    if checksum is not None:
+        store["rates"].append(rate("checksum", checksum))
+    parts = {"engine": engine, "store": store, "link": link, "processes": processes}
+    return MachineDescription.model_validate({"name": "m", "kind": "host", **parts})
 
 
 def rate(work, value=1e12):
@@ -122,3 +123,51 @@ def test_slower_disk_is_never_faster():
         for speed in (100.0, 1000.0, 10_000.0, 1e6)
     ]
     assert all(later <= time + 1e-9 for time, later in itertools.pairwise(times))
+
+
+def test_checksums_of_flash_take_time_of_the_updater_and_of_the_reader():
+    size, speed = 1000, 1000.0
+    bound = step_seconds(machine(flash=1e12, checksum=speed), costs(0.0), traffic(size))
+    # Each state is verified when it arrives, and has a new checksum when it goes.
+    assert bound == pytest.approx(STAGES * (2 * size / speed + UPDATE + RECEIVE), rel=0.3)
+    times = [
+        step_seconds(machine(flash=1e12, checksum=rate), costs(0.01), traffic(0, size))
+        for rate in (1e12, 1e3)
+    ]
+    assert times[1] >= len(ORDER) * size / 1e3
+    assert times[0] < times[1]
+
+
+def messages(shared, socket, seconds=0.0, both=None):
+    rates = [rate("shared memory", shared), rate("socket", socket)]
+    return {"rates": rates, "seconds": seconds, "both": both}
+
+
+def of_processes(part, engines=2, **more):
+    given = {"shares_cores": True, **more}
+    return step_seconds(machine(processes=part), costs(0.001), engines=engines, **given)
+
+
+def test_engines_in_processes_wait_for_their_messages():
+    slow = of_processes(messages(WEIGHTS / 5.0, 1e12))
+    assert slow >= 2 * len(ORDER) * 5.0  # 5 s per operation and engine
+    assert of_processes(messages(WEIGHTS / 5.0, 1e12), messages="socket") < slow
+    late = of_processes(messages(1e12, 1e12, seconds=3.0))
+    assert late >= 2 * len(ORDER) * 3.0
+
+
+def test_messages_both_ways_share_what_the_host_can_carry():
+    part = WEIGHTS / 5.0
+    alone = of_processes(messages(part, 1e12))
+    assert of_processes(messages(part, 1e12, both=part)) > alone
+    assert of_processes(messages(part, 1e12, both=2 * part)) == pytest.approx(alone)
+
+
+def test_processes_without_a_measurement_send_as_fast_as_the_store_copies():
+    engine = {"is_host": True, "rates": [rate("product"), rate("pointwise")]}
+    store = {"memory": "24GiB", "rates": [rate("update"), rate("copy", WEIGHTS / 5.0)]}
+    described = MachineDescription.model_validate(
+        {"name": "m", "kind": "host", "engine": engine, "store": store}
+    )
+    found = step_seconds(described, costs(0.001), engines=2, shares_cores=True)
+    assert found >= 2 * len(ORDER) * 5.0

@@ -8,7 +8,9 @@ from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.prediction import Sweep, as_csv, fewest_engines, parse_deadline, run_sweep
 
-TINY = Config.from_mapping({"model": {"preset": "tiny"}, "run": {"steps": 100}})
+TINY = Config.from_mapping(
+    {"model": {"preset": "tiny"}, "batch": {"size": 64}, "run": {"steps": 100}}
+)
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,23 @@ def test_fewest_engines_that_make_a_deadline(seconds):
 def test_deadline_that_no_number_of_engines_makes_is_refused():
     with pytest.raises(ConfigError, match=r"--target: 16 engines, the most that rack or a batch"):
         fewest_engines(TINY, 16, 1, lambda c: figures(c, 8 / c.engines))
+
+
+@pytest.mark.parametrize("least", [2, 5, 16, 63, 64])
+@pytest.mark.parametrize("seconds", [1000, 100, 12.5])
+def test_engines_that_a_step_does_not_fit_are_too_few(least, seconds):
+    def plan(config):
+        if config.engines < least:
+            raise BudgetError("a step does not fit")
+        return figures(config, 8 / config.engines)
+
+    found = fewest_engines(TINY, None, seconds, plan)
+    assert found.config.engines == max(least, -(-800 // seconds))
+
+
+def test_deadline_of_a_run_that_no_number_of_engines_can_hold_is_refused_with_the_sum():
+    def plan(config):
+        raise BudgetError(f"a step does not fit {config.engines}")
+
+    with pytest.raises(BudgetError, match="a step does not fit 64"):
+        fewest_engines(TINY, None, 1000, plan)

@@ -1,0 +1,91 @@
+"""What `penstock plan` answers to a run that no machine can do, to the letter."""
+
+import re
+
+import pytest
+from command_line import penstock
+
+HOST = """
+name: desk
+kind: host
+engine: {is_host: true, rates: [{work: product, rates: [1e11]}, {work: pointwise, rates: [1e10]}]}
+store: {memory: 24GiB, rates: [{work: update, rates: [1e10]}]}
+"""
+RACK = """
+name: rack
+kind: cluster
+engine: {memory: 1GiB, rates: [{work: product, rates: [1e11]}, {work: pointwise, rates: [1e10]}]}
+store: {memory: 24GiB, rates: [{work: update, rates: [1e10]}]}
+link: {weights: 1e9, gradients: 1e9}
+"""
+TINY = ("tiny", "batch.size=8", "batch.micro=1", "data.sequence_length=32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("machines")
+    (folder / "desk.yaml").write_text(HOST)
+    (folder / "rack.yaml").write_text(RACK)
+    (folder / "broken.yaml").write_text(HOST.replace("1e11", "-1e11").replace("24GiB", "24 rooms"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (
+            (*TINY, "engines=0", "--machine", "cs2"),
+            2,
+            r"command line, engines=0: engines: expected a number from 1 up, got 0; for "
+            r"example engines: 1",
+        ),
+        (
+            (*TINY, "store.flash.path=flash", "--machine", "desk.yaml"),
+            2,
+            r"store\.flash\.path: the machine desk has no disk \(store\.flash\); remove the key, "
+            r"or describe the disk in the machine's file",
+        ),
+        (
+            (*TINY, "--machine", "broken.yaml"),
+            2,
+            r"broken\.yaml:4: engine\.rates\[0\]\.rates: expected numbers above 0, got -1e\+11; "
+            r"correct or remove it\n"
+            r"broken\.yaml:5: store\.memory: expected a size such as 4GiB, 512MiB or 2GB, got "
+            r"'24 rooms'; 'rooms' is not a unit: use KiB, MiB, GiB or TiB",
+        ),
+        (
+            (*TINY, "engine.memory=100KB", "--machine", "desk.yaml"),
+            5,
+            r"the engine needs (\S+) MiB for a step of 8 micro-batch\(es\), the budget is "
+            r"97\.66 KiB; the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or "
+            r"lower batch\.micro, batch\.size or data\.sequence_length\.",
+        ),
+        (
+            (*TINY, "engines=4", "engine.memory=1MB", "--machine", "rack.yaml"),
+            5,
+            r"the engine needs (\S+) MiB for a step of 4 micro-batch\(es\), the budget is "
+            r"0\.96 MiB; the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or "
+            r"lower batch\.micro, batch\.size or data\.sequence_length\.\n"
+            r"engines: 4 need room for the shares of lost engines, so that a step can be repeated "
+            r"with 2: 4 micro-batch\(es\) each, instead of 2",
+        ),
+        (
+            (*TINY, "engine.memory=100KB", "--machine", "rack.yaml", "--target", "3 days"),
+            5,
+            r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), .*",
+        ),
+        (
+            (*TINY, "run.steps=100000000", "--machine", "rack.yaml", "--target", "1 second"),
+            2,
+            r"--target: 8 engines, the most that rack or a batch of 8 micro-batches allows, take "
+            r"\S+ days for 100,000,000 steps, expected 0\.0; raise batch\.size and lower "
+            r"run\.steps, or choose another machine",
+        ),
+    ],
+    ids=["zero engines", "no disk", "impossible machine", "one", "four", "any", "too slow"],
+)
+def test_run_that_cannot_be_is_refused(folder, arguments, code, text):
+    done = penstock("plan", *arguments, cwd=folder)
+    assert re.fullmatch(f"error: {text}\n", done.stderr, re.DOTALL), done.stderr
+    assert done.returncode == code
+    assert done.stdout == ""
