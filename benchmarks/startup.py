@@ -37,7 +37,7 @@ def main() -> None:
     commands = [
         ("penstock --help", ["--help"], "train", 0.7, None),
         ("a mistyped key", ["train", recipe, "batch.sise=4"], "did you mean", 2.0, None),
-        (f"penstock program {model}", ["program", model], "in all", 25.0, 2**30),
+        (f"penstock program {model}", ["program", model], "in all", 12.0, 2**30),
     ]
     times: dict[str, list[float]] = {name: [] for name, *_ in commands}
     peaks: dict[str, list[int]] = {name: [] for name, *_ in commands}

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.compiler.custom_functions import Context, custom_functions_traced
 from penstock.compiler.hooks import gradient_hooks_refused
+from penstock.compiler.lean_tracing import lean_tracing
 from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
 from penstock.compiler.unsupported import Unsupported
@@ -161,7 +162,14 @@ def capture(
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
-        with lowered, mode, _gradients(training), _quiet_torch(), _collector_at_rest():
+        with (
+            lowered,
+            mode,
+            _gradients(training),
+            _quiet_torch(),
+            _collector_at_rest(),
+            lean_tracing(),
+        ):
             exported = torch.export.export(module, (), dict(inputs), strict=False)
     except CompileError:
         raise
