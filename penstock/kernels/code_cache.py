@@ -167,7 +167,7 @@ def writable_folder(sources: Path, digest: str) -> Path | None:
 
 def _places(sources: Path) -> Iterator[Path]:
     if config.CACHE_DIR:
-        yield Path(config.CACHE_DIR) / "penstock"
+        yield Path(config.CACHE_DIR) / "penstock" / "kernels"
         return
     yield cache_folder() / "kernels"
     yield sources / "__pycache__" / "kernels"

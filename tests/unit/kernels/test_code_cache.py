@@ -129,10 +129,11 @@ def test_lock_that_is_never_released_is_not_waited_for_for_ever(tmp_path, monkey
 def test_code_of_old_versions_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(code_cache.config, "CACHE_DIR", str(tmp_path))
     for number in range(30):
-        (tmp_path / "penstock" / f"old{number}").mkdir(parents=True)
-        os.utime(tmp_path / "penstock" / f"old{number}", (number, number))
+        old = tmp_path / "penstock" / "kernels" / f"old{number}"
+        old.mkdir(parents=True)
+        os.utime(old, (number, number))
     folder = code_cache.writable_folder(tmp_path, "new")
-    assert folder == tmp_path / "penstock" / "new"
+    assert folder == tmp_path / "penstock" / "kernels" / "new"
     kept = {path.name for path in folder.parent.iterdir()}
     newest = range(30 - code_cache._KEPT_VERSIONS + 1, 30)
     assert kept == {"new", *(f"old{number}" for number in newest)}
