@@ -72,8 +72,8 @@ def deserialize(data: bytes | memoryview) -> Program:
         return verify(_program(fields.mapping(content, _KEYS), view[end:]))
     except MalformedError:
         raise
-    except (ValueError, TypeError, RuntimeError, RecursionError, ProgramError) as error:
-        # Of JSON, of PyTorch for shapes that no tensor has, and of a program's own rules.
+    except (ValueError, TypeError, OverflowError, RuntimeError, ProgramError) as error:
+        # Of JSON (also of its depth), of PyTorch for impossible shapes, and of `verify`.
         raise MalformedError(f"{type(error).__name__}: {error}") from error
 
 
