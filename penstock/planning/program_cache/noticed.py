@@ -6,38 +6,36 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 
-class Noticed(logging.Handler):
+@dataclass
+class Noticed:
     """Whether anything was said, as a warning of Python or of a library's log."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.anything = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note a record of a log, which goes its own way as well."""
-        self.anything = True
+    anything: bool = False
 
 
 @contextmanager
 def noticing() -> Iterator[Noticed]:
     """Watch what code within says; warnings and logs go where they always go."""
     noticed = Noticed()
-    loggers = [logging.getLogger(name) for name in ("", "transformers", "torch")]
-    show = warnings.showwarning
+    show, make_record = warnings.showwarning, logging.getLogRecordFactory()
 
-    def note(*arguments: Any, **options: Any) -> None:
+    def note_warning(*arguments: Any, **options: Any) -> None:
         noticed.anything = True
         show(*arguments, **options)
 
-    for logger in loggers:
-        logger.addHandler(noticed)
-    warnings.showwarning = note
+    def note_record(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make_record(*arguments, **options)
+        noticed.anything = noticed.anything or record.levelno >= logging.WARNING
+        return record
+
+    warnings.showwarning = note_warning
+    logging.setLogRecordFactory(note_record)
     try:
         yield noticed
     finally:
         warnings.showwarning = show
-        for logger in loggers:
-            logger.removeHandler(noticed)
+        logging.setLogRecordFactory(make_record)
