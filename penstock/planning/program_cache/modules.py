@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ import torch
 from torch import nn
 
 _LIBRARIES = frozenset({"torch", "transformers", "penstock"})
+# Further libraries whose functions and classes these modules import.
+_IMPORTED = frozenset(
+    "accelerate huggingface_hub numpy packaging safetensors tqdm typing_extensions".split()
+)
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -62,17 +66,20 @@ class _Values:
         self._configs: dict[int, str] = {}
 
     def describe(self, value: Any) -> str:
+        """Return a text that differs for values that differ."""
         if type(value) in _PLAIN:
             return repr(value)
         if isinstance(value, (list, tuple)):
             return f"{type(value).__name__}({','.join(map(self.describe, value))})"
-        if isinstance(value, Mapping) and isinstance(value, dict):
+        if isinstance(value, dict):
             pairs = (f"{self.describe(k)}:{self.describe(v)}" for k, v in value.items())
             return f"{{{','.join(pairs)}}}"
         if isinstance(value, (set, frozenset)):
             return f"set({','.join(sorted(map(self.describe, value)))})"
         if isinstance(value, torch.Tensor):
             return _tensor(value)
+        if isinstance(value, functools.partial):
+            return f"partial{self.describe((value.func, value.args, value.keywords))}"
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
             return _global(value)
         if hasattr(value, "to_dict") and _is_of_library(type(value)):
@@ -144,5 +151,5 @@ def _module_digest(name: str) -> str:
 
 def _refuse_foreign(module: str, name: str, value: Any) -> None:
     root = (getattr(value, "__module__", None) or "").split(".")[0]
-    if root not in _LIBRARIES and root not in sys.stdlib_module_names:
+    if root not in _LIBRARIES | _IMPORTED | sys.stdlib_module_names:
         raise UndescribedError(f"{module}.{name} is {root}'s")
