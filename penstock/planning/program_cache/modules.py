@@ -22,7 +22,15 @@ from torch import nn
 _LIBRARIES = frozenset({"torch", "transformers", "penstock"})
 # Further libraries whose functions and classes these modules import.
 _IMPORTED = frozenset(
-    "accelerate huggingface_hub numpy packaging safetensors tqdm typing_extensions".split()
+    {
+        "accelerate",
+        "huggingface_hub",
+        "numpy",
+        "packaging",
+        "safetensors",
+        "tqdm",
+        "typing_extensions",
+    }
 )
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 _TABLES = ("_parameters", "_buffers", "_modules")

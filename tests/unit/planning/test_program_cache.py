@@ -6,21 +6,23 @@ import os
 import random
 import threading
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import LENGTH, language_model
+from tiny_models import PERCEPTRON, Perceptron, mean_squared_error
 from torch import nn
+from transformers import GPT2LMHeadModel
 from written_programs import assert_same_program
 
 from penstock.errors import CompileError, ConfigError
-from penstock.models import ModelSource
+from penstock.models import InputSpec, ModelSource
 from penstock.planning import builders
 from penstock.planning.program_cache import entries, key
 from penstock.program import Program
+
+ROWS = {"inputs": {"x": InputSpec((6,))}, "targets": {"y": InputSpec((2,))}}
 
 compile_source = builders.compile_source  # before the tests of a process share programs
 
@@ -170,15 +172,15 @@ def test_a_users_own_code_in_a_library_model_is_compiled_anew(
     assert len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("how", ["module", "factory"])
+@pytest.mark.parametrize("how", ["module", "library module", "factory"])
 def test_a_model_of_a_user_is_compiled_anew(compiled, folder, how):
     for _ in range(2):
         if how == "module":
-            source = ModelSource.from_module(language_model("gpt2").plain(0))
+            program_of(ModelSource.from_module(Perceptron(), loss=mean_squared_error, **ROWS))
+        elif how == "library module":
+            program_of(ModelSource.from_module(GPT2LMHeadModel(small().hf_config)))
         else:
-            source = ModelSource.from_factory("tiny_models:Translator", inputs=None)
-            source = replace(source, inputs={**source.inputs})
-        program_of(source, length=LENGTH)
+            program_of(PERCEPTRON.source(0))
     assert len(compiled) == 2
     assert not folder.exists()
 
