@@ -49,13 +49,16 @@ def describe(module: nn.Module) -> Iterator[str]:
     """
     modules: dict[int, int] = {}
     tensors: dict[int, int] = {}
+    classes: dict[type, str] = {}
     values = _Values()
     for path, child in module.named_modules(remove_duplicate=False):
         if id(child) in modules:
             yield f"{path} is {modules[id(child)]}"
             continue
         modules[id(child)] = len(modules)
-        yield f"{path}: {_class(type(child))}"
+        if type(child) not in classes:
+            classes[type(child)] = _class(type(child))
+        yield f"{path}: {classes[type(child)]}"
         for table in ("_parameters", "_buffers"):
             for name, tensor in getattr(child, table).items():
                 place = tensors.setdefault(id(tensor), len(tensors))
