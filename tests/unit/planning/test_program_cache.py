@@ -49,7 +49,10 @@ def compiled(monkeypatch) -> list[str]:
 
 
 def program_of(source: ModelSource, **options: Any) -> Program:
-    return compile_source(source, **{"micro_batch": 1, "length": 4, "precision": "fp32", **options})
+    return compile_source(
+        source,
+        **{"micro_batch": 1, "length": 4, "precision": "fp32", "products": "torch", **options},
+    )
 
 
 def small(**changes: Any) -> ModelSource:
