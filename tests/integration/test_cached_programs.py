@@ -50,7 +50,7 @@ def test_a_command_in_another_process_reads_the_program(tmp_path):
     # For the command alone: the process that it is forked from compiles on its own.
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "penstock", "program", "tiny"]
-    outputs = []
+    outputs, contents = [], []
     for _ in range(2):
         done = warm_start.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -58,10 +58,10 @@ def test_a_command_in_another_process_reads_the_program(tmp_path):
         (entry,) = folder.iterdir()
         used = entry.stat().st_mtime
         os.utime(entry, (1, 1))
-        content = entry.read_bytes() if len(outputs) == 1 else content
+        contents.append(entry.read_bytes())
     assert outputs[0] == outputs[1]
     assert used > 1  # reading an entry sets the time of its last use
-    assert entry.read_bytes() == content
+    assert contents[0] == contents[1]
 
 
 def test_a_model_of_a_folder_is_cached_with_the_values_of_its_buffers(tmp_path, folder):

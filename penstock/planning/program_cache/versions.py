@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import penstock
 from penstock.kernels.processor import Processor
 
 
@@ -34,7 +33,7 @@ def code_digest() -> str:
         torch.backends.cpu.get_cpu_capability(),
     ):
         digest.update(f"{part}\0".encode())
-    root = Path(penstock.__file__).parent
+    root = Path(__file__).parents[2]  # of this package
     for source in sorted(root.rglob("*.py")):
         content = source.read_bytes()
         digest.update(f"{source.relative_to(root)}\0{len(content)}\0".encode())
