@@ -1,8 +1,10 @@
 """How long does the command line make someone wait before anything happens?
 
-Three commands, each in a fresh process: the help text, a mistyped key in a configuration (which is
+Four commands, each in a fresh process: the help text, a mistyped key in a configuration (which is
 to be answered before anything heavy is imported), and the program of GPT-3 175B, whose weights
-are never made. Seconds and peak resident memory of the process; the median counts.
+are never made: with an empty cache of compiled programs, and with the program in the cache.
+Seconds and peak resident memory of the process; the median counts. The line
+after the table has the parts of the command in a process that has imported everything.
 
     python benchmarks/startup.py [--quick]
 
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,21 +37,28 @@ def main() -> None:
     machine = describe_machine()
     model = "gpt3-6.7b" if quick else "gpt3-175b"
     recipe = str(ROOT / "recipes" / "tiny.yaml")
+    program, cold = ["program", model], f"penstock program {model}"
+    cached = "the same from the cache"
     # name, arguments, what the output must hold, seconds, bytes
     commands = [
         ("penstock --help", ["--help"], "train", 0.7, None),
         ("a mistyped key", ["train", recipe, "batch.sise=4"], "did you mean", 2.0, None),
-        (f"penstock program {model}", ["program", model], "in all", 12.0, 2**30),
+        (cold, program, "in all", 12.0, 2**30),
+        (cached, program, "in all", 3.0, 2**30),
     ]
     times: dict[str, list[float]] = {name: [] for name, *_ in commands}
     peaks: dict[str, list[int]] = {name: [] for name, *_ in commands}
-    for number in range(3 if quick else 5):
-        for name, arguments, wanted, _, limit in commands:
-            if limit is not None and number >= (1 if quick else 3):
-                continue
-            seconds, peak = run(arguments, wanted)
-            times[name].append(seconds)
-            peaks[name].append(peak)
+    with tempfile.TemporaryDirectory(prefix="penstock-startup-") as cache:
+        for number in range(3 if quick else 5):
+            for name, arguments, wanted, _, limit in commands:
+                if limit is not None and number >= (1 if quick else 3):
+                    continue
+                if name == cold:
+                    shutil.rmtree(Path(cache) / "penstock" / "programs", ignore_errors=True)
+                seconds, peak = run(arguments, wanted, cache)
+                times[name].append(seconds)
+                peaks[name].append(peak)
+        parts = program_seconds(model, cache)
     rows, worst = [], 0.0
     print(f"{'command':28} {'seconds':>8} {'least':>7} {'target':>7} {'peak MiB':>9} {'target':>7}")
     for name, _, _, target, limit in commands:
@@ -59,6 +70,7 @@ def main() -> None:
             f" {peak / 2**20:9.0f} {shown:>7}"
         )
         rows.append({"command": name, "seconds": median, "all": times[name], "peak_bytes": peak})
+    print(f"in one process: {', '.join(f'{name} {parts[name]:.2f} s' for name in parts)}")
     print_result(
         "startup",
         round(worst, 3),
@@ -67,14 +79,48 @@ def main() -> None:
         machine=machine,
         quick=quick,
         rows=rows,
+        parts=parts,
     )
 
 
-def run(arguments: list[str], wanted: str) -> tuple[float, int]:
-    """Run a command; return its seconds and its peak resident bytes."""
+def program_seconds(model: str, cache: str) -> dict[str, float]:
+    """Return the seconds of the parts of a program, in one process without its imports: the
+    description of the model, the program from the cache, and the compilation of the same."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    from penstock.config import PresetModel
+    from penstock.planning import builders
+
+    def compile_it() -> None:
+        builders.compile_source(
+            source, micro_batch=1, length=length, precision="fp32", with_buffers=False
+        )
+
+    seconds: dict[str, float] = {}
+    preset = PresetModel(preset="tiny")
+    source, length = builders.model_source(preset), 8
+    compile_it()  # imports what a compilation imports
+    for name in ("model", "compiled", "cached"):
+        started = time.perf_counter()
+        if name == "model":
+            source = builders.model_source(PresetModel(preset=model))
+            length = source.max_sequence_length or 1
+        else:
+            if name == "compiled":
+                shutil.rmtree(Path(cache) / "penstock" / "programs", ignore_errors=True)
+            compile_it()
+        seconds[name] = time.perf_counter() - started
+    return seconds
+
+
+def run(arguments: list[str], wanted: str, cache: str) -> tuple[float, int]:
+    """Run a command with a cache folder; return its seconds and its peak resident bytes."""
     started = time.perf_counter()
     process = subprocess.Popen(
-        [*PENSTOCK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*PENSTOCK, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": cache},
     )
     assert process.stdout is not None
     output = process.stdout.read()

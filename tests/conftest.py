@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -14,6 +17,26 @@ from compiled_programs import sharing_kinds, sharing_programs
 from penstock.compiler import build
 from penstock.distributed.launchers import fork_client, local
 from penstock.planning import builders
+from penstock.user_folders import cache_folder
+
+_CACHE = "XDG_CACHE_HOME"
+_OWN_CACHE = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session, its workers and their commands an empty cache folder: programs that were
+    compiled before the session are compiled again. Kernels are not: sources name their code."""
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder().parent))
+        config.stash[_OWN_CACHE] = tempfile.mkdtemp(prefix="penstock-tests-cache-")
+        os.environ[_CACHE] = config.stash[_OWN_CACHE]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the session's cache folder."""
+    if _OWN_CACHE in config.stash:
+        shutil.rmtree(config.stash[_OWN_CACHE], ignore_errors=True)
+
 
 gc.disable()  # until the tests are collected: thousands of objects that all stay
 

@@ -5,6 +5,8 @@ Weights are copied into slots and sparse weights are expanded, by the same funct
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from compiled_programs import sharing_kinds, sharing_programs
 
@@ -60,6 +62,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Target:
     )
     # What other tests have compiled, for the CPU, counts the memory of its own products.
     monkeypatch.setattr(sparse_lowering, "is_expanded", lambda weight: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)  # no folder: nothing is cached on disk
     make_kind, compile_source = build.make_kind.__wrapped__, builders.compile_source.__wrapped__
     monkeypatch.setattr(build, "make_kind", sharing_kinds(make_kind))
     monkeypatch.setattr(builders, "compile_source", sharing_programs(compile_source))

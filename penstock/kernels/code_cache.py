@@ -29,11 +29,8 @@ from typing import Any
 
 import numba
 from numba.core import caching
-from numba.core import config as _numba_config
 
 from penstock.user_folders import cache_folder
-
-config: Any = _numba_config  # its attributes are made from the environment
 
 _KERNELS = Path(__file__).parent
 _LONGEST_WAIT_SECONDS = 120.0  # a kernel takes a few; a stopped process must not stop others
@@ -166,8 +163,8 @@ def writable_folder(sources: Path, digest: str) -> Path | None:
 
 
 def _places(sources: Path) -> Iterator[Path]:
-    if config.CACHE_DIR:
-        yield Path(config.CACHE_DIR) / "penstock" / "kernels"
+    if configured := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(configured) / "penstock" / "kernels"
         return
     yield cache_folder() / "kernels"
     yield sources / "__pycache__" / "kernels"

@@ -71,6 +71,8 @@ class ModelSource:
         hf_config: the `transformers` configuration, or None.
         folder: the Hugging Face folder of the model, with its tokenizer, or None.
         adapters: adapters by the names of their weights (`with_adapters`).
+        from_library: the installed `transformers` has built the model from a configuration; no
+            code of the user's took part.
     """
 
     name: str
@@ -88,6 +90,7 @@ class ModelSource:
     weight_prefix: str = WEIGHT_PREFIX
     folder: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    from_library: bool = False
     _files: WeightFiles | None = field(default=None, repr=False)
     _built: Built | None = field(default=None, repr=False)
 
@@ -266,7 +269,9 @@ class ModelSource:
         resolved = resolve_preset(name, overrides)
         fields = {"model_type": resolved.model_type, **resolved.config}
         config = make_config(fields, {})
-        return _language_model(name, recorded(config, resolved.task), resolved.task, config)
+        origin = recorded(config, resolved.task)
+        made = _language_model(name, origin, resolved.task, config)
+        return replace(made, from_library=True)
 
     @classmethod
     def from_hf_config(
@@ -289,7 +294,8 @@ class ModelSource:
         task = task or find_task(made)
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
-        return _language_model(made.model_type, recorded(made, task), task, made)
+        source = _language_model(made.model_type, recorded(made, task), task, made)
+        return replace(source, from_library=True)
 
     @classmethod
     def from_hf(
@@ -322,7 +328,7 @@ class ModelSource:
         task = find_task(made)
         origin = Pretrained(recorded(made, task), files, ignore)
         source = _language_model(made.model_type, origin, task, made)
-        return replace(source, folder=folder, _files=files)
+        return replace(source, folder=folder, from_library=True, _files=files)
 
     @classmethod
     def without_weights(

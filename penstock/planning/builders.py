@@ -42,6 +42,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
+from penstock.planning.program_cache import cached_program
 from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
 from penstock.program import Program
 from penstock.store import Base, ReadBase
@@ -213,7 +214,8 @@ def compile_source(
     sweep, with every module in eval mode. `products` is the library of matrix products (None: the
     choice of a new run on this host). `bfloat16` are the weights that the store keeps as bfloat16,
     `sparse` the sparse weights with the most entries that each has. `known` is returned if its
-    source graph equals the model's graph.
+    source graph equals the model's graph. Programs of presets and of Hugging Face configurations
+    are kept on disk between processes (`program_cache`).
     """
     target = target_of(device)
     inputs = source.example_inputs(micro_batch, length)
@@ -228,27 +230,28 @@ def compile_source(
         refuse_gradient_hooks(source.original)
     if goal != "train":  # training keeps the mode that each module's owner has set
         module.eval()
-    try:
+    options = CompileOptions(
+        precision=precision,
+        device=target.trace_device,
+        products=products or target.choose_products(Processor.here()),
+        train=tuple(train),
+        freeze=tuple(freeze),
+        adapters=source.adapter_weights,
+        bfloat16=frozenset(bfloat16),
+        sparse=dict(sparse or {}),
+        slot_bytes=slot_bytes,
+        weight_prefix=source.weight_prefix,
+        training=goal == "train",
+    )
+
+    def compile_now() -> Program:
+        buffers = (lambda: _buffers(source)) if with_buffers else None
         return compile_module(
-            module,
-            inputs,
-            CompileOptions(
-                precision=precision,
-                device=target.trace_device,
-                products=products or target.choose_products(Processor.here()),
-                train=tuple(train),
-                freeze=tuple(freeze),
-                adapters=source.adapter_weights,
-                bfloat16=frozenset(bfloat16),
-                sparse=dict(sparse or {}),
-                slot_bytes=slot_bytes,
-                weight_prefix=source.weight_prefix,
-                training=goal == "train",
-            ),
-            name=source.name,
-            buffers=(lambda: _buffers(source)) if with_buffers else None,
-            known=known,
+            module, inputs, options, name=source.name, buffers=buffers, known=known
         )
+
+    try:
+        return cached_program(source, module, inputs, options, with_buffers, known, compile_now)
     finally:
         for child, training in modes:
             child.training = training

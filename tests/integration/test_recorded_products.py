@@ -15,8 +15,9 @@ MACHINES = {"onednn": "AuthenticAMD", "torch": "GenuineIntel"}
 
 
 @pytest.fixture
-def on_machine(monkeypatch):
+def on_machine(monkeypatch, tmp_path):
     """Let this machine pass for one whose processor would choose the library that is named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the size below is in no key
 
     def move(products):
         processor = Processor("x86_64", MACHINES[products])

@@ -127,7 +127,7 @@ def test_lock_that_is_never_released_is_not_waited_for_for_ever(tmp_path, monkey
 
 
 def test_code_of_old_versions_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(code_cache.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     for number in range(30):
         old = tmp_path / "penstock" / "kernels" / f"old{number}"
         old.mkdir(parents=True)

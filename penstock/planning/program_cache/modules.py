@@ -1,0 +1,166 @@
+"""A description of a model that determines what it computes, for a key of the cache.
+
+The classes of all modules must be those of PyTorch, `transformers` and this package, unchanged: the
+versions of these libraries then determine their code. Every attribute of every module must have a
+complete description. A model of which something else can be said has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_LIBRARIES = frozenset({"torch", "transformers", "penstock"})
+# Further libraries whose functions and classes these modules import.
+_IMPORTED = frozenset(
+    {
+        "accelerate",
+        "huggingface_hub",
+        "numpy",
+        "packaging",
+        "safetensors",
+        "tqdm",
+        "typing_extensions",
+    }
+)
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class UndescribedError(Exception):
+    """A model has a part that its description cannot contain; the text names it."""
+
+
+def describe(module: nn.Module) -> Iterator[str]:
+    """Yield lines that determine what a module on fake tensors computes, but for its buffers'
+    values.
+
+    Raises:
+        UndescribedError: a part of the module is not covered by the versions of libraries.
+    """
+    modules: dict[int, int] = {}
+    tensors: dict[int, int] = {}
+    classes: dict[type, str] = {}
+    values = _Values()
+    for path, child in module.named_modules(remove_duplicate=False):
+        if id(child) in modules:
+            yield f"{path} is {modules[id(child)]}"
+            continue
+        modules[id(child)] = len(modules)
+        if type(child) not in classes:
+            classes[type(child)] = _class(type(child))
+        yield f"{path}: {classes[type(child)]}"
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in getattr(child, table).items():
+                place = tensors.setdefault(id(tensor), len(tensors))
+                yield f"{name} {place} {_tensor(tensor)}"
+        lasting = child._non_persistent_buffers_set
+        yield f"{sorted(lasting)}"
+        for name, value in vars(child).items():
+            if name not in _TABLES and name != "_non_persistent_buffers_set":
+                yield f"{name}={values.describe(value)}"
+
+
+class _Values:
+    """Descriptions of attributes; a configuration, which many modules share, is described once."""
+
+    def __init__(self) -> None:
+        self._configs: dict[int, str] = {}
+
+    def describe(self, value: Any) -> str:
+        """Return a text that differs for values that differ."""
+        if type(value) in _PLAIN:
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            return f"{type(value).__name__}({','.join(map(self.describe, value))})"
+        if isinstance(value, dict):
+            pairs = (f"{self.describe(k)}:{self.describe(v)}" for k, v in value.items())
+            return f"{{{','.join(pairs)}}}"
+        if isinstance(value, (set, frozenset)):
+            return f"set({','.join(sorted(map(self.describe, value)))})"
+        if isinstance(value, torch.Tensor):
+            return _tensor(value)
+        if isinstance(value, functools.partial):
+            return f"partial{self.describe((value.func, value.args, value.keywords))}"
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+            return _global(value)
+        if hasattr(value, "to_dict") and _is_of_library(type(value)):
+            if id(value) not in self._configs:
+                self._configs[id(value)] = f"{type(value).__qualname__}{self.describe(vars(value))}"
+            return self._configs[id(value)]
+        raise UndescribedError(f"{type(value)}")
+
+
+def _tensor(value: torch.Tensor | None) -> str:
+    if value is None:
+        return "None"
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.requires_grad}"
+
+
+def _is_of_library(value: Any) -> bool:
+    return (value.__module__ or "").split(".")[0] in _LIBRARIES
+
+
+def _global(value: Any) -> str:
+    """Return the name of a function or class that a library defines."""
+    module, name = value.__module__ or "", value.__qualname__
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value or not (_is_of_library(value) or module == "builtins"):
+        raise UndescribedError(f"{module}.{name}")
+    return f"{module}.{name}"
+
+
+@functools.cache
+def _file_digest(path: str) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+
+
+def _class(owner: type) -> str:
+    """Return the names of a class and its bases, with digests of the files of their code."""
+    lines = []
+    for base in owner.__mro__:
+        module = base.__module__
+        if base is object or module == "typing" or module == "abc":
+            continue
+        if not _is_of_library(base):
+            raise UndescribedError(f"class {module}.{base.__qualname__}")
+        for name, method in vars(base).items():
+            function = inspect.unwrap(method) if inspect.isfunction(method) else None
+            if function is not None and not _is_of_library(function):
+                raise UndescribedError(f"{module}.{base.__qualname__}.{name} was replaced")
+        lines.append(f"{module}.{base.__qualname__} {_module_digest(module)}")
+    return " ".join(lines)
+
+
+def _module_digest(name: str) -> str:
+    """Return a digest of a module's file.
+
+    Raises:
+        UndescribedError: a global function or class of the module was replaced by another
+            library's code.
+    """
+    module = sys.modules[name]
+    for attribute, value in vars(module).items():
+        if not isinstance(value, (types.FunctionType, type)):
+            for function in getattr(value, "_global_mapping", {}).values():  # attention, by name
+                _refuse_foreign(name, attribute, function)
+        else:
+            _refuse_foreign(name, attribute, value)
+    return _file_digest(str(module.__file__)) if module.__file__ else ""
+
+
+def _refuse_foreign(module: str, name: str, value: Any) -> None:
+    root = (getattr(value, "__module__", None) or "").split(".")[0]
+    if root not in _LIBRARIES | _IMPORTED | sys.stdlib_module_names:
+        raise UndescribedError(f"{module}.{name} is {root}'s")
