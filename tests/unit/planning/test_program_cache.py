@@ -86,6 +86,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long  # compiles fifteen times
 def test_whatever_determines_a_program_is_in_its_key(compiled):
     program_of(small())
     for number, options in enumerate(CHANGES.values(), 2):
