@@ -135,6 +135,7 @@ class Run:
             self.trainer.close()
 
 
+@pytest.mark.long
 def test_spans_of_all_processes_are_collected_when_they_are_asked_for(text, tmp_path):
     run = Run(settings(text, tmp_path / "run", steps=2))
     runner, found = run.trainer._runner, []

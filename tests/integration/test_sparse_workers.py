@@ -187,12 +187,10 @@ def test_engine_lost_around_a_mask_change_changes_no_bit(
     assert tuple(result) == alone[:3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "store"),
-    [
-        ("rigl", {"shards": 2}),
-        pytest.param("gmp", {"shards": 1, "replicas": 2}, marks=pytest.mark.long),
-    ],
+    [("rigl", {"shards": 2}), ("gmp", {"shards": 1, "replicas": 2})],
     ids=["two shards", "a replica"],
 )
 def test_shards_in_other_processes_have_the_bits_of_one_store(
@@ -237,7 +235,7 @@ FLASH = [("rigl", 2, 2), ("set", 1, 1), ("gmp", 1, 3)]
 """Method, engines and shards."""
 
 
-@pytest.mark.parametrize("case", quick_first(FLASH, FLASH[:2]), ids=str)
+@pytest.mark.parametrize("case", quick_first(FLASH, FLASH[:1]), ids=str)
 def test_store_on_flash_with_engines_elsewhere_has_the_bits_of_one_process(
     case, text, tmp_path, alone_in_memory
 ):

@@ -17,7 +17,7 @@ import stat
 import time
 from pathlib import Path
 
-from penstock.io import durable, safe_open
+from penstock.io import durable, read_plain
 from penstock.user_folders import cache_folder
 
 MOST_BYTES = 1 << 30
@@ -39,7 +39,7 @@ def read_entry(key: str) -> memoryview | None:
     try:
         if not _is_own(path):
             return None
-        data = safe_open.read_plain(path, _MOST_ENTRY_BYTES)
+        data = read_plain(path, _MOST_ENTRY_BYTES)
         os.utime(path)  # used now
     except OSError:
         return None
