@@ -163,7 +163,10 @@ def waits(t, f, thread, row):  # type: ignore[no-untyped-def]
         if not has_word(t, thread, queue):
             wait_for(t, thread, FOR_WORD, colour, STARVED)
             return True
+        index = t[REGISTERS] + core * t[REGISTER_COUNT] + thread % THREADS
+        kept = t[index]
         take_value(t, f, thread, queue)
+        t[index] = kept  # a word without an index leaves that of the word before
     elif op == SEND_CONTROL:
         colour = t[row + OUT_COLOUR]
         out = t[t[RAMP_QUEUE] + core * COLOURS + colour]

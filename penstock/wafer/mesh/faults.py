@@ -36,6 +36,7 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
     clock = t.clock
     core, colour = int(clock[tables.FAULT_CORE]), int(clock[tables.FAULT_COLOUR])
     row, value = int(clock[tables.FAULT_ROW]), int(clock[tables.FAULT_VALUE])
+    instruction = (row - int(t.integers[tables.CODE])) // tables.CODE_FIELDS
     when = f"cycle {t.clock[tables.NOW] / ticks.per_cycle:,.10g}"
     if fault == tables.NO_ROUTE:
         router, port = divmod(core, tables.PORTS)
@@ -60,13 +61,13 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
         )
     if fault == tables.BAD_ADDRESS:
         return (
-            f"{where}, {when}: {labels.instructions[row]} begins at element {value}, outside its "
+            f"{where}, {when}: {labels.instructions[instruction]} begins at element {value}, outside its "
             "array; check the index that the word carries"
         )
     if fault == tables.ENDLESS_TASK:
         return (
             f"{where}, {when}: a task runs a million instructions without taking time, at "
-            f"{labels.instructions[row]}; its loop never ends"
+            f"{labels.instructions[instruction]}; its loop never ends"
         )
     if fault == tables.SINK_FULL:
         return (
