@@ -65,7 +65,7 @@ class Sink:
 class Layout:
     """What a program has placed."""
 
-    values: list[tuple[Array, np.ndarray]] = field(default_factory=list)
+    values: list[tuple[Array, np.ndarray, np.ndarray]] = field(default_factory=list)
     registers: list[np.ndarray] = field(default_factory=list)
     counters: list[np.ndarray] = field(default_factory=list)
     counter_names: list[str] = field(default_factory=list)
@@ -97,8 +97,8 @@ def lower(
     made.make_queues()
     cores = mesh.cores
     memory = np.zeros((cores, cells), np.float32)
-    for array, values in layout.values:
-        memory[array.cores, array.base : array.base + array.size] = values
+    for array, placed, values in layout.values:
+        memory[placed, array.base : array.base + array.size] = values
     registers = np.zeros((cores, tables.THREADS + len(layout.registers)), np.int64)
     for number, full in enumerate(layout.registers):
         registers[:, tables.THREADS + number] = full
