@@ -78,7 +78,6 @@ from penstock.kernels.mesh_tables import (
 )
 
 _NEVER = 1 << 62
-_HOST_MASK = (1 << HOST_PLACES) - 1
 
 
 @called
@@ -178,7 +177,7 @@ def free_from(t, router, row):  # type: ignore[no-untyped-def]
                 t[FAULT_COLOUR] = t[row + QUEUE_COLOUR]
                 return -1, 0
             if t[sink + SINK_HOST]:
-                free = max(free, (t[HOST_OUT_FREE] + _HOST_MASK) >> HOST_PLACES)
+                free = max(free, t[HOST_OUT_FREE] >> HOST_PLACES)
         free = max(free, t[t[LINKS] + 2 * link + FREE])
         ports |= 1 << (link - router * PORTS)
     return free, ports
@@ -261,7 +260,7 @@ def step_feed(t, f, feed):  # type: ignore[no-untyped-def]
         return  # woken when the queue has room
     time = t[t[LINKS] + 2 * t[row + FEED_LINK] + FREE]
     if t[row + FEED_HOST]:
-        time = max(time, (t[HOST_IN_FREE] + _HOST_MASK) >> HOST_PLACES)
+        time = max(time, t[HOST_IN_FREE] >> HOST_PLACES)
     if time > now:
         wake_at(t, entity, time)
         return

@@ -193,7 +193,7 @@ def data_gradient(
     return ProductCycles(
         "data gradient",
         arithmetic=times.arithmetic,
-        set_up=times.set_up,
+        set_up=times.set_up + _control_cycles(product, core),
         skew=times.skew,
         fill=_crossing(layout, core),
         limits={**shape.stream_limits(options), **shape.broadcast_limit()},
@@ -231,7 +231,8 @@ def weight_gradient(
     return ProductCycles(
         "weight gradient",
         arithmetic=times.arithmetic,
-        set_up=times.set_up,
+        # The places of a whole weight need not enter, nor control words with them.
+        set_up=times.set_up + (_control_cycles(product, core) if product.is_indexed else 0.0),
         skew=times.skew,
         fill=_crossing(layout, core),
         limits=limits,
@@ -407,6 +408,12 @@ def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOption
     fullest = shape.fullest(options.is_sorted)
     skew = max(0.0, finish - fullest * entry.cycles)
     return _Times(fullest * entry.elements, fullest * entry.set_up, skew)
+
+
+def _control_cycles(product: StreamedProduct, core: CoreParameters) -> float:
+    """Cycles of a core for the control words that end output features, where no sum is passed on:
+    each starts a task, which takes the next row of dY. (The simulation showed these missing.)"""
+    return product.outputs * core.task_cycles
 
 
 def _crossing(layout: ActivationLayout, core: CoreParameters) -> float:

@@ -67,7 +67,8 @@ class Forward:
         self.room = p.counter("free inbox", rows * words)
         self.sums = p.colour("sums")
         self.compute(entries)
-        self.phase = p.register("outputs since one ended here", -(p.cores() // run.mesh.columns) % run.mesh.rows)
+        mesh_row = p.cores() // run.mesh.columns
+        self.phase = p.register("outputs since one ended here", -mesh_row % run.mesh.rows)
         if self.is_ring:
             self.ring()
         else:
@@ -146,24 +147,30 @@ class Forward:
         row (phase -1), ends in the row before (phase 0), and gets the core's own in all others."""
         p, spread = self.program, self.spread
         output, slot, row = (p.register(name) for name in ("output", "sum", "sum received"))
-        kind, kept = p.register("part in the turn"), p.register("output kept")
         with send.loop(output, spread.outputs, cycles=0):
             send.wait(self.full, spread.words)
-            send.set(kind, _PASS)
             if phases:
-                for phase, part in ((0, _KEEP), (p.mesh.rows - 1, _BEGIN)):
-                    with send.when_equal(self.phase, phase):
-                        send.set(kind, part)
-            with send.when_equal(kind, _BEGIN):
-                self.send_sum(send, slot, None, send_to=self.sums)
-            with send.when_equal(kind, _PASS):
+                self.by_phase(send, slot, row)
+            else:
                 self.send_sum(send, slot, row, send_to=self.sums)
-            with send.when_equal(kind, _KEEP):
-                self.send_sum(send, slot, row, into=self.y[kept])
-                send.advance(kept)
             send.advance(slot, modulo=self.slots)
-            if phases:
-                send.advance(self.phase, modulo=p.mesh.rows)
+
+    def by_phase(self, send: Code, slot: Register, row: Register) -> None:
+        """Do a core's part in the turn of a sum."""
+        p = self.program
+        kind, kept = p.register("part in the turn"), p.register("output kept")
+        send.set(kind, _PASS)
+        for phase, part in ((0, _KEEP), (p.mesh.rows - 1, _BEGIN)):
+            with send.when_equal(self.phase, phase):
+                send.set(kind, part)
+        with send.when_equal(kind, _BEGIN):
+            self.send_sum(send, slot, None, send_to=self.sums)
+        with send.when_equal(kind, _PASS):
+            self.send_sum(send, slot, row, send_to=self.sums)
+        with send.when_equal(kind, _KEEP):
+            self.send_sum(send, slot, row, into=self.y[kept])
+            send.advance(kept)
+        send.advance(self.phase, modulo=p.mesh.rows)
 
     def send_sum(
         self,
