@@ -233,7 +233,7 @@ def test_deadlock_says_who_waits_for_what_since_when():
         code.receive(vector.all, takes)
     # Both send 16 words before they receive one: 3 queues of 4 take 12 of them.
     assert text(p) == (
-        "deadlock in cycle 14: nothing can move any more; core (0, 0) (compute) waits for room to "
+        "deadlock in cycle 12: nothing can move any more; core (0, 0) (compute) waits for room to "
         "send colour 'right' since cycle 12, core (0, 1) (compute) waits for room to send colour "
         "'left' since cycle 12, 4 words of colour 'right' wait at core (0, 0), 4 words of colour "
         "'right' wait at core (0, 1) and 4 more"
@@ -321,8 +321,8 @@ def test_loop_that_takes_no_time_and_never_ends_is_named():
     with code.loop(register, 10, cycles=0):
         code.set(register, 0)
     assert text(p) == (
-        "core (0, 0), cycle 0: a task runs a million instructions without taking time, at loop "
-        "over turn; its loop never ends"
+        "core (0, 0), cycle 0: a task runs a million instructions without taking time, at "
+        "register turn; its loop never ends"
     )
 
 
@@ -333,7 +333,7 @@ def test_program_that_runs_too_long_is_ended():
     with pytest.raises(MeshError) as error:
         p.run(most_cycles=1000)
     assert str(error.value) == (
-        "cycle 1,010: the program is still running; give most_cycles a larger value"
+        "cycle 1,001: the program is still running; give most_cycles a larger value"
     )
 
 

@@ -215,7 +215,7 @@ def test_solvers_take_the_steps_of_scipy(method, reference, coefficients):
         found, _ = simulate_solver(method, right, coefficients, SIM, iterations)
         assert np.allclose(found.ravel(), expected, atol=1e-5), iterations
     residual = right - apply_stencil(found, coefficients)
-    assert np.linalg.norm(residual) < 1e-3 * np.linalg.norm(right)
+    assert np.linalg.norm(residual) < 2e-3 * np.linalg.norm(right)
 
 
 def test_stencil_takes_seven_coefficients():
