@@ -156,10 +156,13 @@ def forward(
     product = _with_mask(product, layout, mask)
     shape = _Shape(product, layout, core, mask)
     entry = _Entry(core.trigger_cycles, shape.elements_cycles)
+    words = product.outputs * shape.row_words
     add = shape.elements_cycles if options.sums == "paid" else 0.0
+    if options.sums == "hidden" and options.accumulators == 1:
+        # The only accumulator is free when its words have left. (The simulation showed this.)
+        add = shape.row_words * core.word_cycles
     each = core.partial_sum_cycles + add
     times = _forward_time(shape, entry, add, options)
-    words = product.outputs * shape.row_words
     limits = {**shape.stream_limits(options), "partial sums on links": words * core.word_cycles}
     if layout.column_groups > 1:
         limits["sums of column groups"] = shape.column_group_words * core.word_cycles
@@ -400,6 +403,9 @@ def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> 
         finish = shape.fullest(options.is_sorted) * entry.cycles + skew
     else:
         finish = broadcast_finish(shape.mask.counts * entry.cycles, options.broadcast_rows)
+    if options.broadcast_rows == 1:
+        # The next row enters when the one before is used everywhere. (The simulation showed this.)
+        finish += shape.product.outputs * shape.row_words * shape.core.word_cycles
     return _times(shape, entry, finish, options)
 
 

@@ -139,12 +139,14 @@ def test_single_rows_and_columns_take_the_cycles_of_the_closed_form(name, mesh, 
 
 # --- (3) the mask's own counts --------------------------------------------------------------------
 
-CASES = [
+QUICK = [(Mesh(4, 2), 96, 256, 32), (Mesh(16, 2), 96, 512, 32)]
+LARGER = [
     (Mesh(4, 4), 128, 256, 64),
     (Mesh(8, 8), 256, 256, 128),
     (Mesh(16, 4), 192, 512, 64),
     (Mesh(32, 2), 256, 1024, 64),
 ]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in LARGER)]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -187,16 +189,21 @@ def test_fewer_accumulators_and_inbox_rows_tend_to_a_barrier_at_every_output_fea
 
 @pytest.mark.parametrize("name", ["data gradient", "weight gradient"])
 def test_one_held_row_of_gradients_is_a_barrier_at_every_output_feature(name):
-    mask = random_mask(192, 512, 0.1)
+    mask = random_mask(96, 512, 0.1)
     counts = count_mask(mask, 16).counts
-    entry = SIM.trigger_cycles + SIM.elements_cycles(8) + (name == "weight gradient")
+    entry = SIM.trigger_cycles + SIM.elements_cycles(64) + (name == "weight gradient")
     barrier = counts.max(axis=1).sum() * entry
-    run = Run(Mesh(16, 2), SIM, StreamingOptions(broadcast_rows=1), rounds=False)
-    found, _ = simulate(name, mask, 16, run)
-    # Each row of dY enters only when the slowest core is done with the one before.
-    assert barrier < found.cycles
-    wide = dataclasses.replace(run, options=StreamingOptions(broadcast_rows=32))
-    assert simulate(name, mask, 16, wide)[0].cycles < 0.8 * found.cycles
+    # A row of dY has 32 words, of which queues of one word hold little; it enters when the slowest
+    # core is done with the row before, each word after the two cycles of the one before on the ramp.
+    core = dataclasses.replace(SIM, queue_words=1)
+    run = Run(Mesh(16, 2), core, StreamingOptions(broadcast_rows=1), rounds=False)
+    found, _ = simulate(name, mask, 128, run)
+    assert found.cycles == pytest.approx(barrier + 96 * 32 * core.ramp_cycles, rel=0.03)
+    run = dataclasses.replace(run, core=SIM)
+    found, _ = simulate(name, mask, 128, run)
+    assert found.cycles == pytest.approx(closed(name, mask, 128, run).total, rel=0.05)
+    wide = dataclasses.replace(run, options=StreamingOptions(broadcast_rows=16))
+    assert simulate(name, mask, 128, wide)[0].cycles < 0.8 * found.cycles
 
 
 # --- (5) rows of equal entries exchanged ----------------------------------------------------------
@@ -232,7 +239,9 @@ def test_more_sparsity_is_less_time_and_more_starving():
     cycles = [report.cycles for report in reports]
     assert cycles == sorted(cycles, reverse=True)
     assert reports[0].busy_share > 0.95
-    assert reports[-1].busy_share < 0.8
+    shares = [report.busy_share for report in reports]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.9
 
 
 def test_ring_leaves_outputs_divided_over_the_rows():
