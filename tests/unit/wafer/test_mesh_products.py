@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BudgetError, ConfigError
-from penstock.wafer import SILICON, SIM, Mesh
+from penstock.wafer import SIM, Mesh
 from penstock.wafer.closed_form import (
     HIDDEN,
     PAID,
