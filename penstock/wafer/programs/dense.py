@@ -1,4 +1,4 @@
-"""Dense products: two matrices that go round a square mesh, and a matrix that stays for a vector."""
+"""Dense products: two matrices that go round a square mesh, and a matrix times a vector."""
 
 from __future__ import annotations
 

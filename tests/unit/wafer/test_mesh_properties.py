@@ -57,10 +57,10 @@ def check(report, core: CoreParameters) -> None:
     assert report.greatest_depth <= core.queue_words
     total = report.busy + report.starved + report.blocked
     assert np.allclose(total, report.cycles)
-    assert report.link_occupancy.max() <= 1 + core.word_cycles / report.cycles
+    assert report.link_occupancy.max() <= 1 + core.word_cycles / max(report.cycles, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     mesh=MESHES,
     core=CORES,
@@ -95,9 +95,7 @@ def test_products_end_with_the_right_numbers_on_any_mesh_with_any_queues(
         # Words in: entries and control words of every row of cores; each is delivered to all
         # columns.
         assert report.words_entered["entries"] == entries * each + mesh.rows * last
-        assert report.words_delivered["entries"] == (
-            report.words_entered["entries"] * mesh.columns
-        )
+        assert report.words_delivered["entries"] == (report.words_entered["entries"] * mesh.columns)
         # Never fewer cycles than arithmetic of the mean core, or its entries on the first link.
         mean = entries / mesh.rows
         assert report.cycles >= mean * core.elements_cycles(here, element_bytes)
@@ -111,7 +109,7 @@ def test_products_end_with_the_right_numbers_on_any_mesh_with_any_queues(
         assert product.report.cycles >= outputs * rows * core.word_cycles
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(mesh=MESHES, core=CORES, seed=st.integers(0, 99))
 def test_other_programs_end_on_any_mesh_with_any_queues(mesh, core, seed):
     values = numbers(mesh.cores, 60, seed=seed)
@@ -150,7 +148,7 @@ def test_other_programs_end_on_any_mesh_with_any_queues(mesh, core, seed):
         check(report, core)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     core=CORES,
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
@@ -179,7 +177,7 @@ def test_words_of_each_colour_leave_in_the_order_in_which_they_entered(core, len
         assert (first == words).all()
         assert (second == np.arange(len(words))).all()
         assert (kinds == controls).all()
-    check(run.report, core) if run.report.cycles else None
+    check(run.report, core)
     # The shared link carries all words, one per word_cycles.
     assert run.report.cycles >= sum(lengths) * core.word_cycles - core.word_cycles
 
