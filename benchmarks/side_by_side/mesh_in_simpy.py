@@ -144,6 +144,7 @@ class Router:
                     to.push(word, now + time)
                 else:
                     to.append(word)
+                    self.env.timeout(time)  # the run ends when the word is there
             served.append(queue)
             if queue.words:
                 later = min(later, max(queue.words[0][0], now + self.core.word_cycles))

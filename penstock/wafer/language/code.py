@@ -1,7 +1,8 @@
 """What a thread of a core does: a list of instructions, with loops.
 
 Every instruction takes the cycles that the parameters of the core say for it, and a vector
-operation those of the closed form. Streams between a core and its router move a word in `word_cycles`.
+operation those of the closed form. Streams between a core and its router move a word in
+`word_cycles`.
 """
 
 from __future__ import annotations
