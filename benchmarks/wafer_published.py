@@ -2,7 +2,8 @@
 
 Prints every published cycle count that has a model as published, ours and the ratio, with what
 each row was used for, and for relays and forms of loops the cycles on the simulated mesh; then how
-well each sparse product is met by constants fitted to the other four; and then the acceleration of two layers of GPT-3 175B by sparsity on a CS-2, with what binds.
+well each sparse product is met by constants fitted to the other four; and then the acceleration of
+two layers of GPT-3 175B by sparsity on a CS-2, with what binds.
 Nothing is measured: the machine that runs it changes no figure.
 
     python benchmarks/wafer_published.py [--quick]
