@@ -31,9 +31,9 @@ def main() -> None:
     quick = parser.parse_args().quick
     simulate(4, 4, 8)  # compiles
     sides = (8, 16, 32) if quick else (8, 16, 32, 64)
-    print(
-        f"{'mesh':>8} {'outputs':>8} {'cycles':>9} {'messages':>12} {'seconds':>8} {'per second':>12}"
-    )
+    heads = ("mesh", "outputs", "cycles", "messages", "seconds", "per second")
+    titles = zip(heads, (8, 8, 9, 12, 8, 12), strict=True)
+    print(" ".join(f"{head:>{size}}" for head, size in titles))
     by_mesh = [measured(side, 4 * side, 64) for side in sides]
     by_work = [measured(16, 64, outputs) for outputs in (32, 128, 512)]
     rounds = beside_simpy(2 if quick else 5)
