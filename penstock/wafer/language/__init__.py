@@ -7,7 +7,7 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.wafer.language.arrays import Array, Counter, Part, Register
     from penstock.wafer.language.code import COMPUTE, RECEIVE, SEND, Code
-    from penstock.wafer.language.colours import Colour
+    from penstock.wafer.language.colours import Colour, neighbour
     from penstock.wafer.language.program import Drain, MeshProgram, MeshRun
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "MeshRun",
     "Part",
     "Register",
+    "neighbour",
 ]
 
 __getattr__ = lazily(
@@ -37,6 +38,7 @@ __getattr__ = lazily(
         "RECEIVE": "code",
         "SEND": "code",
         "Colour": "colours",
+        "neighbour": "colours",
         "Drain": "program",
         "MeshProgram": "program",
         "MeshRun": "program",

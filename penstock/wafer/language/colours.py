@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import MeshError, did_you_mean
 from penstock.kernels.mesh_tables import COLOURS, RAMP
-from penstock.wafer.mesh.labels import SIDES
+from penstock.wafer.mesh import SIDES
 from penstock.wafer.parameters import Mesh
 
 _STEPS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # north, east, south, west

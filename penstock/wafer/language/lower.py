@@ -12,9 +12,7 @@ from penstock.kernels.mesh_tables import MeshTables
 from penstock.wafer.language.arrays import Array
 from penstock.wafer.language.code import Code
 from penstock.wafer.language.colours import Routes, neighbour, opposite
-from penstock.wafer.mesh.labels import SIDES
-from penstock.wafer.mesh.report import TraceOptions
-from penstock.wafer.mesh.ticks import Ticks
+from penstock.wafer.mesh import SIDES, Ticks, TraceOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 _NONE = (

@@ -15,9 +15,7 @@ from penstock.wafer.language.arrays import Array, Counter, Register
 from penstock.wafer.language.code import COMPUTE, Code
 from penstock.wafer.language.colours import Colour, Routes, side_number
 from penstock.wafer.language.lower import Feed, Layout, Placed, Sink, lower
-from penstock.wafer.mesh.labels import SIDES, Labels
-from penstock.wafer.mesh.report import MeshReport, TraceOptions
-from penstock.wafer.mesh.ticks import Ticks
+from penstock.wafer.mesh import SIDES, Labels, MeshReport, Ticks, TraceOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 Place = int | slice | Sequence[int] | None
@@ -277,7 +275,7 @@ class MeshProgram:
         Raises:
             MeshError: a mistake of the program, with core, colour and cycle.
         """
-        from penstock.wafer.mesh.run import run_tables
+        from penstock.wafer.mesh import run_tables
 
         made, instructions = lower(
             self.mesh,

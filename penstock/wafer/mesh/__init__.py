@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.wafer.mesh.labels import Labels
+    from penstock.wafer.mesh.labels import SIDES, Labels
     from penstock.wafer.mesh.report import MeshReport, MeshTrace, QueueDepth, TraceOptions
     from penstock.wafer.mesh.run import run_tables
     from penstock.wafer.mesh.ticks import Ticks
 
 __all__ = [
+    "SIDES",
     "Labels",
     "MeshReport",
     "MeshTrace",
@@ -23,6 +24,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "SIDES": "labels",
         "Labels": "labels",
         "MeshReport": "report",
         "MeshTrace": "report",

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.wafer.language import SEND, Code, MeshProgram, Part
-from penstock.wafer.language.colours import neighbour
-from penstock.wafer.mesh import MeshReport
-from penstock.wafer.mesh.labels import SIDES
+from penstock.wafer.language import SEND, Code, MeshProgram, Part, neighbour
+from penstock.wafer.mesh import SIDES, MeshReport
 from penstock.wafer.parameters import CoreParameters, Mesh
 from penstock.wafer.programs.tree import by_role
 
