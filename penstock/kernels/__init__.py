@@ -12,6 +12,8 @@ __all__ = [
     "gradients",
     "lion",
     "memory",
+    "mesh_simulation",
+    "mesh_tables",
     "moments",
     "packed_entries",
     "packed_moments",
