@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         show_sparsity,
     )
     from penstock.progress.live import LiveView
-    from penstock.progress.log import LineView, compared_lines, show_evaluation
+    from penstock.progress.log import LineView, compared_lines, cycle_lines, show_evaluation
     from penstock.progress.notebook import NotebookView
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "SilentView",
     "View",
     "compared_lines",
+    "cycle_lines",
     "show_bytes",
     "show_count",
     "show_duration",
@@ -52,6 +53,7 @@ __getattr__ = lazily(
         "LiveView": "live",
         "NotebookView": "notebook",
         "compared_lines": "log",
+        "cycle_lines": "log",
         "show_bytes": "figures",
         "show_count": "figures",
         "show_duration": "figures",

@@ -1,0 +1,137 @@
+"""The engine of a simulated wafer: it computes as the torch engine does, and counts the cycles that
+each stage would take on a mesh of cores.
+
+Each micro-batch streams the weights of a stage once more, as its costs are those of a micro-batch.
+Cycles come from the closed form. What the store does at a commit, such as a change of masks, takes
+no cycles of the mesh; a step that needs the gradient of every element of a sparse weight does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
+from penstock.engine.sparse_weights import SparseWeights
+from penstock.engine.torch_engine import TorchEngine
+from penstock.engine.wafer_costs import MaskState, costs_at
+from penstock.engine.wafer_plan import WaferPlan
+from penstock.program import Program, Stage
+from penstock.sparsity import SparseWeight
+from penstock.wafer.closed_form import stage_cycles
+
+Pass = Literal["forward", "turn", "backward"]
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """The cycles of a stage in one sweep of a step, of all micro-batches of one engine.
+
+    Attributes:
+        stage: its name.
+        sweep: `turn` is the last stage's forward and backward.
+        closed_form: cycles from formulas.
+        simulated: cycles of the simulated mesh, in addition.
+    """
+
+    stage: str
+    sweep: Pass
+    closed_form: float
+    simulated: float = 0.0
+
+    @property
+    def cycles(self) -> float:
+        """All cycles."""
+        return self.closed_form + self.simulated
+
+
+class WaferEngine(TorchEngine):
+    """Runs a program's stages on the CPU, and counts their cycles on a mesh.
+
+    Args:
+        wafer: how the stages lie on the mesh; for other arguments see `TorchEngine`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        wafer: WaferPlan,
+        *,
+        budget_bytes: int | None = None,
+        sparse: SparseWeights | None = None,
+    ) -> None:
+        super().__init__(program, plan, budget_bytes=budget_bytes, sparse=sparse)
+        self.wafer = wafer
+        self._masks: dict[str, MaskState] = {}  # of sparse weights, as last sent
+        self._counts: list[StageCount] = []
+        self._known: dict[tuple[Any, ...], float] = {}  # closed forms that were computed
+
+    @property
+    def counts(self) -> tuple[StageCount, ...]:
+        """The cycles of the present step's stages, in the order in which they ran."""
+        return tuple(self._counts)
+
+    def begin(self, batch: Batch) -> None:
+        """Accept the inputs of a step and compute the prelude; discard any earlier step."""
+        super().begin(batch)
+        self._counts.clear()
+
+    def forward(self, stage: int) -> None:
+        """Run a stage on all micro-batches; keep the values that backward needs."""
+        super().forward(stage)
+        is_repeated = stage in self._plan.recompute
+        self._count(stage, "forward", "infer" if is_repeated else "forward")
+
+    def turn(self, stage: int) -> PendingGradients:
+        """Run the last stage forward and backward; return its weights' gradients."""
+        sent = super().turn(stage)
+        self._count(stage, "turn", "turn")
+        return sent
+
+    def backward(self, stage: int) -> PendingGradients:
+        """Run a stage backward on all micro-batches; return its weights' gradients."""
+        sent = super().backward(stage)
+        if any(self.program.stages[stage].kind.outputs_grad):
+            is_repeated = stage in self._plan.recompute
+            self._count(stage, "backward", "recompute" if is_repeated else "backward")
+        return sent
+
+    def _prepared(self, weight: Any) -> Any:
+        if isinstance(weight, SparseWeight):
+            self._masks[weight.name] = MaskState(weight.index.kept, weight.dense_gradient)
+        return super()._prepared(weight)
+
+    def _count(self, stage: int, sweep: Pass, executable: str) -> None:
+        place = self.program.stages[stage]
+        masks = {n: self._masks[place.weights[n]] for n in place.kind.sparse}
+        cycles = len(self._flows) * self._closed_form(place, executable, masks)
+        self._counts.append(StageCount(place.name, sweep, cycles))
+
+    def _closed_form(
+        self, place: Stage, executable: str, masks: Mapping[int, MaskState]
+    ) -> float:
+        """Return the cycles of one micro-batch."""
+        kind, options = place.kind, self.wafer.options
+        key = (kind.digest, executable, tuple(sorted(masks.items(), key=lambda item: item[0])))
+        if key not in self._known:
+            where = self.wafer.kinds[kind.digest]
+            self._known[key] = stage_cycles(
+                costs_at(kind, executable, where.tokens, masks),
+                where.tokens,
+                where.layout,
+                options.core,
+                executable=executable,
+                head_size=where.head_size,
+            ).cycles
+        return self._known[key]
+
+
+def counted_cycles(engines: Iterable[Engine]) -> tuple[StageCount, ...]:
+    """Return the cycles of a step's stages, of the slowest of some engines, which work side by
+    side; nothing if the engines count no cycles."""
+    counts = [engine.counts for engine in engines if isinstance(engine, WaferEngine)]
+    if not counts:
+        return ()
+    return tuple(max(of_stage, key=lambda one: one.cycles) for of_stage in zip(*counts, strict=True))
