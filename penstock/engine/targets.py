@@ -275,7 +275,8 @@ class DescribedTarget(NullTarget):
 
 
 TARGETS: dict[str, Target] = {
-    target.name: target for target in (CpuTarget(), WaferTarget(), CudaTarget(), NullTarget(), DescribedTarget())
+    target.name: target
+    for target in (CpuTarget(), WaferTarget(), CudaTarget(), NullTarget(), DescribedTarget())
 }
 _PREFERRED = ("cuda", "cpu")  # for `engine.device: auto`, the first that exists
 

@@ -75,9 +75,7 @@ def _elements(spec: TensorSpec) -> int:
     return spec.bytes // spec.dtype.itemsize
 
 
-def _at(
-    cost: OperatorCost, tokens: int, groups: Mapping[tuple[int, int], _Group]
-) -> OperatorCost:
+def _at(cost: OperatorCost, tokens: int, groups: Mapping[tuple[int, int], _Group]) -> OperatorCost:
     """Return the cost of an operator with the entries that its weight has."""
     if cost.work != "sparse product":
         return cost

@@ -109,9 +109,7 @@ class WaferEngine(TorchEngine):
         cycles = len(self._flows) * self._closed_form(place, executable, masks)
         self._counts.append(StageCount(place.name, sweep, cycles))
 
-    def _closed_form(
-        self, place: Stage, executable: str, masks: Mapping[int, MaskState]
-    ) -> float:
+    def _closed_form(self, place: Stage, executable: str, masks: Mapping[int, MaskState]) -> float:
         """Return the cycles of one micro-batch."""
         kind, options = place.kind, self.wafer.options
         key = (kind.digest, executable, tuple(sorted(masks.items(), key=lambda item: item[0])))
@@ -134,4 +132,6 @@ def counted_cycles(engines: Iterable[Engine]) -> tuple[StageCount, ...]:
     counts = [engine.counts for engine in engines if isinstance(engine, WaferEngine)]
     if not counts:
         return ()
-    return tuple(max(of_stage, key=lambda one: one.cycles) for of_stage in zip(*counts, strict=True))
+    return tuple(
+        max(of_stage, key=lambda one: one.cycles) for of_stage in zip(*counts, strict=True)
+    )

@@ -287,10 +287,13 @@ def cycle_lines(run: RunMeasured) -> list[str]:
     total = sum(cycles.values()) / run.steps
     if not total or not run.clock_hz:
         return []
-    shown = ", ".join(f"{each / run.steps:,.0f} {what}" for what, each in cycles.items() if each)
+    parts = [f"{each / run.steps:,.0f} {what}" for what, each in cycles.items() if each]
+    if len(parts) > 1:
+        parts = [f"{total:,.0f}", f"of which {parts[0]}", parts[1]]
+    seconds = total / run.clock_hz
+    shown = show_duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
     return [
-        f"a step's cycles on the wafer: {total:,.0f} ({shown}), "
-        f"{show_duration(total / run.clock_hz)} at {run.clock_hz / 1e9:g} GHz"
+        f"a step's cycles on the wafer: {', '.join(parts)}; {shown} at {run.clock_hz / 1e9:g} GHz"
     ]
 
 

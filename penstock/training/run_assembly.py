@@ -62,6 +62,10 @@ class RunSetup:
     @property
     def device_names(self) -> str:
         """The devices, for display."""
+        wafer = self.plan.plan.wafer
+        if wafer is not None:
+            how = wafer.options.cycles.replace("_", " ")
+            return f"a wafer of {wafer.options.mesh} cores ({wafer.options.core.name}, {how})"
         return ", ".join(self.devices) or self.device
 
 
