@@ -21,7 +21,7 @@ from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
 from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
-from penstock.engine.wafer_costs import MaskState, costs_at
+from penstock.engine.wafer_costs import MaskState, costs_at, stage_cycles_of
 from penstock.engine.wafer_engine import StageCount, WaferEngine, counted_cycles
 from penstock.engine.wafer_plan import KindPlan, WaferPlan, plan_wafer
 
@@ -67,6 +67,7 @@ __all__ = [
     "predict_bytes",
     "return_freed_pages",
     "set_threads",
+    "stage_cycles_of",
     "target_of",
     "thread_count",
 ]

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from penstock.engine.wafer_plan import WaferPlan
 from penstock.operator_cost import OperatorCost
 from penstock.program import Kind, TensorSpec
+from penstock.wafer.closed_form import StageCycles, stage_cycles
 
 _GRADIENT = "sparse_weight_gradient"
 _GRADIENT_BYTES = 4  # of an entry, in float32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class MaskState:
     """A sparse weight at one step.
 
@@ -37,6 +39,28 @@ class _Group:
 
     share: float  # entries over the most entries
     dense_gradient: bool
+
+
+def stage_cycles_of(
+    kind: Kind,
+    executable: str,
+    plan: WaferPlan,
+    masks: Mapping[int, MaskState] | None = None,
+) -> StageCycles:
+    """Return the cycles of one micro-batch of a stage, in closed form.
+
+    Args:
+        masks: as for `costs_at`; None: the most entries of every sparse weight.
+    """
+    place = plan.kinds[kind.digest]
+    return stage_cycles(
+        costs_at(kind, executable, place.tokens, masks or {}),
+        place.tokens,
+        place.layout,
+        plan.options.core,
+        executable=executable,
+        head_size=place.head_size,
+    )
 
 
 def costs_at(

@@ -15,11 +15,10 @@ from typing import Any, Literal
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
 from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.torch_engine import TorchEngine
-from penstock.engine.wafer_costs import MaskState, costs_at
+from penstock.engine.wafer_costs import MaskState, stage_cycles_of
 from penstock.engine.wafer_plan import WaferPlan
 from penstock.program import Program, Stage
 from penstock.sparsity import SparseWeight
-from penstock.wafer.closed_form import stage_cycles
 
 Pass = Literal["forward", "turn", "backward"]
 
@@ -111,18 +110,9 @@ class WaferEngine(TorchEngine):
 
     def _closed_form(self, place: Stage, executable: str, masks: Mapping[int, MaskState]) -> float:
         """Return the cycles of one micro-batch."""
-        kind, options = place.kind, self.wafer.options
-        key = (kind.digest, executable, tuple(sorted(masks.items(), key=lambda item: item[0])))
+        key = (place.kind.digest, executable, tuple(sorted(masks.items())))
         if key not in self._known:
-            where = self.wafer.kinds[kind.digest]
-            self._known[key] = stage_cycles(
-                costs_at(kind, executable, where.tokens, masks),
-                where.tokens,
-                where.layout,
-                options.core,
-                executable=executable,
-                head_size=where.head_size,
-            ).cycles
+            self._known[key] = stage_cycles_of(place.kind, executable, self.wafer, masks).cycles
         return self._known[key]
 
 

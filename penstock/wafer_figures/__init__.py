@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.wafer_figures.names import FIGURES, FigureName, draw
+    from penstock.wafer_figures.names import FIGURES, FigureName, draw, figure_named
 
-__all__ = ["FIGURES", "FigureName", "draw"]
+__all__ = ["FIGURES", "FigureName", "draw", "figure_named"]
 
-__getattr__ = lazily(__name__, {"FIGURES": "names", "FigureName": "names", "draw": "names"})
+__getattr__ = lazily(__name__, dict.fromkeys(__all__, "names"))

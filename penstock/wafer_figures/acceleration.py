@@ -43,7 +43,12 @@ def draw(path: Path, core: CoreParameters) -> None:
             axes.plot(ideal, speeds, style, color=colour, markersize=4, label=label)
     sparsity, speed = _PUBLISHED
     axes.plot(
-        [1 / (1 - sparsity)], [speed], "*", color="black", markersize=11, label="published, 90 %"
+        [1 / (1 - sparsity)],
+        [speed],
+        "*",
+        color="black",
+        markersize=11,
+        label="published: 58 over 7.5 PFLOP/s",
     )
     axes.set_xscale("log")
     axes.set_yscale("log")

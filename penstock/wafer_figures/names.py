@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, did_you_mean
 from penstock.pictures import require_ending
-from penstock.wafer import CoreParameters
+
+if TYPE_CHECKING:
+    from penstock.wafer import CoreParameters
 
 PICTURE = (".png", ".svg")
 
@@ -48,17 +51,26 @@ FIGURES: Mapping[str, FigureName] = {
 """All pictures by name."""
 
 
-def draw(name: str, path: Path, core: CoreParameters) -> None:
-    """Draw a picture into a file.
+def figure_named(name: str) -> FigureName:
+    """Return a picture by its name.
 
     Raises:
-        ConfigError: there is no such picture, or its file name has another ending.
+        ConfigError: there is no such picture.
     """
     if name not in FIGURES:
         raise ConfigError(
             f"expected a figure, one of {', '.join(FIGURES)}, got {name!r}"
             f"{did_you_mean(name, FIGURES)}"
         )
-    figure = FIGURES[name]
+    return FIGURES[name]
+
+
+def draw(name: str, path: Path, core: CoreParameters) -> None:
+    """Draw a picture into a file.
+
+    Raises:
+        ConfigError: there is no such picture, or its file name has another ending.
+    """
+    figure = figure_named(name)
     require_ending(path, figure.endings)
     import_module(f"penstock.wafer_figures.{figure.module}").draw(path, core)

@@ -1,49 +1,73 @@
 """What sorting is worth: features dealt to rows of cores by their number of entries, or as they
-come."""
+come, for masks that are drawn at random and for masks whose features differ."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from penstock.pictures import COLOURS, new_figure, save
-from penstock.wafer import CS2_MESH, CoreParameters
-from penstock.wafer.closed_form import HIDDEN, ActivationLayout, StreamedProduct, step_cycles
+import numpy as np
 
-WIDTHS = (2048, 5120, 12288)
-TOKENS = 131072
-_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
-_TICKS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+from penstock.pictures import COLOURS, new_figure, save
+from penstock.wafer import CoreParameters, Mesh
+from penstock.wafer.closed_form import ActivationLayout, StreamedProduct, count_mask, forward
+
+WIDTH, TOKENS, MESH = 2048, 4096, Mesh(64, 64)
+_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+_SPREAD = 0.5  # deviation of the logarithm of a feature's share of entries
+_KINDS = {"entries at random": 0.0, "features differ": _SPREAD}
 
 
 def draw(path: Path, core: CoreParameters) -> None:
-    """Draw the cycles of a step's products without sorting over those with it, by sparsity.
+    """Draw the cycles of the forward product over those of its entries evenly divided.
 
     Args:
         path: of the picture.
         core: parameters of the cores.
     """
     figure, axes = new_figure()
-    layout, unsorted = ActivationLayout(CS2_MESH), replace(HIDDEN, is_sorted=False)
     ideal = [1 / (1 - sparsity) for sparsity in _SPARSITIES]
-    for width, colour in zip(WIDTHS, COLOURS, strict=False):
-        ratios = []
-        for sparsity in _SPARSITIES:
-            product = StreamedProduct(width, width, TOKENS, density=1 - sparsity)
-            before = sum(part.total for part in step_cycles(product, layout, core, unsorted))
-            after = sum(part.total for part in step_cycles(product, layout, core))
-            ratios.append(100 * (before / after - 1))
-        axes.plot(ideal, ratios, "o-", color=colour, label=f"{width:,} x {width:,}")
+    for (name, spread), colour in zip(_KINDS.items(), COLOURS, strict=False):
+        masks = [drawn_mask(WIDTH, sparsity, spread) for sparsity in _SPARSITIES]
+        for is_sorted, style in ((True, "o-"), (False, "s--")):
+            times = [over_even(mask, core, is_sorted=is_sorted) for mask in masks]
+            label = f"{name}, {'sorted' if is_sorted else 'not sorted'}"
+            axes.plot(ideal, times, style, color=colour, label=label)
     axes.set_xscale("log")
-    axes.set_xticks([1 / (1 - tick) for tick in _TICKS], [f"{tick:.0%}" for tick in _TICKS])
+    axes.set_xticks(ideal, [f"{sparsity:.0%}" for sparsity in _SPARSITIES])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=1.0)
     axes.set_xlabel("sparsity of the weight")
-    axes.set_ylabel("more cycles without sorting, %")
+    axes.set_ylabel("cycles over those of evenly divided entries")
     axes.set_title(
-        f"Closed form ({core.name} cores): three products on {CS2_MESH} cores, {TOKENS:,} tokens",
-        fontsize=10,
+        f"Closed form ({core.name} cores) for drawn masks: forward, {WIDTH:,} x {WIDTH:,}, "
+        f"{TOKENS:,} tokens, {MESH} cores",
+        fontsize=9,
     )
     axes.grid(alpha=0.3)
-    axes.legend(title="weight")
+    axes.legend(fontsize=8)
     save(figure, path)
+
+
+def drawn_mask(width: int, sparsity: float, spread: float, seed: int = 0) -> np.ndarray:
+    """Return a mask, booleans [width, width], whose input features differ in their entries.
+
+    Args:
+        spread: deviation of the logarithm of a feature's share; 0 for equal shares.
+    """
+    random = np.random.default_rng(seed)
+    shares = np.exp(spread * random.standard_normal(width))
+    shares = np.minimum(1.0, shares * (1 - sparsity) / shares.mean())
+    return random.random((width, width)) < shares
+
+
+def over_even(mask: np.ndarray, core: CoreParameters, *, is_sorted: bool) -> float:
+    """Return the cycles of the forward product with a mask over those of its entries alone, if each
+    row of cores had as many."""
+    outputs, inputs = mask.shape
+    layout = ActivationLayout(MESH)
+    counts = count_mask(mask, layout.feature_rows, is_sorted=is_sorted)
+    product = StreamedProduct(outputs, inputs, TOKENS, density=counts.density)
+    each = core.trigger_cycles + core.elements_cycles(layout.tokens(TOKENS))
+    return forward(product, layout, core, mask=counts).total / (
+        counts.entries / layout.feature_rows * each
+    )

@@ -97,7 +97,7 @@ def test_numbers_are_those_of_the_cpu_to_the_bit_and_each_stage_has_cycles(name,
         assert cycles.closed_form == pytest.approx(sum(parts))
         assert list(cycles.stages[stages[-1]]) == ["turn"]
         assert "forward" in cycles.stages[stages[0]]
-        assert list(cycles.stages[stages[1]])[0] == "forward"
+        assert next(iter(cycles.stages[stages[1]])) == "forward"
 
 
 def cycles_of(found, stage, sweep):
@@ -199,11 +199,11 @@ def test_own_core_parameters_change_cycles_and_not_numbers(of_kind, tmp_path):
 def test_layer_that_does_not_fit_the_cores_is_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(BudgetError) as refused:
-        run(folder, engine={**WAFER, "mesh": "1x1"})
+        run(folder, engine={**WAFER, "mesh": "1x1"}, batch={"micro": 4})
     assert str(refused.value) == (
-        "engine.mesh: stage transformer.h.0: 128 x 32 with 32 tokens on 1x1 cores needs 88,144 "
-        "bytes per core (activations 81,920, sums 2,048, program 4,176), a core has 49,152; at "
-        "most 16 tokens fit; lower batch.micro or take a larger mesh"
+        "engine.mesh: stage transformer.h.0: 128 x 32 with 64 tokens on 1x1 cores needs 88,400 "
+        "bytes per core (activations 81,920, sums 2,304, program 4,176), a core has 49,152; at "
+        "most 34 tokens fit; lower batch.micro or take a larger mesh"
     )
     assert not folder.exists()
 
@@ -219,8 +219,8 @@ def test_two_engines_work_side_by_side(of_kind):
     [
         (
             {"cluster": {"start": "local"}, "engine": WAFER},
-            "engine.device: expected auto, cpu or cuda with cluster.start: local, got wafer: cycles "
-            "are counted in the process that trains; set cluster.start to none",
+            "engine.device: expected auto, cpu or cuda with cluster.start: local, got wafer: "
+            "cycles are counted in the process that trains; set cluster.start to none",
         ),
         (
             {"precision": "bf16", "engine": {**WAFER, "cycles": "simulated"}},
