@@ -2,15 +2,17 @@
 each stage would take on a mesh of cores.
 
 Each micro-batch streams the weights of a stage once more, as its costs are those of a micro-batch.
-Cycles come from the closed form. What the store does at a commit, such as a change of masks, takes
-no cycles of the mesh; a step that needs the gradient of every element of a sparse weight does.
+Cycles come from the closed form; if the run asks for it, the products of weights are computed by
+the simulator of the mesh instead, and their cycles come from there. What the store does at a
+commit, such as a change of masks, takes no cycles of the mesh; a step that needs the gradient of
+every element of a sparse weight does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients
 from penstock.engine.sparse_weights import SparseWeights
@@ -19,6 +21,9 @@ from penstock.engine.wafer_costs import MaskState, stage_cycles_of
 from penstock.engine.wafer_plan import WaferPlan
 from penstock.program import Program, Stage
 from penstock.sparsity import SparseWeight
+
+if TYPE_CHECKING:
+    from penstock.engine.simulated_products import ProductSimulator
 
 Pass = Literal["forward", "turn", "backward"]
 
@@ -61,6 +66,13 @@ class WaferEngine(TorchEngine):
         budget_bytes: int | None = None,
         sparse: SparseWeights | None = None,
     ) -> None:
+        self._simulator: ProductSimulator | None = None
+        if wafer.options.cycles == "simulated":
+            from penstock.engine.simulated_products import ProductSimulator
+            from penstock.engine.simulated_stages import simulated_program
+
+            self._simulator = ProductSimulator(wafer.options)
+            program = simulated_program(program, wafer, self._simulator)
         super().__init__(program, plan, budget_bytes=budget_bytes, sparse=sparse)
         self.wafer = wafer
         self._masks: dict[str, MaskState] = {}  # of sparse weights, as last sent
@@ -76,6 +88,8 @@ class WaferEngine(TorchEngine):
         """Accept the inputs of a step and compute the prelude; discard any earlier step."""
         super().begin(batch)
         self._counts.clear()
+        if self._simulator is not None:
+            self._simulator.take_cycles()  # of an aborted step
 
     def forward(self, stage: int) -> None:
         """Run a stage on all micro-batches; keep the values that backward needs."""
@@ -100,20 +114,34 @@ class WaferEngine(TorchEngine):
     def _prepared(self, weight: Any) -> Any:
         if isinstance(weight, SparseWeight):
             self._masks[weight.name] = MaskState(weight.index.kept, weight.dense_gradient)
-        return super()._prepared(weight)
+        prepared = super()._prepared(weight)
+        if self._simulator is None or not isinstance(weight, SparseWeight):
+            return prepared
+        from penstock.engine.simulated_products import SimulatedSparse
+
+        assert self._sparse is not None
+        return SimulatedSparse(weight, prepared.layout, self._sparse.products, self._simulator)
 
     def _count(self, stage: int, sweep: Pass, executable: str) -> None:
         place = self.program.stages[stage]
         masks = {n: self._masks[place.weights[n]] for n in place.kind.sparse}
         cycles = len(self._flows) * self._closed_form(place, executable, masks)
-        self._counts.append(StageCount(place.name, sweep, cycles))
+        simulated = 0.0 if self._simulator is None else self._simulator.take_cycles()
+        self._counts.append(StageCount(place.name, sweep, cycles, simulated))
 
     def _closed_form(self, place: Stage, executable: str, masks: Mapping[int, MaskState]) -> float:
-        """Return the cycles of one micro-batch."""
+        """Return the cycles of one micro-batch, without products that are simulated."""
         key = (place.kind.digest, executable, tuple(sorted(masks.items())))
-        if key not in self._known:
-            self._known[key] = stage_cycles_of(place.kind, executable, self.wafer, masks).cycles
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        if self._simulator is None:
+            found = stage_cycles_of(place.kind, executable, self.wafer, masks).cycles
+        else:
+            from penstock.engine.simulated_stages import cycles_beside_products
+
+            found = cycles_beside_products(place.kind, executable, self.wafer)
+        self._known[key] = found
+        return found
 
 
 def counted_cycles(engines: Iterable[Engine]) -> tuple[StageCount, ...]:

@@ -17,7 +17,13 @@ from torch import fx
 from penstock.errors import BudgetError
 from penstock.program import Kind, Program, TensorSpec
 from penstock.wafer import WaferOptions
-from penstock.wafer.closed_form import ActivationLayout, choose_stage_layout, weight_shape
+from penstock.wafer.closed_form import (
+    ActivationLayout,
+    StreamedProduct,
+    check_fits,
+    choose_stage_layout,
+    weight_shape,
+)
 
 _USUAL_HEAD_SIZE = 64
 _PRODUCTS = ("product", "sparse product")
@@ -50,7 +56,9 @@ class WaferPlan:
 def plan_wafer(program: Program, options: WaferOptions) -> WaferPlan:
     """Choose the layout of activations for each kind of stage.
 
-    Sparse weights count with the most entries that they may have.
+    Sparse weights count with the most entries that they may have. Simulated products have the plain
+    layout, tokens over columns of cores and features over rows, and all operators of a run with
+    such products have it too.
 
     Raises:
         BudgetError: a stage does not fit the cores' memory; the text names the stage.
@@ -70,6 +78,8 @@ def plan_wafer(program: Program, options: WaferOptions) -> WaferPlan:
 def _place(kind: Kind, options: WaferOptions) -> KindPlan:
     tokens, head_size = tokens_of(kind), head_size_of(kind)
     # A stage without gradients, such as a frozen one before all adapters, has no backward.
+    if options.cycles == "simulated":
+        return KindPlan(tokens, _plain_layout(kind, tokens, options), head_size)
     names = ("forward", "backward") if any(kind.outputs_grad) else ("forward",)
     choice = choose_stage_layout(
         {name: kind.costs[name] for name in names},
@@ -79,6 +89,17 @@ def _place(kind: Kind, options: WaferOptions) -> KindPlan:
         head_size=head_size,
     )
     return KindPlan(tokens, choice.layout, head_size)
+
+
+def _plain_layout(kind: Kind, tokens: int, options: WaferOptions) -> ActivationLayout:
+    """Return the layout of the simulated programs, in which all products of a kind must fit."""
+    layout = ActivationLayout(options.mesh)
+    for cost in kind.costs["forward"]:
+        if cost.work in _PRODUCTS:
+            shape = weight_shape(cost, tokens)
+            product = StreamedProduct(shape.outputs, shape.inputs, tokens, element_bytes=4)
+            check_fits(product, layout, options.core, name="stage")
+    return layout
 
 
 def tokens_of(kind: Kind) -> int:
