@@ -24,10 +24,10 @@ from penstock.wafer.closed_form import stage_cycles
 EXECUTABLES = ("forward", "infer", "backward", "recompute", "turn")
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "_linear_pointwise": (0, 1)}  # places of the factors
 _BIAS = {"addmm": 0, "_linear_pointwise": 2}
-_VIEWS = (
-    "t transpose permute view _unsafe_view reshape contiguous clone _to_copy detach alias squeeze "
-    "unsqueeze"
-).split()
+_VIEWS = {
+    *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"),
+    *("contiguous", "clone", "_to_copy", "detach", "alias"),
+}
 _HEAD = "linear_cross_entropy"
 _SPARSE = ("sparse_linear", "sparse_weight_gradient")
 

@@ -47,6 +47,12 @@ FIGURES: Mapping[str, FigureName] = {
     "accumulators": FigureName(
         "cycles over the unsent sums that a core may hold", "closed form", "accumulators"
     ),
+    "queues": FigureName("cycles over the depth of routers' queues", "simulated", "queues"),
+    "cores": FigureName("busy, starved and blocked cores", "simulated", "cores"),
+    "links": FigureName("occupancy of the links", "simulated", "links"),
+    "animation": FigureName(
+        "the first microseconds of a product, core by core", "simulated", "moving", (".gif",)
+    ),
 }
 """All pictures by name."""
 
