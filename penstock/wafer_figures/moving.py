@@ -1,4 +1,4 @@
-"""The first microseconds of a simulated product as an animation: states of cores, words on links."""
+"""The first microseconds of a simulated product, moving: states of cores, words on links."""
 
 from __future__ import annotations
 
