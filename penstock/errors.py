@@ -20,6 +20,10 @@ class ConfigError(PenstockError):
     exit_code = 2
 
 
+class MeshError(ConfigError):
+    """A program for the mesh of cores with a mistake: a route, a queue or an address of it."""
+
+
 class DataError(PenstockError):
     """Training text or a data set that is missing, empty or corrupt, or does not fit the model."""
 

@@ -99,3 +99,6 @@ def _one_at_a_time(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
 """Decorator for parts of kernels; they are inlined into each kernel's code."""
+
+called = numba.njit(nogil=True, error_model="numpy")
+"""Decorator for parts of kernels that are too large to be inlined wherever they are used."""

@@ -1,0 +1,112 @@
+"""What went wrong in a simulation, in words: where, with which colour, in which cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.errors import MeshError, few
+from penstock.kernels import mesh_tables as tables
+from penstock.kernels.mesh_tables import MeshTables
+from penstock.wafer.mesh.labels import SIDES, THREAD_NAMES, Labels
+from penstock.wafer.mesh.ticks import Ticks
+
+_KINDS = ("data", "control")
+
+
+def check_run(t: MeshTables, labels: Labels, ticks: Ticks) -> None:
+    """Raise what a simulation ended with, if it did not end well.
+
+    Raises:
+        MeshError: a fault of the program, or a deadlock.
+    """
+    fault = int(t.clock[tables.FAULT])
+    if fault:
+        raise MeshError(_fault_text(t, labels, ticks, fault))
+    waiting = list(_waiting(t, labels, ticks))
+    if waiting:
+        cycle = t.clock[tables.NOW] / ticks.per_cycle
+        raise MeshError(
+            f"deadlock in cycle {cycle:,.10g}: nothing can move any more; {few(waiting, 4)}"
+        )
+
+
+def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
+    clock = t.clock
+    core, colour = int(clock[tables.FAULT_CORE]), int(clock[tables.FAULT_COLOUR])
+    row, value = int(clock[tables.FAULT_ROW]), int(clock[tables.FAULT_VALUE])
+    instruction = (row - int(t.integers[tables.CODE])) // tables.CODE_FIELDS
+    when = f"cycle {t.clock[tables.NOW] / ticks.per_cycle:,.10g}"
+    if fault == tables.NO_ROUTE:
+        router, port = divmod(core, tables.PORTS)
+        if port == tables.RAMP:
+            return (
+                f"{labels.core(router)}, {labels.colour(colour)}, {when}: a word goes to the core, "
+                "which has no task and no receive for that colour; add one or take the ramp out "
+                "of the route"
+            )
+        columns = labels.mesh.columns
+        beside = router + (-columns, 1, columns, -1)[port]
+        return (
+            f"{labels.core(beside)}, {labels.colour(colour)}, {when}: a word arrives from the "
+            f"{SIDES[(port + 2) % 4]}, where no route takes it; route the colour there or end the "
+            f"route of {labels.core(router)} before"
+        )
+    where = f"{labels.core(core)}"
+    if fault == tables.NO_TASK:
+        return (
+            f"{where}, {labels.colour(colour)}, {when}: a {_KINDS[row]} word arrives that no task "
+            f"takes; give the colour a {_KINDS[row]} task or do not send such words"
+        )
+    if fault == tables.BAD_ADDRESS:
+        return (
+            f"{where}, {when}: {labels.instructions[instruction]} begins at element {value}, outside its "
+            "array; check the index that the word carries"
+        )
+    if fault == tables.ENDLESS_TASK:
+        return (
+            f"{where}, {when}: a task runs a million instructions without taking time, at "
+            f"{labels.instructions[instruction]}; its loop never ends"
+        )
+    if fault == tables.SINK_FULL:
+        return (
+            f"{where}, {labels.colour(colour)}, {when}: more words leave the mesh than the drain "
+            "expects; correct its number of words"
+        )
+    return f"{when}: the program is still running; give most_cycles a larger value"
+
+
+def _waiting(t: MeshTables, labels: Labels, ticks: Ticks) -> Iterator[str]:
+    """Yield what waits although nothing can happen any more."""
+    threads = t.threads
+    stuck = np.flatnonzero(threads[:, tables.PC] >= 0)
+    for thread in stuck.tolist():
+        core, which = divmod(thread, tables.THREADS)
+        row = threads[thread]
+        on = int(row[tables.WAIT_ON])
+        what = {
+            tables.FOR_WORD: lambda on=on: f"a word of {labels.colour(on)}",
+            tables.FOR_ROOM: lambda on=on: f"room to send {labels.colour(on)}",
+            tables.FOR_COUNTER: lambda on=on: f"counter {labels.counters[on]!r}",
+        }[int(row[tables.WAITS])]()
+        yield (
+            f"{labels.core(core)} ({THREAD_NAMES[which]}) waits for {what} since cycle "
+            f"{row[tables.SINCE] / ticks.per_cycle:,.10g}"
+        )
+    for feed in np.flatnonzero(t.feeds[:, tables.FEED_NEXT] < t.feeds[:, tables.FEED_END]).tolist():
+        queue = t.queues[t.feeds[feed, tables.FEED_QUEUE]]
+        left = int(t.feeds[feed, tables.FEED_END] - t.feeds[feed, tables.FEED_NEXT])
+        yield (
+            f"the stream of {labels.colour(int(queue[tables.QUEUE_COLOUR]))} into "
+            f"{labels.core(int(queue[tables.QUEUE_CORE]))} has {left} words that found no room"
+        )
+    for number in np.flatnonzero(t.queues[:, tables.COUNT] > 0).tolist():
+        queue = t.queues[number]
+        yield (
+            f"{int(queue[tables.COUNT])} words of {labels.colour(int(queue[tables.QUEUE_COLOUR]))} "
+            f"wait at {labels.core(int(queue[tables.QUEUE_CORE]))}"
+        )
+    for number in np.flatnonzero(t.sinks[:, tables.SINK_NEXT] < t.sinks[:, tables.SINK_END]):
+        sink = t.sinks[number]
+        yield f"drain {number} still expects {sink[tables.SINK_END] - sink[tables.SINK_NEXT]} words"

@@ -1,0 +1,34 @@
+"""The names of a program's parts, for messages about cores, colours and cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.wafer.parameters import Mesh
+
+SIDES = ("north", "east", "south", "west", "ramp")
+THREAD_NAMES = ("compute", "receive", "send")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Names by number.
+
+    Attributes:
+        colours, counters: in the order of their numbers.
+        instructions: what each row of the code is, such as `axpy of y`.
+    """
+
+    mesh: Mesh
+    colours: Sequence[str]
+    counters: Sequence[str]
+    instructions: Sequence[str]
+
+    def core(self, number: int) -> str:
+        """Return the place of a core."""
+        return f"core ({number // self.mesh.columns}, {number % self.mesh.columns})"
+
+    def colour(self, number: int) -> str:
+        """Return a colour with its name."""
+        return f"colour {self.colours[number]!r}"

@@ -1,0 +1,229 @@
+"""What the programs of streamed products share: where features and tokens are, and the words that
+enter at the edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.wafer.closed_form import MaskCounts, StreamedProduct, StreamingOptions, assign_rows
+from penstock.wafer.language import Colour, MeshProgram
+from penstock.wafer.mesh import MeshReport, TraceOptions
+from penstock.wafer.parameters import CoreParameters, Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedProduct:
+    """A product that the simulator computed.
+
+    Attributes:
+        numbers: of the result, float32.
+        report: cycles, states of cores, words of links.
+    """
+
+    numbers: np.ndarray
+    report: MeshReport
+
+    @property
+    def cycles(self) -> float:
+        """Simulated cycles."""
+        return self.report.cycles
+
+
+@dataclass(frozen=True)
+class Run:
+    """On what a product is simulated, and how.
+
+    Attributes:
+        element_bytes: of activations and values, 2 or 4.
+        rounds: whether 16-bit numbers are rounded; by default where element_bytes is 2. Without,
+            cycles and memory are those of 16 bits, and numbers have 32.
+        trace: a record of the run's beginning.
+    """
+
+    mesh: Mesh
+    core: CoreParameters
+    options: StreamingOptions
+    element_bytes: int = 2
+    rounds: bool | None = None
+    trace: TraceOptions | None = None
+
+    def program(self) -> MeshProgram:
+        """Return an empty program."""
+        return MeshProgram(
+            self.mesh, self.core, element_bytes=self.element_bytes, rounds=self.rounds
+        )
+
+
+class Spread:
+    """Features over the rows of a mesh, tokens over its columns, for the entries of a mask.
+
+    Attributes:
+        mask: booleans [outputs, inputs].
+        rows: row of cores of each input feature.
+        places: place of each input feature among those of its row.
+    """
+
+    def __init__(self, mask: np.ndarray, tokens: int, run: Run) -> None:
+        if mask.ndim != 2 or not mask.size or mask.dtype != np.bool_:
+            raise ConfigError(
+                "mask: expected booleans with the shape [outputs, inputs], got an array of "
+                f"{mask.dtype} with shape {list(mask.shape)}"
+            )
+        if tokens < 1:
+            raise ConfigError(f"tokens: expected a number from 1 up, got {tokens}")
+        self.mask = mask
+        self.outputs, self.inputs = mask.shape
+        self.all_tokens = tokens
+        self.mesh = run.mesh
+        self.tokens = -(-tokens // run.mesh.columns)
+        pack = 2 if run.element_bytes == 2 else 1
+        self.width = -(-self.tokens // pack) * pack  # cells of a row of tokens
+        self.words = self.width // pack
+        self.rows = assign_rows(mask.sum(axis=0), run.mesh.rows, is_sorted=run.options.is_sorted)
+        order = np.argsort(self.rows, kind="stable")
+        counts = np.bincount(self.rows, minlength=run.mesh.rows)
+        starts = np.cumsum(counts) - counts
+        self.places = np.empty(self.inputs, np.int64)
+        self.places[order] = np.arange(self.inputs) - np.repeat(starts, counts)
+        self.most_features = int(counts.max())
+
+    def columns(self, values: np.ndarray) -> np.ndarray:
+        """Return rows of tokens [tokens, n] as what each column has of them [columns, n, width]."""
+        columns = self.mesh.columns
+        full = np.zeros((columns * self.tokens, values.shape[1]), np.float32)
+        full[: len(values)] = values
+        found = np.zeros((columns, values.shape[1], self.width), np.float32)
+        found[:, :, : self.tokens] = full.reshape(columns, self.tokens, -1).transpose(0, 2, 1)
+        return found
+
+    def tokens_of(self, columns: np.ndarray) -> np.ndarray:
+        """Return what columns have [columns, n, width] as rows of tokens [tokens, n]."""
+        cut = columns[:, :, : self.tokens].transpose(0, 2, 1)
+        return cut.reshape(-1, columns.shape[1])[: self.all_tokens].copy()
+
+    def features(self, values: np.ndarray) -> np.ndarray:
+        """Return activations [tokens, inputs] as cores have them [cores, features, width]."""
+        by_column = self.columns(values)
+        found = np.zeros(
+            (self.mesh.rows, self.mesh.columns, self.most_features, self.width), np.float32
+        )
+        found[self.rows, :, self.places] = by_column.transpose(1, 0, 2)
+        return found.reshape(self.mesh.cores, self.most_features, self.width)
+
+    def from_features(self, cores: np.ndarray) -> np.ndarray:
+        """Return what cores have [cores, features, width] as activations [tokens, inputs]."""
+        shape = (self.mesh.rows, self.mesh.columns, self.most_features, self.width)
+        chosen = cores.reshape(shape)[self.rows, :, self.places]  # [inputs, columns, width]
+        return self.tokens_of(chosen.transpose(1, 0, 2))
+
+    def entries(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return output and input feature of each entry of a row of cores, in order of outputs and
+        of places."""
+        features = np.flatnonzero(self.rows == row)
+        features = features[np.argsort(self.places[features], kind="stable")]
+        outputs, places = np.nonzero(self.mask[:, features])
+        return outputs, features[places]
+
+
+def entry_words(
+    spread: Spread, row: int, values: np.ndarray | None, words_each: int, last_control: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the words that enter a row of cores: entries, and a control word after each output
+    feature. They are the values, the places of features, and which are control words.
+
+    Args:
+        values: of the weight [outputs, inputs]; None if the indices alone enter.
+        words_each: 2 if an index and a value do not fit in one word.
+        last_control: whether a control word follows the last output feature too.
+    """
+    outputs, features = spread.entries(row)
+    # An entry comes after the entries before it and a control word of each output before its own.
+    at = np.arange(len(outputs)) * words_each + outputs
+    numbers = np.arange(spread.outputs)
+    ends = np.searchsorted(outputs, numbers, side="right") * words_each + numbers
+    total = len(outputs) * words_each + spread.outputs
+    first, second = np.zeros(total, np.float32), np.zeros(total, np.float32)
+    controls = np.zeros(total, bool)
+    controls[ends] = True
+    second[at] = spread.places[features]
+    if values is not None:
+        first[at + words_each - 1] = values[outputs, features]
+    kept = total if last_control else total - 1
+    return first[:kept], second[:kept], controls[:kept]
+
+
+def entry_stream(
+    program: MeshProgram,
+    spread: Spread,
+    weight: np.ndarray | None,
+    *,
+    last_control: bool = True,
+) -> Colour:
+    """Route the entries of a weight, or of a mask alone, from the edge along the rows of cores that
+    have their features; return their colour."""
+    entries = program.colour("entries")
+    program.route(entries, program.cores(None, slice(0, -1)), "west", ("east", "ramp"))
+    program.route(entries, program.cores(None, -1), "west", "ramp")
+    values = None if weight is None else rounded(weight, program)
+    words_each = 1 if program.pack == 2 or weight is None else 2
+    for row in range(program.mesh.rows):
+        words = entry_words(spread, row, values, words_each, last_control)
+        program.feed(entries, int(program.cores(row, 0)[0]), "west", *words)
+    return entries
+
+
+def gradient_stream(program: MeshProgram, spread: Spread, gradients: np.ndarray) -> Colour:
+    """Broadcast rows of dY [tokens, outputs] down the columns of cores; return their colour."""
+    colour = program.colour("gradients")
+    program.route(colour, program.cores(slice(0, -1)), "north", ("south", "ramp"))
+    program.route(colour, program.cores(-1), "north", "ramp")
+    columns = rounded(spread.columns(gradients), program).reshape(program.mesh.columns, -1)
+    for column, cells in enumerate(columns):
+        second = cells[1::2] if program.pack == 2 else None
+        program.feed(
+            colour, column, "north", cells[:: program.pack], second, from_host=False
+        )
+    return colour
+
+
+def kept_entries(weight: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """Return the mask of a weight: all entries if none is given.
+
+    Raises:
+        ConfigError: their shapes differ.
+    """
+    kept = np.ones(weight.shape, bool) if mask is None else mask
+    if kept.shape != weight.shape:
+        raise ConfigError(
+            f"mask: expected the shape of the weight, {list(weight.shape)}, got {list(kept.shape)}"
+        )
+    return kept
+
+
+def rounded(values: Any, program: MeshProgram) -> np.ndarray:
+    """Return numbers as words of a program carry them."""
+    full = np.asarray(values, np.float32)
+    if program.rounds and program.pack == 2:
+        return full.astype(np.float16).astype(np.float32)
+    return full
+
+
+def closed_form_of(
+    spread: Spread, run: Run
+) -> tuple[StreamedProduct, MaskCounts, StreamingOptions]:
+    """Return what the closed form is to be asked for the same product, mask and options."""
+    counts = np.zeros((spread.outputs, run.mesh.rows), np.int64)
+    outputs, inputs = np.nonzero(spread.mask)
+    np.add.at(counts, (outputs, spread.rows[inputs]), 1)
+    product = StreamedProduct(
+        spread.outputs,
+        spread.inputs,
+        spread.all_tokens,
+        max(float(spread.mask.mean()), 1e-12),
+        element_bytes=run.element_bytes,
+    )
+    return product, MaskCounts(counts, spread.inputs), replace(run.options)
