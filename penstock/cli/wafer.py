@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli.wafer_figure import figure
 from penstock.cli.wafer_layers import layers
+from penstock.cli.wafer_simulated import page, simulated_products
 
 if TYPE_CHECKING:
     from penstock.wafer.closed_form import ActivationLayout, ProductCycles, StreamedProduct
@@ -52,6 +53,13 @@ def product(
         Layout,
         typer.Option(help="best: the one with the fewest cycles; plain: tokens over columns."),
     ] = Layout.best,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Simulate the products too, in the plain layout; for small layers and meshes.",
+        ),
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the cycles of the three products of a layer, by term, and what binds each."""
@@ -68,12 +76,13 @@ def product(
     streamed = StreamedProduct(
         outputs, inputs, tokens, density, is_indexed=density < 1, element_bytes=element_bytes
     )
-    if layout is Layout.best:
+    if layout is Layout.best and not simulate:
         chosen = choose_layout(streamed, cells, core).layout
     else:
         chosen = ActivationLayout(cells)
         check_fits(streamed, chosen, core)
     parts = step_cycles(streamed, chosen, core)
+    simulated = simulated_products(streamed, cells, core) if simulate else []
     if json_output:
         typer.echo(
             json.dumps(
@@ -87,12 +96,15 @@ def product(
                     "layout": str(chosen),
                     "source": "closed form",
                     "products": [part.as_dict() for part in parts],
+                    "simulated": simulated,
                 },
                 indent=2,
             )
         )
         return
     for line in _page(streamed, chosen, core.name, core.clock_hz, parts):
+        typer.echo(line)
+    for line in page(simulated) if simulated else ():
         typer.echo(line)
 
 
