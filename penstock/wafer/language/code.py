@@ -207,9 +207,7 @@ class Code:
         fields[tables.COUNTER_CLASS] = tables.BLOCKED if hinders else tables.STARVED
         self.rows.append(row)
 
-    def receive(
-        self, d: Part, take: Colour, *, adds: bool = False, pack: int | None = None
-    ) -> None:
+    def receive(self, d: Part, take: Colour, *, adds: bool = False, pack: int | None = None) -> None:
         """Store the words of a colour in a part, or add them to it; one vector operation."""
         each = self.pack if pack is None else pack
         words, set_up = d.length // each, self.core.vector_cycles

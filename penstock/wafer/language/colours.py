@@ -144,3 +144,5 @@ class Routes:
 
     def _place(self, core: int) -> str:
         return f"core ({core // self.mesh.columns}, {core % self.mesh.columns})"
+
+

@@ -338,9 +338,7 @@ class _Lowering:
         found = np.zeros((cores, width), np.int32)
         count = len(self.router_of)
         keys = self.queues[:count]
-        order = np.lexsort(
-            (keys[:, tables.QUEUE_INPUT], keys[:, tables.QUEUE_COLOUR], self.router_of)
-        )
+        order = np.lexsort((keys[:, tables.QUEUE_INPUT], keys[:, tables.QUEUE_COLOUR], self.router_of))
         starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
         found[self.router_of[order], np.arange(count) - np.repeat(starts, counts)] = order
         return found, counts.astype(np.int32)

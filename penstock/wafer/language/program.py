@@ -262,7 +262,9 @@ class MeshProgram:
 
     # --- running ----------------------------------------------------------------------------------
 
-    def run(self, trace: TraceOptions | None = None, most_cycles: int = _MOST_CYCLES) -> MeshRun:
+    def run(
+        self, trace: TraceOptions | None = None, most_cycles: int = _MOST_CYCLES
+    ) -> MeshRun:
         """Check the program, simulate it and return what it did.
 
         Raises:

@@ -67,9 +67,7 @@ class Forward:
         self.room = p.counter("free inbox", rows * words)
         self.sums = p.colour("sums")
         self.compute(entries)
-        self.phase = p.register(
-            "outputs since one ended here", -(p.cores() // run.mesh.columns) % run.mesh.rows
-        )
+        self.phase = p.register("outputs since one ended here", -(p.cores() // run.mesh.columns) % run.mesh.rows)
         if self.is_ring:
             self.ring()
         else:
@@ -195,9 +193,7 @@ class Forward:
         """Return Y [tokens, outputs] of a run."""
         spread, mesh = self.spread, self.program.mesh
         if not self.is_ring:
-            words = [
-                np.stack(done.drained(drain)[: self.program.pack], -1) for drain in self.drains
-            ]
+            words = [np.stack(done.drained(drain)[: self.program.pack], -1) for drain in self.drains]
             shape = (mesh.columns, spread.outputs, spread.width)
             return spread.tokens_of(np.stack(words).reshape(shape))
         kept = done.read(self.y).reshape(mesh.rows, mesh.columns, -1, spread.width)
