@@ -16,6 +16,7 @@ from penstock.wafer_figures import FIGURES
 
 TINY = str(Path(__file__).resolve().parents[3] / "recipes" / "tiny.yaml")
 LAYER = ["--outputs", "96", "--inputs", "64", "--tokens", "48", "--mesh", "4x6"]
+WIDE = ["--outputs", "8192", "--inputs", "8192"]
 PLAIN = ActivationLayout(Mesh(4, 6))
 
 
@@ -129,8 +130,7 @@ def test_stages_of_a_program_are_printed_by_kind():
             "tokens fit; lower batch.micro or take a larger mesh",
         ),
         (
-            ["product", *LAYER, "--outputs", "8192", "--inputs", "8192", "--mesh", "64x64"]
-            + ["--tokens", "64", "--simulate"],
+            ["product", *LAYER, *WIDE, "--mesh", "64x64", "--tokens", "64", "--simulate"],
             "--simulate: expected at most 100,000,000 entries that arrive at a core, got "
             "4,294,967,296 (67,108,864 entries in 64 columns of cores); give a smaller layer or "
             "mesh, or leave --simulate out",
