@@ -1,4 +1,4 @@
-"""A small GPT trains on the simulated mesh: losses within rounding of the CPU's, cycles simulated."""
+"""A small GPT trains on the simulated mesh: losses within rounding of the CPU, cycles simulated."""
 
 from __future__ import annotations
 
