@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.engine import WaferEngine
 from penstock.errors import BudgetError, ConfigError
-from penstock.telemetry import RunMeasured, read_metrics, reported
+from penstock.telemetry import Notice, RunMeasured, read_metrics, reported
 from penstock.wafer import SIM, load_parameters
 from penstock.wafer.closed_form import StreamedProduct, forward, stage_cycles
 
@@ -206,6 +206,18 @@ def test_layer_that_does_not_fit_the_cores_is_refused_before_anything_is_written
         "most 34 tokens fit; lower batch.micro or take a larger mesh"
     )
     assert not folder.exists()
+
+
+def test_values_beyond_the_cores_memory_are_noticed(tmp_path):
+    said = []
+    trainer, _ = trainer_of(
+        language_model("gpt2"), RECIPE, tmp_path, engine={**WAFER, "mesh": "2x2"}
+    )
+    trainer._listener = said.append
+    trainer.train()
+    texts = [event.text for event in said if isinstance(event, Notice)]
+    [text] = [text for text in texts if text.startswith("engine.mesh")]
+    assert "and 2x2 cores have room for 176 KiB. Every layer fits; cycles do not include" in text
 
 
 def test_two_engines_work_side_by_side(of_kind):
