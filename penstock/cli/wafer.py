@@ -137,7 +137,8 @@ def _page(
     each = (_WIDTH - first) // len(parts)
     lines = [
         f"{streamed}, {streamed.element_bytes} bytes each",
-        f"{layout.mesh} cores ({cores}), {layout}; closed form",
+        f"{layout.mesh} cores ({cores}); closed form",
+        f"layout: {layout}",
         "",
         " " * first + "".join(part.name.rjust(each) for part in parts),
     ]

@@ -49,12 +49,13 @@ def test_table_of_a_product_says_what_it_is_in_80_columns():
     lines = wafer("product", *LAYER, "--density", 0.1, "--layout", "plain").stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "90.0% sparse 96 x 64 with 48 tokens, 2 bytes each"
-    assert lines[1] == "4x6 cores (sim), tokens over 6 columns, features over 4 parts; closed form"
+    assert lines[1] == "4x6 cores (sim); closed form"
+    assert lines[2] == "layout: tokens over 6 columns, features over 4 parts"
     parts = step_cycles(StreamedProduct(96, 64, 48, 0.1), PLAIN, SIM)
-    cells = {line[:24].strip(): line.split()[-3:] for line in lines[3:]}
+    cells = {line[:24].strip(): line.split()[-3:] for line in lines[4:]}
     assert cells["cycles"] == [f"{part.total:,.0f}" for part in parts]
     assert cells["skew"] == [f"{part.skew:,.0f}" for part in parts]
-    assert lines[3].split() == ["forward", "data", "gradient", "weight", "gradient"]
+    assert lines[4].split() == ["forward", "data", "gradient", "weight", "gradient"]
 
 
 @pytest.mark.parametrize("mesh", ["750x994", "1000x10"])
