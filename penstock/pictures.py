@@ -47,9 +47,12 @@ def save(figure: Figure, path: Path) -> None:
         ConfigError: the name has another ending.
     """
     require_ending(path, _SUFFIXES)
+    import matplotlib
+
     # The same picture gives the same bytes.
     metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata=metadata)
+    with matplotlib.rc_context({"svg.hashsalt": "penstock"}):
+        figure.savefig(path, dpi=_DOTS_PER_INCH, metadata=metadata)
 
 
 def require_ending(path: Path, endings: tuple[str, ...]) -> None:

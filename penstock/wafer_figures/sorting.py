@@ -60,11 +60,13 @@ def drawn_mask(width: int, sparsity: float, spread: float, seed: int = 0) -> np.
     return random.random((width, width)) < shares
 
 
-def over_even(mask: np.ndarray, core: CoreParameters, *, is_sorted: bool) -> float:
+def over_even(
+    mask: np.ndarray, core: CoreParameters, *, is_sorted: bool, mesh: Mesh = MESH
+) -> float:
     """Return the cycles of the forward product with a mask over those of its entries alone, if each
     row of cores had as many."""
     outputs, inputs = mask.shape
-    layout = ActivationLayout(MESH)
+    layout = ActivationLayout(mesh)
     counts = count_mask(mask, layout.feature_rows, is_sorted=is_sorted)
     product = StreamedProduct(outputs, inputs, TOKENS, density=counts.density)
     each = core.trigger_cycles + core.elements_cycles(layout.tokens(TOKENS))

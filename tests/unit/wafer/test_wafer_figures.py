@@ -6,6 +6,7 @@ import pytest
 
 from penstock.pictures import empty_figure
 from penstock.wafer import SIM, Mesh
+from penstock.wafer.mesh import TraceOptions
 from penstock.wafer_figures import FIGURES, draw, figure_named
 from penstock.wafer_figures import simulated_case as cases
 from penstock.wafer_figures.sorting import drawn_mask, over_even
@@ -22,6 +23,8 @@ def small(monkeypatch):
 
     for name in ("cores", "links", "queues", "moving"):
         monkeypatch.setattr(f"penstock.wafer_figures.{name}.Case", small_case)
+    few = TraceOptions(windows=2, cycles=20)
+    monkeypatch.setattr("penstock.wafer_figures.moving._TRACE", few)
 
 
 @pytest.fixture
@@ -74,8 +77,9 @@ def test_sorting_helps_where_features_differ():
     assert same.mean() == pytest.approx(0.1, abs=0.01)
     assert differing.mean() == pytest.approx(0.1, abs=0.02)
     assert differing.sum(axis=0).std() > 2 * same.sum(axis=0).std()
-    gain = over_even(differing, SIM, is_sorted=False) / over_even(differing, SIM, is_sorted=True)
-    assert gain > 1.02
+    mesh = Mesh(8, 8)
+    before, after = (over_even(differing, SIM, is_sorted=s, mesh=mesh) for s in (False, True))
+    assert before > 1.02 * after
 
 
 def test_simulated_case_is_the_same_on_any_run():
