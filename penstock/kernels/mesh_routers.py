@@ -29,10 +29,10 @@ from penstock.kernels.mesh_tables import (
     GREATEST,
     HEAD,
     HOP_TICKS,
-    HOPS,
     HOST_EACH,
-    HOST_IN_FREE,
-    HOST_OUT_FREE,
+    HOST_EACH_PART,
+    HOST_IN,
+    HOST_OUT,
     HOST_PLACES,
     KIND,
     LAST_CHANGE,
@@ -77,8 +77,7 @@ from penstock.kernels.mesh_tables import (
     WORD_VALUES,
 )
 
-_NEVER = 1 << 62
-_HOST_MASK = (1 << HOST_PLACES) - 1
+_NEVER = (1 << 31) - 1
 
 
 @called
@@ -131,10 +130,20 @@ def use_link(t, link):  # type: ignore[no-untyped-def]
     row = t[LINKS] + 2 * link
     t[row + FREE] = t[NOW] + t[WORD_TICKS]
     t[row + LINK_WORDS] += 1
-    t[HOPS] += 1
     span = t[TRACE_TICKS]
     if span and t[NOW] // span < t[TRACE_WINDOWS]:
         t[t[TRACE_LINKS] + t[NOW] // span * t[LINK_COUNT] + link] += 1
+
+
+@called
+def use_host(t, place):  # type: ignore[no-untyped-def]
+    """Occupy the links of the host in one direction for one word, which may be part of a tick."""
+    if t[place] < t[NOW]:
+        t[place] = t[NOW]
+        t[place + 1] = 0
+    part = t[place + 1] + t[HOST_EACH_PART]
+    t[place] += t[HOST_EACH] + (part >> HOST_PLACES)
+    t[place + 1] = part & ((1 << HOST_PLACES) - 1)
 
 
 @called
@@ -151,7 +160,7 @@ def deliver(t, f, sink, first, second, kind):  # type: ignore[no-untyped-def]
     if t[LAST_CHANGE] < there:
         t[LAST_CHANGE] = there
     if t[row + SINK_HOST]:
-        t[HOST_OUT_FREE] = max(t[HOST_OUT_FREE], t[NOW] << HOST_PLACES) + t[HOST_EACH]
+        use_host(t, HOST_OUT)
 
 
 @called
@@ -161,7 +170,7 @@ def free_from(t, router, row):  # type: ignore[no-untyped-def]
     depth = t[DEPTH]
     free, ports = t[NOW], 0
     for output in range(t[row + OUTPUTS]):
-        link, target = t[row + OUT_LINK + output], t[row + OUT_TARGET + output]
+        link, target = t[row + OUT_LINK + 2 * output], t[row + OUT_TARGET + 2 * output]
         if target >= 0:
             if t[t[QUEUES] + target * QUEUE_FIELDS + COUNT] >= depth:
                 return -1, 0
@@ -178,7 +187,7 @@ def free_from(t, router, row):  # type: ignore[no-untyped-def]
                 t[FAULT_COLOUR] = t[row + QUEUE_COLOUR]
                 return -1, 0
             if t[sink + SINK_HOST]:
-                free = max(free, (t[HOST_OUT_FREE] + _HOST_MASK) >> HOST_PLACES)
+                free = max(free, t[HOST_OUT])
         free = max(free, t[t[LINKS] + 2 * link + FREE])
         ports |= 1 << (link - router * PORTS)
     return free, ports
@@ -192,8 +201,8 @@ def send_on(t, f, queue):  # type: ignore[no-untyped-def]
     first, second = f[t[WORD_VALUES] + word], f[t[WORD_VALUES] + word + 1]
     kind = t[t[WORD_ROWS] + word + KIND]
     for output in range(t[row + OUTPUTS]):
-        target = t[row + OUT_TARGET + output]
-        use_link(t, t[row + OUT_LINK + output])
+        target = t[row + OUT_TARGET + 2 * output]
+        use_link(t, t[row + OUT_LINK + 2 * output])
         if target >= 0:
             to_core = t[t[QUEUES] + target * QUEUE_FIELDS + CONSUMER] >= t[CORES]
             time = t[RAMP_TICKS] if to_core else t[HOP_TICKS]
@@ -261,13 +270,13 @@ def step_feed(t, f, feed):  # type: ignore[no-untyped-def]
         return  # woken when the queue has room
     time = t[t[LINKS] + 2 * t[row + FEED_LINK] + FREE]
     if t[row + FEED_HOST]:
-        time = max(time, (t[HOST_IN_FREE] + _HOST_MASK) >> HOST_PLACES)
+        time = max(time, t[HOST_IN])
     if time > now:
         wake_at(t, entity, time)
         return
     use_link(t, t[row + FEED_LINK])
     if t[row + FEED_HOST]:
-        t[HOST_IN_FREE] = max(t[HOST_IN_FREE], now << HOST_PLACES) + t[HOST_EACH]
+        use_host(t, HOST_IN)
     values = t[FEED_VALUES] + 2 * place
     kind = t[t[FEED_KINDS] + place]
     push(t, f, queue, f[values], f[values + 1], kind, now + t[HOP_TICKS])

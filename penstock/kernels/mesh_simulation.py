@@ -12,6 +12,8 @@ from penstock.kernels.mesh_tables import (
     DUE,
     ENTITIES,
     EVENT_FIELDS,
+    EVENT_TURN,
+    EVENT_TURNS,
     EVENT_ROWS,
     EVENTS,
     FAR_COUNT,
@@ -50,6 +52,9 @@ def serve(t, f):  # type: ignore[no-untyped-def]
         t[WORK_COUNT] -= 1
         t[t[EVENT_ROWS] + entity * EVENT_FIELDS + IN_WORK] = 0
         t[EVENTS] += 1
+        if t[EVENTS] == EVENT_TURN:
+            t[EVENTS] = 0
+            t[EVENT_TURNS] += 1
         if entity < cores:
             step_router(t, f, entity)
         elif entity < cores * (1 + THREADS):

@@ -103,10 +103,10 @@ def has_room(t, thread, queue, colour):  # type: ignore[no-untyped-def]
 
 
 @called
-def send_word(t, f, core, queue, first, second, kind):  # type: ignore[no-untyped-def]
-    """Send a word up the ramp."""
+def send_word(t, f, core, queue, first, second, kind, ticks):  # type: ignore[no-untyped-def]
+    """Send a word up the ramp, after the ticks in which it was made."""
     t[t[CORE_ROWS] + core * CORE_FIELDS + RAMP_FREE] = t[NOW] + t[WORD_TICKS]
-    push(t, f, queue, first, second, kind, t[NOW] + t[RAMP_TICKS])
+    push(t, f, queue, first, second, kind, t[NOW] + ticks + t[RAMP_TICKS])
 
 
 @called
@@ -203,7 +203,9 @@ def stream_word(t, f, thread, row, count):  # type: ignore[no-untyped-def]
         if pack > 1:
             f[place + 1] = second
     if out >= 0:
-        send_word(t, f, core, out, first, second, DATA)
+        # A word that came from the router goes through the core in one more step.
+        made = t[WORD_TICKS] if source >= 0 else 0
+        send_word(t, f, core, out, first, second, DATA, made)
     counters = t[COUNTERS] + core * t[COUNTER_COUNT]
     if t[row + GATE] >= 0:
         t[counters + t[row + GATE]] -= 1

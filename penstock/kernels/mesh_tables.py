@@ -1,7 +1,7 @@
 """The tables of a simulated mesh of cores: what the kernels of the simulator read and write.
 
-All state is in two flat arrays, one of whole numbers and one of 32-bit floats, so that kernels are
-compiled and called quickly. The first places hold the clock and where each table begins; a row of a
+All state is in two flat arrays, one of 32-bit whole numbers and one of 32-bit floats, so that
+kernels are compiled quickly and a mesh stays in the processor's caches. The first places hold the clock and where each table begins; a row of a
 table is then `t[QUEUES] + number * QUEUE_FIELDS`, and `t[row + COUNT]` one of its fields.
 `MeshTables` has the same tables as views for Python.
 
@@ -26,10 +26,13 @@ HOST_PLACES = 20  # binary places of a tick in the times of the host's links
 NOW, WORD_TICKS, HOP_TICKS, RAMP_TICKS, DEPTH, SHARED_PATH, CORES, FEED_COUNT = range(8)
 WORK_FIRST, WORK_COUNT, NEAR_COUNT, FAR_COUNT, WHEEL, ENTITIES = range(8, 14)
 FAULT, FAULT_CORE, FAULT_COLOUR, FAULT_ROW, FAULT_VALUE = range(14, 19)
-LAST_TICK, TRACE_TICKS, TRACE_WINDOWS, HOPS, EVENTS, LAST_CHANGE = range(19, 25)
-HOST_IN_FREE, HOST_OUT_FREE, HOST_EACH, ROUTER_WIDTH, LINK_COUNT = range(25, 30)
-REGISTER_COUNT, COUNTER_COUNT, CELL_COUNT = range(30, 33)
-CLOCK_FIELDS = 33
+LAST_TICK, TRACE_TICKS, TRACE_WINDOWS, EVENTS, EVENT_TURNS, LAST_CHANGE = range(19, 25)
+HOST_IN, HOST_OUT = 25, 27  # whole tick from which it is free, and the part of a tick beyond
+HOST_EACH, HOST_EACH_PART = 29, 30
+ROUTER_WIDTH, LINK_COUNT, REGISTER_COUNT, COUNTER_COUNT, CELL_COUNT = range(31, 36)
+CLOCK_FIELDS = 36
+EVENT_TURN = 1 << 30  # events after which EVENT_TURNS counts
+MOST_TICKS = (1 << 31) - (1 << 24)  # of a run; an instruction takes less than the rest
 
 NO_FAULT, NO_ROUTE, NO_TASK, BAD_ADDRESS, ENDLESS_TASK, TOO_LONG, SINK_FULL = range(7)
 
@@ -106,8 +109,7 @@ EVENT_FIELDS = 5
 
 # queues: one row per router, colour and input, and per core and colour
 HEAD, COUNT, UPSTREAM, CONSUMER, GREATEST, PASSED, OUTPUTS = range(7)
-OUT_LINK = 7  # and the next 4
-OUT_TARGET = 12  # and the next 4
+OUT_LINK, OUT_TARGET = 7, 8  # of the first output; of the next ones 2, 4, 6, 8 places on
 QUEUE_CORE, QUEUE_COLOUR, QUEUE_INPUT = 17, 18, 19
 QUEUE_FIELDS = 20
 NOWHERE = -1  # a target; drains are -2 and below
@@ -169,7 +171,7 @@ ADD_CELLS, SUBTRACT_CELLS, MULTIPLY_CELLS, DIVIDE_CELLS, ROOT_CELL = range(5)
 class MeshTables(NamedTuple):
     """All tables of a simulation as views; one set describes one run and is used up by it."""
 
-    integers: np.ndarray  # int64, all of the following
+    integers: np.ndarray  # int32, all of the following
     floats: np.ndarray  # float32, all of the following
     clock: np.ndarray  # [CLOCK_FIELDS]
     bucket_first: np.ndarray  # [wheel + 1]
@@ -215,7 +217,7 @@ def pack_tables(clock: np.ndarray, tables: dict[str, np.ndarray]) -> MeshTables:
     header[:CLOCK_FIELDS] = clock
     flat = {}
     for dtype, names, first in (
-        (np.int64, _INTEGER_TABLES, HEADER_FIELDS),
+        (np.int32, _INTEGER_TABLES, HEADER_FIELDS),
         (np.float32, _FLOAT_TABLES, 0),
     ):
         sizes = [tables[name].size for name in names]
@@ -225,9 +227,9 @@ def pack_tables(clock: np.ndarray, tables: dict[str, np.ndarray]) -> MeshTables:
             given = tables[name]
             views[name] = whole[start : start + given.size].reshape(given.shape)
             views[name][...] = given
-        at = CLOCK_FIELDS + (0 if dtype is np.int64 else len(_INTEGER_TABLES))
+        at = CLOCK_FIELDS + (0 if dtype is np.int32 else len(_INTEGER_TABLES))
         header[at : at + len(names)] = starts[:-1]
         flat[dtype] = whole
-    integers, floats = flat[np.int64], flat[np.float32]
+    integers, floats = flat[np.int32], flat[np.float32]
     integers[:HEADER_FIELDS] = header
     return MeshTables(integers, floats, integers[:CLOCK_FIELDS], **views)

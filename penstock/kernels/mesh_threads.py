@@ -172,7 +172,7 @@ def waits(t, f, thread, row):  # type: ignore[no-untyped-def]
         out = t[t[RAMP_QUEUE] + core * COLOURS + colour]
         if not has_room(t, thread, out, colour):
             return True
-        send_word(t, f, core, out, 0.0, 0.0, CONTROL)
+        send_word(t, f, core, out, 0.0, 0.0, CONTROL, 0)
     return False
 
 

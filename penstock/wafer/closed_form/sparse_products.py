@@ -156,10 +156,13 @@ def forward(
     product = _with_mask(product, layout, mask)
     shape = _Shape(product, layout, core, mask)
     entry = _Entry(core.trigger_cycles, shape.elements_cycles)
+    words = product.outputs * shape.row_words
     add = shape.elements_cycles if options.sums == "paid" else 0.0
+    if options.sums == "hidden" and options.accumulators == 1:
+        # The only accumulator is free when its words have left. (The simulation showed this.)
+        add = shape.row_words * core.word_cycles
     each = core.partial_sum_cycles + add
     times = _forward_time(shape, entry, add, options)
-    words = product.outputs * shape.row_words
     limits = {**shape.stream_limits(options), "partial sums on links": words * core.word_cycles}
     if layout.column_groups > 1:
         limits["sums of column groups"] = shape.column_group_words * core.word_cycles
@@ -193,7 +196,7 @@ def data_gradient(
     return ProductCycles(
         "data gradient",
         arithmetic=times.arithmetic,
-        set_up=times.set_up,
+        set_up=times.set_up + _control_cycles(product, core),
         skew=times.skew,
         fill=_crossing(layout, core),
         limits={**shape.stream_limits(options), **shape.broadcast_limit()},
@@ -231,7 +234,8 @@ def weight_gradient(
     return ProductCycles(
         "weight gradient",
         arithmetic=times.arithmetic,
-        set_up=times.set_up,
+        # The places of a whole weight need not enter, nor control words with them.
+        set_up=times.set_up + (_control_cycles(product, core) if product.is_indexed else 0.0),
         skew=times.skew,
         fill=_crossing(layout, core),
         limits=limits,
@@ -399,6 +403,9 @@ def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> 
         finish = shape.fullest(options.is_sorted) * entry.cycles + skew
     else:
         finish = broadcast_finish(shape.mask.counts * entry.cycles, options.broadcast_rows)
+    if options.broadcast_rows == 1:
+        # The next row enters when the one before is used everywhere. (The simulation showed this.)
+        finish += shape.product.outputs * shape.row_words * shape.core.word_cycles
     return _times(shape, entry, finish, options)
 
 
@@ -407,6 +414,12 @@ def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOption
     fullest = shape.fullest(options.is_sorted)
     skew = max(0.0, finish - fullest * entry.cycles)
     return _Times(fullest * entry.elements, fullest * entry.set_up, skew)
+
+
+def _control_cycles(product: StreamedProduct, core: CoreParameters) -> float:
+    """Cycles of a core for the control words that end output features, where no sum is passed on:
+    each starts a task, which takes the next row of dY. (The simulation showed these missing.)"""
+    return product.outputs * core.task_cycles
 
 
 def _crossing(layout: ActivationLayout, core: CoreParameters) -> float:

@@ -65,7 +65,7 @@ class Sink:
 class Layout:
     """What a program has placed."""
 
-    values: list[tuple[Array, np.ndarray]] = field(default_factory=list)
+    values: list[tuple[Array, np.ndarray, np.ndarray]] = field(default_factory=list)
     registers: list[np.ndarray] = field(default_factory=list)
     counters: list[np.ndarray] = field(default_factory=list)
     counter_names: list[str] = field(default_factory=list)
@@ -97,8 +97,8 @@ def lower(
     made.make_queues()
     cores = mesh.cores
     memory = np.zeros((cores, cells), np.float32)
-    for array, values in layout.values:
-        memory[array.cores, array.base : array.base + array.size] = values
+    for array, placed, values in layout.values:
+        memory[placed, array.base : array.base + array.size] = values
     registers = np.zeros((cores, tables.THREADS + len(layout.registers)), np.int64)
     for number, full in enumerate(layout.registers):
         registers[:, tables.THREADS + number] = full
@@ -287,7 +287,7 @@ class _Lowering:
             beside = neighbour(self.mesh, core, side)
             row[tables.UPSTREAM] = beside  # a feed where there is none
         for turn, output in enumerate(outputs):
-            row[tables.OUT_LINK + turn] = core * tables.PORTS + output
+            row[tables.OUT_LINK + 2 * turn] = core * tables.PORTS + output
             if output == tables.RAMP:
                 target = int(self.core_queue[core, colour])
             else:
@@ -296,7 +296,7 @@ class _Lowering:
                     target = number.get((colour, beside, opposite(output)), tables.NOWHERE)
                 else:
                     target = -2 - self._sink(sinks, colour, core, output)
-            row[tables.OUT_TARGET + turn] = target
+            row[tables.OUT_TARGET + 2 * turn] = target
 
     def _sink(
         self, sinks: dict[tuple[int, int, int], int], colour: int, core: int, side: int
@@ -386,9 +386,11 @@ class _Lowering:
         clock[tables.DEPTH] = self.core.queue_words
         clock[tables.SHARED_PATH] = self.core.threads_share_data_path
         clock[tables.CORES], clock[tables.FEED_COUNT] = self.mesh.cores, feeds
-        clock[tables.LAST_TICK] = most_cycles * self.ticks.per_cycle
+        clock[tables.LAST_TICK] = min(most_cycles * self.ticks.per_cycle, tables.MOST_TICKS)
         each = self.ticks.per_cycle / self.core.host_words_per_cycle
-        clock[tables.HOST_EACH] = round(each * (1 << tables.HOST_PLACES))
+        parts = round(each * (1 << tables.HOST_PLACES))
+        clock[tables.HOST_EACH] = parts >> tables.HOST_PLACES
+        clock[tables.HOST_EACH_PART] = parts & ((1 << tables.HOST_PLACES) - 1)
         if trace:
             clock[tables.TRACE_TICKS] = trace.cycles * self.ticks.per_cycle
             clock[tables.TRACE_WINDOWS] = trace.windows

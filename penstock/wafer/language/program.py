@@ -141,11 +141,21 @@ class MeshProgram:
         self._top[chosen] = base + size
         made = Array(name, shape, chosen, base, width)
         if values is not None:
-            full = np.broadcast_to(np.asarray(values, np.float32), (len(chosen), *shape))
-            if self.rounds and width == 2:
-                full = full.astype(np.float16).astype(np.float32)
-            self._layout.values.append((made, full.reshape(len(chosen), size)))
+            self.load(made, chosen, values)
         return made
+
+    def load(self, array: Array, cores: np.ndarray, values: np.ndarray) -> None:
+        """Give an array its first values on some cores, [cores, *shape] or what broadcasts to it.
+        """
+        full = np.broadcast_to(np.asarray(values, np.float32), (len(cores), *array.shape))
+        if array.element_bytes == 2:
+            full = self.rounded(full)
+        self._layout.values.append((array, cores, full.reshape(len(cores), array.size)))
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        """Return numbers as memory and words of `element_bytes` hold them."""
+        full = np.asarray(values, np.float32)
+        return full.astype(np.float16).astype(np.float32) if self.rounds else full
 
     def register(self, name: str, values: np.ndarray | int = 0) -> Register:
         """Give every core a register, with one value for all or one for each."""

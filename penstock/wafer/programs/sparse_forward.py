@@ -65,9 +65,11 @@ class Forward:
         self.full, self.came = p.counter("finished sums"), p.counter("sums received")
         self.free = p.counter("free accumulators", (self.slots - 1) * words)
         self.room = p.counter("free inbox", rows * words)
+        self.begun = p.counter("sums that begin to come")
         self.sums = p.colour("sums")
         self.compute(entries)
-        self.phase = p.register("outputs since one ended here", -(p.cores() // run.mesh.columns) % run.mesh.rows)
+        mesh_row = p.cores() // run.mesh.columns
+        self.phase = p.register("outputs since one ended here", -mesh_row % run.mesh.rows)
         if self.is_ring:
             self.ring()
         else:
@@ -76,7 +78,7 @@ class Forward:
     def compute(self, entries: Colour) -> None:
         """An AXPY per entry; a control word hands the sum over and takes the next accumulator."""
         p, spread = self.program, self.spread
-        slot, row = p.register("slot"), p.register("inbox row")
+        slot = p.register("slot")
         data = p.task(entries)
         if p.pack == 1:
             data.take(entries)  # the value follows its index in a word of its own
@@ -84,15 +86,14 @@ class Forward:
         passing = p.core.partial_sum_cycles
         for cores, is_first in ((p.cores(0), True), (p.cores(slice(1, None)), False)):
             end = p.task(entries, cores, "control", cycles=0 if self.is_alone else passing)
-            own = self.acc[slot]
-            if self.is_alone and is_first:  # to where it is sent from, which takes as long
-                end.scale(own, own, set_up=passing, elements=spread.tokens)
-            elif self.is_alone:
-                end.wait(self.came, spread.words)
-                end.add(own, own, self.inbox[row], set_up=passing, elements=spread.tokens)
-                end.post(self.room, spread.words)
-                end.advance(row, modulo=self.inbox.shape[0])
+            if self.is_alone:
+                # The sum passes on while it is added; the vector unit's time is this thread's.
+                if not is_first:
+                    end.wait(self.begun)
+                end.work(passing)
             end.post(self.full, spread.words)
+            if self.is_alone:
+                end.work(p.core.elements_cycles(spread.tokens, p.element_bytes))
             end.advance(slot, modulo=self.slots)
             end.wait(self.free, spread.words, hinders=True)
 
@@ -108,9 +109,7 @@ class Forward:
         p.main(top, SEND).stream(count, gates=own, signals=(self.free,), **every)
         self.receive(below, count)
         send = p.main(below, SEND)
-        if self.is_alone:
-            send.stream(count, gates=own, signals=(self.free,), **every)
-        elif self.is_paid:
+        if self.is_paid and not self.is_alone:
             self.each_output(send, phases=False)
         else:
             signals = (self.free, self.room)
@@ -132,38 +131,50 @@ class Forward:
 
     def receive(self, cores: np.ndarray, count: int | Register) -> None:
         """Store the sums of the row of cores before in the inbox."""
-        self.program.main(cores, RECEIVE).stream(
-            count,
-            take=self.sums,
-            into=self.inbox.all,
-            gates=(self.room,),
-            signals=(self.came,),
-            is_ring=True,
-        )
+        code = self.program.main(cores, RECEIVE)
+        every = {"take": self.sums, "gates": (self.room,)}
+        if not self.is_alone:
+            signals = (self.came,)
+            code.stream(count, into=self.inbox.all, signals=signals, is_ring=True, **every)
+            return
+        row, pack = self.program.register("inbox row"), self.program.pack
+        into, rest = self.inbox[row], self.spread.words - 1
+        with code.loop(self.program.register("sum"), self.spread.outputs, cycles=0):
+            code.stream(1, into=into.part(0, pack), signals=(self.came, self.begun), **every)
+            if rest:
+                part = into.part(pack, rest * pack)
+                code.stream(rest, into=part, signals=(self.came,), **every)
+            code.advance(row, modulo=self.inbox.shape[0])
 
     def each_output(self, send: Code, phases: bool) -> None:
         """Send, or keep, the sums one output feature after the other. In a ring a sum begins in one
         row (phase -1), ends in the row before (phase 0), and gets the core's own in all others."""
         p, spread = self.program, self.spread
         output, slot, row = (p.register(name) for name in ("output", "sum", "sum received"))
-        kind, kept = p.register("part in the turn"), p.register("output kept")
         with send.loop(output, spread.outputs, cycles=0):
             send.wait(self.full, spread.words)
-            send.set(kind, _PASS)
             if phases:
-                for phase, part in ((0, _KEEP), (p.mesh.rows - 1, _BEGIN)):
-                    with send.when_equal(self.phase, phase):
-                        send.set(kind, part)
-            with send.when_equal(kind, _BEGIN):
-                self.send_sum(send, slot, None, send_to=self.sums)
-            with send.when_equal(kind, _PASS):
+                self.by_phase(send, slot, row)
+            else:
                 self.send_sum(send, slot, row, send_to=self.sums)
-            with send.when_equal(kind, _KEEP):
-                self.send_sum(send, slot, row, into=self.y[kept])
-                send.advance(kept)
             send.advance(slot, modulo=self.slots)
-            if phases:
-                send.advance(self.phase, modulo=p.mesh.rows)
+
+    def by_phase(self, send: Code, slot: Register, row: Register) -> None:
+        """Do a core's part in the turn of a sum."""
+        p = self.program
+        kind, kept = p.register("part in the turn"), p.register("output kept")
+        send.set(kind, _PASS)
+        for phase, part in ((0, _KEEP), (p.mesh.rows - 1, _BEGIN)):
+            with send.when_equal(self.phase, phase):
+                send.set(kind, part)
+        with send.when_equal(kind, _BEGIN):
+            self.send_sum(send, slot, None, send_to=self.sums)
+        with send.when_equal(kind, _PASS):
+            self.send_sum(send, slot, row, send_to=self.sums)
+        with send.when_equal(kind, _KEEP):
+            self.send_sum(send, slot, row, into=self.y[kept])
+            send.advance(kept)
+        send.advance(self.phase, modulo=p.mesh.rows)
 
     def send_sum(
         self,

@@ -4,7 +4,6 @@ enter at the edge."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -168,7 +167,7 @@ def entry_stream(
     entries = program.colour("entries")
     program.route(entries, program.cores(None, slice(0, -1)), "west", ("east", "ramp"))
     program.route(entries, program.cores(None, -1), "west", "ramp")
-    values = None if weight is None else rounded(weight, program)
+    values = None if weight is None else program.rounded(weight)
     words_each = 1 if program.pack == 2 or weight is None else 2
     for row in range(program.mesh.rows):
         words = entry_words(spread, row, values, words_each, last_control)
@@ -181,7 +180,7 @@ def gradient_stream(program: MeshProgram, spread: Spread, gradients: np.ndarray)
     colour = program.colour("gradients")
     program.route(colour, program.cores(slice(0, -1)), "north", ("south", "ramp"))
     program.route(colour, program.cores(-1), "north", "ramp")
-    columns = rounded(spread.columns(gradients), program).reshape(program.mesh.columns, -1)
+    columns = program.rounded(spread.columns(gradients)).reshape(program.mesh.columns, -1)
     for column, cells in enumerate(columns):
         second = cells[1::2] if program.pack == 2 else None
         program.feed(
@@ -202,14 +201,6 @@ def kept_entries(weight: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
             f"mask: expected the shape of the weight, {list(weight.shape)}, got {list(kept.shape)}"
         )
     return kept
-
-
-def rounded(values: Any, program: MeshProgram) -> np.ndarray:
-    """Return numbers as words of a program carry them."""
-    full = np.asarray(values, np.float32)
-    if program.rounds and program.pack == 2:
-        return full.astype(np.float16).astype(np.float32)
-    return full
 
 
 def closed_form_of(
