@@ -13,35 +13,40 @@ from penstock.pictures import empty_figure, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SIZE = (9.0, 3.4)  # inches
+_WIDTH, _ROW_HEIGHT = 9.0, 2.9  # inches
 
 
-def draw_shares(path: Path, title: str, label: str, panels: Mapping[str, np.ndarray]) -> None:
-    """Draw shares, 0 to 1, of several kinds for each core, with one scale.
+def draw_shares(
+    path: Path, title: str, label: str, rows: Mapping[str, Mapping[str, np.ndarray]]
+) -> None:
+    """Draw shares, 0 to 1, of several kinds for each core, each panel with its own scale.
 
     Args:
         path: of the picture.
         title: of the whole.
-        label: of the scale.
-        panels: arrays [rows, columns], by title.
+        label: of the scales.
+        rows: rows of panels by name; in each, arrays [rows, columns] by title.
     """
-    figure = empty_figure(*_SIZE)
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    most = max(0.01, max(float(values.max()) for values in panels.values()))
-    for axes, (name, values) in zip(all_axes, panels.items(), strict=True):
-        image = axes.imshow(100 * values, vmin=0, vmax=100 * most, cmap="viridis")
-        axes.set_title(f"{name}: {100 * values.mean():.1f} % on average", fontsize=9)
-        name_axes(axes, values.shape)
-    all_axes[0].set_ylabel("row of cores")
-    figure.colorbar(image, ax=list(all_axes), label=label, shrink=0.85)
-    figure.suptitle(title, fontsize=10)
+    most = max(len(panels) for panels in rows.values())
+    figure = empty_figure(_WIDTH, 0.5 + _ROW_HEIGHT * len(rows))
+    grid = figure.subplots(len(rows), most, squeeze=False)
+    for line, (name, panels) in zip(grid, rows.items(), strict=True):
+        for axes, (title_of, values) in zip(line, panels.items(), strict=True):
+            low, high = 100 * float(values.min()), 100 * float(values.max())
+            image = axes.imshow(100 * values, vmin=low, vmax=max(high, low + 1), cmap="viridis")
+            axes.set_title(f"{title_of}: {100 * values.mean():.1f} %", fontsize=9)
+            name_axes(axes, values.shape)
+            figure.colorbar(image, ax=axes, shrink=0.8)
+        line[0].set_ylabel(f"{name}\nrow of cores", fontsize=9)
+    figure.suptitle(f"{title}\n{label}", fontsize=10)
     save(figure, path)
 
 
 def name_axes(axes: Axes, shape: tuple[int, ...]) -> None:
     """Number some of the rows and columns of cores, from 0."""
     rows, columns = shape[:2]
-    axes.set_xlabel("column of cores")
+    axes.set_xlabel("column of cores", fontsize=9)
+    axes.tick_params(labelsize=8)
     axes.set_xticks(_places(columns))
     axes.set_yticks(_places(rows))
 

@@ -12,18 +12,27 @@ _EAST, _SOUTH, _CORE = 1, 2, 4  # of `MeshReport.link_occupancy`
 
 
 def draw(path: Path, core: CoreParameters) -> None:
-    """Draw the occupancy of the links on which the forward product sends.
+    """Draw the occupancy of the links on which two products send.
 
     Args:
         path: of the picture.
         core: parameters of the cores.
     """
-    case = Case()
-    report = case.simulate("forward", core)
-    links = {"to the east (entries)": _EAST, "to the south (sums)": _SOUTH, "to the core": _CORE}
+    case = Case(spread=0.5)
+    names = {
+        "forward": ("east: entries", "south: sums", "to the core"),
+        "weight gradient": ("east: entries, results", "south: rows of dY", "to the core"),
+    }
+    rows = {}
+    for product, titles in names.items():
+        report = case.simulate(product, core)
+        sides = zip(titles, (_EAST, _SOUTH, _CORE), strict=True)
+        rows[f"{product}, {report.cycles:,.0f} cycles"] = {
+            title: report.link_occupancy[:, :, side] for title, side in sides
+        }
     draw_shares(
         path,
-        f"Simulated ({core.name} cores): links in forward, {case}; {report.cycles:,.0f} cycles",
-        "share of the cycles in use, %",
-        {name: report.link_occupancy[:, :, side] for name, side in links.items()},
+        f"Simulated ({core.name} cores): links, {case}, features differ in their entries",
+        "share of the cycles in use, % (mean of all links above each map)",
+        rows,
     )

@@ -16,11 +16,16 @@ from penstock.wafer.programs import (
     simulate_forward,
     simulate_weight_gradient,
 )
+from penstock.wafer_figures.drawn_masks import drawn_mask
 
 
 @dataclass(frozen=True)
 class Case:
-    """A sparse weight, activations and gradients, drawn at random, on a mesh."""
+    """A sparse weight, activations and gradients, drawn at random, on a mesh.
+
+    Attributes:
+        spread: how much input features differ in their entries, as of `drawn_mask`.
+    """
 
     mesh: Mesh = Mesh(32, 32)  # noqa: RUF009  (frozen)
     outputs: int = 512
@@ -28,6 +33,7 @@ class Case:
     tokens: int = 256
     sparsity: float = 0.9
     seed: int = 0
+    spread: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -50,7 +56,8 @@ class Case:
             options: that differ from those of `HIDDEN`.
         """
         random = np.random.default_rng(self.seed)
-        mask = random.random((self.outputs, self.inputs)) >= self.sparsity
+        shape = (self.outputs, self.inputs)
+        mask = drawn_mask(shape, self.sparsity, self.spread, self.seed)
         weight = random.standard_normal(mask.shape).astype(np.float32) * mask
         x = random.standard_normal((self.tokens, self.inputs)).astype(np.float32)
         dy = random.standard_normal((self.tokens, self.outputs)).astype(np.float32)

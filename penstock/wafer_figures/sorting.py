@@ -10,6 +10,7 @@ import numpy as np
 from penstock.pictures import COLOURS, new_figure, save
 from penstock.wafer import CoreParameters, Mesh
 from penstock.wafer.closed_form import ActivationLayout, StreamedProduct, count_mask, forward
+from penstock.wafer_figures.drawn_masks import drawn_mask
 
 WIDTH, TOKENS, MESH = 2048, 4096, Mesh(64, 64)
 _SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -27,7 +28,7 @@ def draw(path: Path, core: CoreParameters) -> None:
     figure, axes = new_figure()
     ideal = [1 / (1 - sparsity) for sparsity in _SPARSITIES]
     for (name, spread), colour in zip(_KINDS.items(), COLOURS, strict=False):
-        masks = [drawn_mask(WIDTH, sparsity, spread) for sparsity in _SPARSITIES]
+        masks = [drawn_mask((WIDTH, WIDTH), sparsity, spread) for sparsity in _SPARSITIES]
         for is_sorted, style in ((True, "o-"), (False, "s--")):
             times = [over_even(mask, core, is_sorted=is_sorted) for mask in masks]
             label = f"{name}, {'sorted' if is_sorted else 'not sorted'}"
@@ -46,18 +47,6 @@ def draw(path: Path, core: CoreParameters) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     save(figure, path)
-
-
-def drawn_mask(width: int, sparsity: float, spread: float, seed: int = 0) -> np.ndarray:
-    """Return a mask, booleans [width, width], whose input features differ in their entries.
-
-    Args:
-        spread: deviation of the logarithm of a feature's share; 0 for equal shares.
-    """
-    random = np.random.default_rng(seed)
-    shares = np.exp(spread * random.standard_normal(width))
-    shares = np.minimum(1.0, shares * (1 - sparsity) / shares.mean())
-    return random.random((width, width)) < shares
 
 
 def over_even(

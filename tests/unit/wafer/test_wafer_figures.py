@@ -9,7 +9,8 @@ from penstock.wafer import SIM, Mesh
 from penstock.wafer.mesh import TraceOptions
 from penstock.wafer_figures import FIGURES, draw, figure_named
 from penstock.wafer_figures import simulated_case as cases
-from penstock.wafer_figures.sorting import drawn_mask, over_even
+from penstock.wafer_figures.drawn_masks import drawn_mask
+from penstock.wafer_figures.sorting import over_even
 
 SMALL = {"mesh": Mesh(4, 4), "outputs": 24, "inputs": 24, "tokens": 16}
 
@@ -18,8 +19,8 @@ SMALL = {"mesh": Mesh(4, 4), "outputs": 24, "inputs": 24, "tokens": 16}
 def small(monkeypatch):
     """Let the pictures of the simulator show a small product."""
 
-    def small_case():
-        return cases.Case(**SMALL)
+    def small_case(**more):
+        return cases.Case(**SMALL, **more)
 
     for name in ("cores", "links", "queues", "moving"):
         monkeypatch.setattr(f"penstock.wafer_figures.{name}.Case", small_case)
@@ -73,7 +74,7 @@ def test_names_have_a_description_and_a_source():
 
 
 def test_sorting_helps_where_features_differ():
-    same, differing = drawn_mask(256, 0.9, 0.0), drawn_mask(256, 0.9, 0.5)
+    same, differing = (drawn_mask((256, 256), 0.9, spread) for spread in (0.0, 0.5))
     assert same.mean() == pytest.approx(0.1, abs=0.01)
     assert differing.mean() == pytest.approx(0.1, abs=0.02)
     assert differing.sum(axis=0).std() > 2 * same.sum(axis=0).std()
