@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.pictures import COLOURS, new_figure, save
-from penstock.wafer import CoreParameters
+from penstock.wafer import CoreParameters, Mesh
 from penstock.wafer_figures.simulated_case import PRODUCTS, Case
 
-_DEPTHS = (1, 2, 3, 4, 6, 8, 16)
+_DEPTHS = (1, 2, 4, 8, 16)
 _FEW = {"accumulators": 1, "broadcast_rows": 1}
 
 
@@ -22,7 +22,7 @@ def draw(path: Path, core: CoreParameters) -> None:
         core: parameters of the cores, with any depth.
     """
     figure, axes = new_figure()
-    case = Case()
+    case = Case(mesh=Mesh(16, 16), outputs=256, inputs=256, tokens=128)
     for product, colour in zip(PRODUCTS, COLOURS, strict=False):
         for options, style, held in (({}, "o-", "8"), (_FEW, "s--", "1")):
             cycles = [

@@ -20,7 +20,7 @@ def small(monkeypatch):
     """Let the pictures of the simulator show a small product."""
 
     def small_case(**more):
-        return cases.Case(**SMALL, **more)
+        return cases.Case(**{**more, **SMALL})
 
     for name in ("cores", "links", "queues", "moving"):
         monkeypatch.setattr(f"penstock.wafer_figures.{name}.Case", small_case)
