@@ -235,6 +235,10 @@ def test_two_engines_work_side_by_side(of_kind):
             "cycles are counted in the process that trains; set cluster.start to none",
         ),
         (
+            {"engine": {**WAFER, "devices": ["cpu", "cpu"]}},
+            "engine.device: expected auto with engine.devices: cpu ..., got wafer",
+        ),
+        (
             {"precision": "bf16", "engine": {**WAFER, "cycles": "simulated"}},
             "precision: expected fp32 with engine.cycles: simulated, got bf16: the simulated cores "
             "compute with 32-bit numbers; set engine.cycles to closed_form, or precision to fp32",
