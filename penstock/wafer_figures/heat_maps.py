@@ -17,7 +17,12 @@ _WIDTH, _ROW_HEIGHT = 9.0, 2.9  # inches
 
 
 def draw_shares(
-    path: Path, title: str, label: str, rows: Mapping[str, Mapping[str, np.ndarray]]
+    path: Path,
+    title: str,
+    label: str,
+    rows: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    from_zero: bool = False,
 ) -> None:
     """Draw shares, 0 to 1, of several kinds for each core, each panel with its own scale.
 
@@ -26,13 +31,15 @@ def draw_shares(
         title: of the whole.
         label: of the scales.
         rows: rows of panels by name; in each, arrays [rows, columns] by title.
+        from_zero: whether scales begin at 0, and not at the least value.
     """
     most = max(len(panels) for panels in rows.values())
     figure = empty_figure(_WIDTH, 0.5 + _ROW_HEIGHT * len(rows))
     grid = figure.subplots(len(rows), most, squeeze=False)
     for line, (name, panels) in zip(grid, rows.items(), strict=True):
         for axes, (title_of, values) in zip(line, panels.items(), strict=True):
-            low, high = 100 * float(values.min()), 100 * float(values.max())
+            low = 0.0 if from_zero else 100 * float(values.min())
+            high = 100 * float(values.max())
             image = axes.imshow(100 * values, vmin=low, vmax=max(high, low + 1), cmap="viridis")
             axes.set_title(f"{title_of}: {100 * values.mean():.1f} %", fontsize=9)
             name_axes(axes, values.shape)

@@ -35,4 +35,5 @@ def draw(path: Path, core: CoreParameters) -> None:
         f"Simulated ({core.name} cores): links, {case}, features differ in their entries",
         "share of the cycles in use, % (mean of all links above each map)",
         rows,
+        from_zero=True,
     )
