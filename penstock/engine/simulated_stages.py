@@ -54,7 +54,7 @@ def simulated_program(program: Program, plan: WaferPlan, simulator: ProductSimul
         kind = stage.kind
         if kind.digest not in kinds:
             tokens = plan.kinds[kind.digest].tokens
-            made = {
+            made: dict[str, Any] = {
                 name: _Executable(kind.graphs[name], _found(kind, name, tokens), simulator)
                 for name in EXECUTABLES
             }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from penstock.pictures import COLOURS, new_figure, save
 from penstock.wafer import CoreParameters, Mesh
 from penstock.wafer_figures.simulated_case import PRODUCTS, Case
 
 _DEPTHS = (1, 2, 4, 8, 16)
-_FEW = {"accumulators": 1, "broadcast_rows": 1}
+_MANY: dict[str, Any] = {}  # those of `HIDDEN`
+_FEW: dict[str, Any] = {"accumulators": 1, "broadcast_rows": 1}
 
 
 def draw(path: Path, core: CoreParameters) -> None:
@@ -24,7 +26,7 @@ def draw(path: Path, core: CoreParameters) -> None:
     figure, axes = new_figure()
     case = Case(mesh=Mesh(16, 16), outputs=256, inputs=256, tokens=128)
     for product, colour in zip(PRODUCTS, COLOURS, strict=False):
-        for options, style, held in (({}, "o-", "8"), (_FEW, "s--", "1")):
+        for options, style, held in ((_MANY, "o-", "8"), (_FEW, "s--", "1")):
             cycles = [
                 case.simulate(product, replace(core, queue_words=depth), **options).cycles
                 for depth in _DEPTHS
