@@ -1,8 +1,8 @@
 """Does the closed form of the wafer say what was published of other programs on its cores?
 
 Prints every published cycle count that has a model as published, ours and the ratio, with what
-each row was used for; then how well each sparse product is met by constants fitted to the other
-four; and then the acceleration of two layers of GPT-3 175B by sparsity on a CS-2, with what binds.
+each row was used for, and for relays and forms of loops the cycles on the simulated mesh; then how
+well each sparse product is met by constants fitted to the other four; and then the acceleration of two layers of GPT-3 175B by sparsity on a CS-2, with what binds.
 Nothing is measured: the machine that runs it changes no figure.
 
     python benchmarks/wafer_published.py [--quick]
@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+import numpy as np
 from contract import describe_machine, print_result
 
 TOLERANCE = 0.15
@@ -56,17 +57,38 @@ def print_published() -> list[dict[str, Any]]:
     """Print and return the published rows."""
     from penstock.wafer import NOT_MODELLED, published_rows
 
-    print(f"{'program':58} {'published':>10} {'ours':>10} {'ratio':>6}  constants")
+    print(
+        f"{'program':58} {'published':>10} {'ours':>10} {'ratio':>6} {'simulated':>10} {'ratio':>6}"
+        "  constants"
+    )
     found = []
     for row in published_rows():
         what = f"{row.group}: {row.what}"
+        cycles = simulated_cycles(row.group, row.what)
+        shown = f"{'-':>10} {'-':>6}"
+        if cycles is not None:
+            shown = f"{cycles:>10,.6g} {cycles / row.published:>6.3f}"
         print(
-            f"{what:58} {row.published:>10,.6g} {row.modelled:>10,.6g} {row.ratio:>6.3f}  {row.use}"
+            f"{what:58} {row.published:>10,.6g} {row.modelled:>10,.6g} {row.ratio:>6.3f} {shown}"
+            f"  {row.use}"
         )
-        found.append({**dataclasses.asdict(row), "ratio": round(row.ratio, 4)})
+        found.append({**dataclasses.asdict(row), "ratio": round(row.ratio, 4), "simulated": cycles})
     for what, why in NOT_MODELLED:
         print(f"no model: {what}: {why}")
     return found
+
+
+def simulated_cycles(group: str, what: str) -> float | None:
+    """Return the cycles of a row's program on the simulated mesh; None if there is none for it."""
+    from penstock.wafer import SIM
+    from penstock.wafer.programs import LOOP_FORMS, simulate_loop_form, simulate_relay
+
+    if group == "loop form" and what in LOOP_FORMS:
+        return simulate_loop_form(what, SIM)[1].cycles
+    if group == "relay" and "words over" in what:
+        words, cores = (int(part) for part in what.split() if part.isdecimal())
+        return simulate_relay(np.ones(words), cores, SIM)[1].cycles
+    return None
 
 
 def print_left_out() -> list[float]:

@@ -144,6 +144,7 @@ class Router:
                     to.push(word, now + time)
                 else:
                     to.append(word)
+                    self.env.timeout(time)  # the run ends when the word is there
             served.append(queue)
             if queue.words:
                 later = min(later, max(queue.words[0][0], now + self.core.word_cycles))
@@ -157,8 +158,13 @@ class Core:
     """Three threads: one computes, one receives sums, one adds and sends them."""
 
     def __init__(
-        self, env: simpy.Environment, core: CoreParameters, x: np.ndarray, spread: Spread,
-        options: StreamingOptions, inbox: int,
+        self,
+        env: simpy.Environment,
+        core: CoreParameters,
+        x: np.ndarray,
+        spread: Spread,
+        options: StreamingOptions,
+        inbox: int,
     ) -> None:
         self.env, self.core, self.x, self.spread = env, core, x, spread
         self.entries, self.sums = Queue(env, core.queue_words), Queue(env, core.queue_words)
@@ -235,14 +241,21 @@ def forward_in_simpy(
         if row:
             env.process(one.receive())
     last = _last_event(env)
-    columns = [np.array([word[:2] for word in drains[mesh.rows - 1, c]]) for c in range(mesh.columns)]
+    columns = [
+        np.array([word[:2] for word in drains[mesh.rows - 1, c]]) for c in range(mesh.columns)
+    ]
     shape = (mesh.columns, spread.outputs, spread.width)
     hops = sum(router.hops for router in routers.values())
     return spread.tokens_of(np.stack(columns).reshape(shape)), last, hops
 
 
 def _connect(
-    env: simpy.Environment, mesh: Mesh, core: CoreParameters, routers: dict, cores: dict, drains: dict
+    env: simpy.Environment,
+    mesh: Mesh,
+    core: CoreParameters,
+    routers: dict,
+    cores: dict,
+    drains: dict,
 ) -> None:
     """Join routers by the routes of entries and of sums."""
     hop, ramp = core.hop_cycles, core.ramp_cycles

@@ -36,7 +36,7 @@ from penstock.kernels.mesh_tables import (
 
 
 @called
-def wake(t, entity):  # type: ignore[no-untyped-def]
+def wake(t, entity):
     """Have an entity served in this tick."""
     row = t[EVENT_ROWS] + entity * EVENT_FIELDS
     if t[row + IN_WORK]:
@@ -50,7 +50,7 @@ def wake(t, entity):  # type: ignore[no-untyped-def]
 
 
 @called
-def remove(t, entity):  # type: ignore[no-untyped-def]
+def remove(t, entity):
     """Take back the event of an entity that has one."""
     rows = t[EVENT_ROWS]
     row = rows + entity * EVENT_FIELDS
@@ -71,7 +71,7 @@ def remove(t, entity):  # type: ignore[no-untyped-def]
 
 
 @called
-def wake_at(t, entity, time):  # type: ignore[no-untyped-def]
+def wake_at(t, entity, time):
     """Have an entity served at a later tick, or before if it has an earlier event."""
     rows = t[EVENT_ROWS]
     row = rows + entity * EVENT_FIELDS
@@ -99,7 +99,7 @@ def wake_at(t, entity, time):  # type: ignore[no-untyped-def]
 
 
 @called
-def account(t, core, now):  # type: ignore[no-untyped-def]
+def account(t, core, now):
     """Add the ticks up to now to the sums of a core's state, and to the windows of the trace."""
     row = t[CORE_ROWS] + core * CORE_FIELDS
     since, state = t[row + STATE_SINCE], t[row + STATE]
@@ -117,7 +117,7 @@ def account(t, core, now):  # type: ignore[no-untyped-def]
 
 
 @called
-def enter_state(t, core, state):  # type: ignore[no-untyped-def]
+def enter_state(t, core, state):
     """Change the state of a core."""
     row = t[CORE_ROWS] + core * CORE_FIELDS
     if t[row + STATE] != state:

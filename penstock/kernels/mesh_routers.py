@@ -81,7 +81,7 @@ _NEVER = (1 << 31) - 1
 
 
 @called
-def push(t, f, queue, first, second, kind, ready):  # type: ignore[no-untyped-def]
+def push(t, f, queue, first, second, kind, ready):
     """Put a word at the end of a queue that has room, and wake its consumer when it is there."""
     row = t[QUEUES] + queue * QUEUE_FIELDS
     depth, count = t[DEPTH], t[row + COUNT]
@@ -111,7 +111,7 @@ def push(t, f, queue, first, second, kind, ready):  # type: ignore[no-untyped-de
 
 
 @called
-def pop(t, queue):  # type: ignore[no-untyped-def]
+def pop(t, queue):
     """Take the first word of a queue; who waits for room is woken."""
     row = t[QUEUES] + queue * QUEUE_FIELDS
     head = t[row + HEAD] + 1
@@ -125,7 +125,7 @@ def pop(t, queue):  # type: ignore[no-untyped-def]
 
 
 @called
-def use_link(t, link):  # type: ignore[no-untyped-def]
+def use_link(t, link):
     """Occupy a link for one word."""
     row = t[LINKS] + 2 * link
     t[row + FREE] = t[NOW] + t[WORD_TICKS]
@@ -136,7 +136,7 @@ def use_link(t, link):  # type: ignore[no-untyped-def]
 
 
 @called
-def use_host(t, place):  # type: ignore[no-untyped-def]
+def use_host(t, place):
     """Occupy the links of the host in one direction for one word, which may be part of a tick."""
     if t[place] < t[NOW]:
         t[place] = t[NOW]
@@ -147,7 +147,7 @@ def use_host(t, place):  # type: ignore[no-untyped-def]
 
 
 @called
-def deliver(t, f, sink, first, second, kind):  # type: ignore[no-untyped-def]
+def deliver(t, f, sink, first, second, kind):
     """Let a word leave the mesh."""
     row = t[SINKS] + sink * SINK_FIELDS
     place = t[row + SINK_NEXT]
@@ -164,7 +164,7 @@ def deliver(t, f, sink, first, second, kind):  # type: ignore[no-untyped-def]
 
 
 @called
-def free_from(t, router, row):  # type: ignore[no-untyped-def]
+def free_from(t, router, row):
     """Return when all links of a route are free, and a mask of their sides; -1 if there is no room
     behind one of them, or after a fault."""
     depth = t[DEPTH]
@@ -194,7 +194,7 @@ def free_from(t, router, row):  # type: ignore[no-untyped-def]
 
 
 @called
-def send_on(t, f, queue):  # type: ignore[no-untyped-def]
+def send_on(t, f, queue):
     """Move the first word of a queue over all links of its route."""
     row = t[QUEUES] + queue * QUEUE_FIELDS
     word = 2 * (queue * t[DEPTH] + t[row + HEAD])
@@ -213,7 +213,7 @@ def send_on(t, f, queue):  # type: ignore[no-untyped-def]
 
 
 @called
-def step_router(t, f, router):  # type: ignore[no-untyped-def]
+def step_router(t, f, router):
     """Move the words that can move, and have the router woken when a link or a word is ready."""
     now = t[NOW]
     later = _NEVER
@@ -258,7 +258,7 @@ def step_router(t, f, router):  # type: ignore[no-untyped-def]
 
 
 @called
-def step_feed(t, f, feed):  # type: ignore[no-untyped-def]
+def step_feed(t, f, feed):
     """Let the next word of a stream enter at the edge, if link, host and queue allow it."""
     row = t[FEEDS] + feed * FEED_FIELDS
     place = t[row + FEED_NEXT]

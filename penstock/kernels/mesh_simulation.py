@@ -12,9 +12,9 @@ from penstock.kernels.mesh_tables import (
     DUE,
     ENTITIES,
     EVENT_FIELDS,
+    EVENT_ROWS,
     EVENT_TURN,
     EVENT_TURNS,
-    EVENT_ROWS,
     EVENTS,
     FAR_COUNT,
     FAULT,
@@ -35,7 +35,7 @@ from penstock.kernels.mesh_threads import step_thread
 
 
 @called
-def serve(t, f):  # type: ignore[no-untyped-def]
+def serve(t, f):
     """Serve the entities that are due in this tick, and those that they wake in it."""
     entity = t[t[BUCKET_FIRST] + (t[NOW] & (t[WHEEL] - 1))]
     while entity >= 0:
@@ -64,7 +64,7 @@ def serve(t, f):  # type: ignore[no-untyped-def]
 
 
 @called
-def bring_near(t):  # type: ignore[no-untyped-def]
+def bring_near(t):
     """Put far events that are within a turn of the wheel onto it."""
     entity = t[t[BUCKET_FIRST] + t[WHEEL]]
     while entity >= 0:
@@ -77,7 +77,7 @@ def bring_near(t):  # type: ignore[no-untyped-def]
 
 
 @called
-def first_far(t):  # type: ignore[no-untyped-def]
+def first_far(t):
     """Return the tick of the earliest far event."""
     entity = t[t[BUCKET_FIRST] + t[WHEEL]]
     first = t[t[EVENT_ROWS] + entity * EVENT_FIELDS + DUE]
@@ -89,7 +89,7 @@ def first_far(t):  # type: ignore[no-untyped-def]
 
 
 @serial_kernel
-def simulate(t, f):  # type: ignore[no-untyped-def]
+def simulate(t, f):
     """Run until nothing can happen any more, a fault, or the last tick allowed.
 
     What is found is in the tables: times, words, memory, what each thread waits for.

@@ -66,7 +66,7 @@ from penstock.kernels.mesh_vectors import address, half
 
 
 @called
-def wait_for(t, thread, what, on, state):  # type: ignore[no-untyped-def]
+def wait_for(t, thread, what, on, state):
     """Have a thread wait, and account the state of its core if it is the one that computes."""
     row = t[THREAD_ROWS] + thread * THREAD_FIELDS
     if t[row + WAITS] != what or t[row + WAIT_ON] != on:
@@ -78,7 +78,7 @@ def wait_for(t, thread, what, on, state):  # type: ignore[no-untyped-def]
 
 
 @called
-def has_word(t, thread, queue):  # type: ignore[no-untyped-def]
+def has_word(t, thread, queue):
     """Return whether a word is there; if one is under way, have the thread woken when it is."""
     row = t[QUEUES] + queue * QUEUE_FIELDS
     if t[row + COUNT] == 0:
@@ -91,7 +91,7 @@ def has_word(t, thread, queue):  # type: ignore[no-untyped-def]
 
 
 @called
-def has_room(t, thread, queue, colour):  # type: ignore[no-untyped-def]
+def has_room(t, thread, queue, colour):
     """Return whether a core may send a word now; the thread waits otherwise."""
     free = t[t[CORE_ROWS] + thread // THREADS * CORE_FIELDS + RAMP_FREE]
     if t[t[QUEUES] + queue * QUEUE_FIELDS + COUNT] < t[DEPTH]:
@@ -103,14 +103,14 @@ def has_room(t, thread, queue, colour):  # type: ignore[no-untyped-def]
 
 
 @called
-def send_word(t, f, core, queue, first, second, kind, ticks):  # type: ignore[no-untyped-def]
+def send_word(t, f, core, queue, first, second, kind, ticks):
     """Send a word up the ramp, after the ticks in which it was made."""
     t[t[CORE_ROWS] + core * CORE_FIELDS + RAMP_FREE] = t[NOW] + t[WORD_TICKS]
     push(t, f, queue, first, second, kind, t[NOW] + ticks + t[RAMP_TICKS])
 
 
 @called
-def post(t, thread, counter, amount):  # type: ignore[no-untyped-def]
+def post(t, thread, counter, amount):
     """Add to a counter of the core; its other threads that wait for one look again."""
     core = thread // THREADS
     t[t[COUNTERS] + core * t[COUNTER_COUNT] + counter] += amount
@@ -120,7 +120,7 @@ def post(t, thread, counter, amount):  # type: ignore[no-untyped-def]
 
 
 @called
-def passes(t, thread, row, gate):  # type: ignore[no-untyped-def]
+def passes(t, thread, row, gate):
     """Return whether a counter has one for a stream; the thread waits otherwise."""
     counter = t[row + gate]
     if counter < 0 or t[t[COUNTERS] + thread // THREADS * t[COUNTER_COUNT] + counter] > 0:
@@ -130,14 +130,14 @@ def passes(t, thread, row, gate):  # type: ignore[no-untyped-def]
 
 
 @called
-def begins(t, core, row, operand, count):  # type: ignore[no-untyped-def]
+def begins(t, core, row, operand, count):
     """Return where a stream's operand begins; it may be a ring of cells."""
     ring = t[row + operand + WRAP]
     return address(t, core, row, operand, ring if ring else count * t[row + PACK])
 
 
 @called
-def stream_word(t, f, thread, row, count):  # type: ignore[no-untyped-def]
+def stream_word(t, f, thread, row, count):
     """Move one word of a stream; return whether it moved. The thread waits otherwise."""
     core = thread // THREADS
     if not passes(t, thread, row, GATE) or not passes(t, thread, row, SECOND_GATE):

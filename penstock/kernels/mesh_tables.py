@@ -1,8 +1,9 @@
 """The tables of a simulated mesh of cores: what the kernels of the simulator read and write.
 
 All state is in two flat arrays, one of 32-bit whole numbers and one of 32-bit floats, so that
-kernels are compiled quickly and a mesh stays in the processor's caches. The first places hold the clock and where each table begins; a row of a
-table is then `t[QUEUES] + number * QUEUE_FIELDS`, and `t[row + COUNT]` one of its fields.
+kernels are compiled quickly and a mesh stays in the processor's caches. The first places hold the
+clock and where each table begins; a row of a table is then `t[QUEUES] + number * QUEUE_FIELDS`, and
+`t[row + COUNT]` one of its fields.
 `MeshTables` has the same tables as views for Python.
 
 An entity is something that can be woken: first the routers, one per core, then three threads per

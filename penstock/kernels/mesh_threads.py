@@ -95,7 +95,7 @@ _MOST_STEPS = 1_000_000  # instructions of a thread in one tick
 
 
 @called
-def take_value(t, f, thread, queue):  # type: ignore[no-untyped-def]
+def take_value(t, f, thread, queue):
     """Take a word: its first number to the thread's cell, its second to the thread's register."""
     core, which = thread // THREADS, thread % THREADS
     word = t[WORD_VALUES] + 2 * (queue * t[DEPTH] + t[t[QUEUES] + queue * QUEUE_FIELDS + HEAD])
@@ -105,7 +105,7 @@ def take_value(t, f, thread, queue):  # type: ignore[no-untyped-def]
 
 
 @called
-def take_task(t, f, thread):  # type: ignore[no-untyped-def]
+def take_task(t, f, thread):
     """Start the task of a word that is there; colours are asked in turn."""
     core = thread // THREADS
     state = t[THREAD_ROWS] + thread * THREAD_FIELDS
@@ -136,7 +136,7 @@ def take_task(t, f, thread):  # type: ignore[no-untyped-def]
 
 
 @called
-def path_ticks(t, core, ticks):  # type: ignore[no-untyped-def]
+def path_ticks(t, core, ticks):
     """Return the ticks of a vector operation, with those it waits for the core's data path."""
     if t[SHARED_PATH] == 0:
         return ticks
@@ -147,7 +147,7 @@ def path_ticks(t, core, ticks):  # type: ignore[no-untyped-def]
 
 
 @called
-def waits(t, f, thread, row):  # type: ignore[no-untyped-def]
+def waits(t, f, thread, row):
     """Do an instruction that may have to wait; return whether it waits, or there is a fault."""
     core = thread // THREADS
     op = t[row + OP]
@@ -177,7 +177,7 @@ def waits(t, f, thread, row):  # type: ignore[no-untyped-def]
 
 
 @called
-def turn(t, f, core, row, following):  # type: ignore[no-untyped-def]
+def turn(t, f, core, row, following):
     """Do an instruction on registers; return the place of the one that follows."""
     op = t[row + OP]
     registers = t[REGISTERS] + core * t[REGISTER_COUNT]
@@ -205,7 +205,7 @@ def turn(t, f, core, row, following):  # type: ignore[no-untyped-def]
 
 
 @called
-def stream_length(t, core, row):  # type: ignore[no-untyped-def]
+def stream_length(t, core, row):
     """Return the words of a stream."""
     register = t[row + LENGTH_REGISTER]
     if register >= 0:
@@ -214,7 +214,7 @@ def stream_length(t, core, row):  # type: ignore[no-untyped-def]
 
 
 @called
-def step_thread(t, f, thread):  # type: ignore[no-untyped-def]
+def step_thread(t, f, thread):
     """Run a thread until it waits, or until its instruction takes time."""
     now = t[NOW]
     core = thread // THREADS
@@ -243,7 +243,7 @@ def step_thread(t, f, thread):  # type: ignore[no-untyped-def]
                 following = -1
             elif op != WORK:
                 compute(t, f, core, row)
-        elif op == WAIT or op == TAKE or op == SEND_CONTROL:
+        elif op in (WAIT, TAKE, SEND_CONTROL):
             if waits(t, f, thread, row):
                 return
         elif op == POST:

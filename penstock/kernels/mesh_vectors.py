@@ -53,7 +53,7 @@ _INFINITE = np.float32(np.inf)
 
 
 @inlined
-def half(value):  # type: ignore[no-untyped-def]
+def half(value):
     """Return a 32-bit number rounded to the nearest 16-bit one."""
     value = np.float32(value)
     size = abs(value)
@@ -71,7 +71,7 @@ def half(value):  # type: ignore[no-untyped-def]
 
 
 @called
-def address(t, core, row, operand, length):  # type: ignore[no-untyped-def]
+def address(t, core, row, operand, length):
     """Return where an operand begins among all floats; -1 if there is none, -2 and a fault if it is
     outside its array."""
     place = row + operand
@@ -92,10 +92,10 @@ def address(t, core, row, operand, length):  # type: ignore[no-untyped-def]
 
 
 @called
-def compute(t, f, core, row):  # type: ignore[no-untyped-def]
+def compute(t, f, core, row):
     """Do a vector operation, or one on single cells; there is a fault if it was out of range."""
     op, length = t[row + OP], t[row + LENGTH]
-    d = address(t, core, row, D, 1 if op == DOT or op == CELL else length)
+    d = address(t, core, row, D, 1 if op in (DOT, CELL) else length)
     b = address(t, core, row, B, length)
     c = address(t, core, row, C, length)
     s = address(t, core, row, S, 1)

@@ -1,7 +1,8 @@
 """What a thread of a core does: a list of instructions, with loops.
 
-Every instruction takes the cycles that the parameters of the core say for it, and a vector operation
-those of the closed form. Streams between a core and its router move a word in `word_cycles`.
+Every instruction takes the cycles that the parameters of the core say for it, and a vector
+operation those of the closed form. Streams between a core and its router move a word in
+`word_cycles`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 from penstock.errors import MeshError
 from penstock.kernels import mesh_tables as tables
@@ -18,6 +20,15 @@ from penstock.wafer.parameters import CoreParameters
 
 COMPUTE, RECEIVE, SEND = range(3)
 _CELL_KINDS = {"add": 0, "subtract": 1, "multiply": 2, "divide": 3, "root": 4}
+
+
+class VectorOptions(TypedDict, total=False):
+    """Of a vector operation: what it takes besides its operands."""
+
+    factor: float
+    set_up: float | None
+    elements: int | None
+    after: float
 
 
 @dataclass
@@ -59,31 +70,35 @@ class Code:
 
     # --- vector operations ------------------------------------------------------------------------
 
-    def axpy(self, y: Part, x: Part, a: Part | float, **options: float | None) -> None:
+    def axpy(self, y: Part, x: Part, a: Part | float, **options: Unpack[VectorOptions]) -> None:
         """y += a x."""
         self._vector("axpy", tables.AXPY, y, x, None, a, **options)
 
-    def linear(self, d: Part, c: Part, b: Part, a: Part | float, **options: float | None) -> None:
+    def linear(
+        self, d: Part, c: Part, b: Part, a: Part | float, **options: Unpack[VectorOptions]
+    ) -> None:
         """d = c + a b."""
         self._vector("linear", tables.LINEAR, d, b, c, a, **options)
 
-    def add(self, d: Part, b: Part, c: Part, **options: float | None) -> None:
+    def add(self, d: Part, b: Part, c: Part, **options: Unpack[VectorOptions]) -> None:
         """d = b + c."""
         self._vector("add", tables.LINEAR, d, b, c, 1.0, **options)
 
-    def scale(self, d: Part, b: Part, a: Part | float = 1.0, **options: float | None) -> None:
+    def scale(
+        self, d: Part, b: Part, a: Part | float = 1.0, **options: Unpack[VectorOptions]
+    ) -> None:
         """d = a b; a copy where a is 1."""
         self._vector("scale", tables.LINEAR, d, b, None, a, **options)
 
-    def multiply(self, d: Part, b: Part, c: Part, **options: float | None) -> None:
+    def multiply(self, d: Part, b: Part, c: Part, **options: Unpack[VectorOptions]) -> None:
         """d = b c, element by element."""
         self._vector("multiply", tables.MULTIPLY, d, b, c, 1.0, **options)
 
-    def fill(self, d: Part, a: Part | float = 0.0, **options: float | None) -> None:
+    def fill(self, d: Part, a: Part | float = 0.0, **options: Unpack[VectorOptions]) -> None:
         """d = a."""
         self._vector("fill", tables.FILL, d, None, None, a, **options)
 
-    def dot(self, cell: Part, b: Part, c: Part, **options: float | None) -> None:
+    def dot(self, cell: Part, b: Part, c: Part, **options: Unpack[VectorOptions]) -> None:
         """cell = the sum of b c, in 32 bits; its cycles are those of `dot_cycles`."""
         self._vector("dot", tables.DOT, cell, b, c, 1.0, **options)
 
@@ -207,7 +222,9 @@ class Code:
         fields[tables.COUNTER_CLASS] = tables.BLOCKED if hinders else tables.STARVED
         self.rows.append(row)
 
-    def receive(self, d: Part, take: Colour, *, adds: bool = False, pack: int | None = None) -> None:
+    def receive(
+        self, d: Part, take: Colour, *, adds: bool = False, pack: int | None = None
+    ) -> None:
         """Store the words of a colour in a part, or add them to it; one vector operation."""
         each = self.pack if pack is None else pack
         words, set_up = d.length // each, self.core.vector_cycles

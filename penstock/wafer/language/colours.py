@@ -144,5 +144,3 @@ class Routes:
 
     def _place(self, core: int) -> str:
         return f"core ({core // self.mesh.columns}, {core % self.mesh.columns})"
-
-

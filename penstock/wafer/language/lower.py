@@ -17,13 +17,21 @@ from penstock.wafer.mesh.report import TraceOptions
 from penstock.wafer.mesh.ticks import Ticks
 from penstock.wafer.parameters import CoreParameters, Mesh
 
-_NONE = (tables.LENGTH_REGISTER, tables.IN_COLOUR, tables.OUT_COLOUR, tables.GATE)
-_NONE += (tables.SECOND_GATE, tables.SIGNAL, tables.SECOND_SIGNAL)
-_NONE += tuple(
-    operand + field_
-    for operand in (tables.D, tables.B, tables.C, tables.S)
-    for field_ in (tables.BASE, tables.REGISTER)
+_NONE = (
+    tables.LENGTH_REGISTER,
+    tables.IN_COLOUR,
+    tables.OUT_COLOUR,
+    tables.GATE,
+    tables.SECOND_GATE,
+    tables.SIGNAL,
+    tables.SECOND_SIGNAL,
+    *(
+        operand + place
+        for operand in (tables.D, tables.B, tables.C, tables.S)
+        for place in (tables.BASE, tables.REGISTER)
+    ),
 )
+"""Fields of an instruction that are -1 where it has no such part."""
 _WHEEL_CYCLES = 64
 
 
@@ -338,7 +346,9 @@ class _Lowering:
         found = np.zeros((cores, width), np.int32)
         count = len(self.router_of)
         keys = self.queues[:count]
-        order = np.lexsort((keys[:, tables.QUEUE_INPUT], keys[:, tables.QUEUE_COLOUR], self.router_of))
+        order = np.lexsort(
+            (keys[:, tables.QUEUE_INPUT], keys[:, tables.QUEUE_COLOUR], self.router_of)
+        )
         starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
         found[self.router_of[order], np.arange(count) - np.repeat(starts, counts)] = order
         return found, counts.astype(np.int32)

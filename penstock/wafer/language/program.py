@@ -1,4 +1,4 @@
-"""A program for the mesh: data on cores, routes of colours, tasks of words, streams at the edges."""
+"""A program for the mesh: data on cores, routes of colours, tasks of words, streams at edges."""
 
 from __future__ import annotations
 
@@ -145,8 +145,7 @@ class MeshProgram:
         return made
 
     def load(self, array: Array, cores: np.ndarray, values: np.ndarray) -> None:
-        """Give an array its first values on some cores, [cores, *shape] or what broadcasts to it.
-        """
+        """Give an array first values on some cores, [cores, *shape] or what broadcasts to it."""
         full = np.broadcast_to(np.asarray(values, np.float32), (len(cores), *array.shape))
         if array.element_bytes == 2:
             full = self.rounded(full)
@@ -272,9 +271,7 @@ class MeshProgram:
 
     # --- running ----------------------------------------------------------------------------------
 
-    def run(
-        self, trace: TraceOptions | None = None, most_cycles: int = _MOST_CYCLES
-    ) -> MeshRun:
+    def run(self, trace: TraceOptions | None = None, most_cycles: int = _MOST_CYCLES) -> MeshRun:
         """Check the program, simulate it and return what it did.
 
         Raises:

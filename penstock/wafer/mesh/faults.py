@@ -60,9 +60,10 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
             f"takes; give the colour a {_KINDS[row]} task or do not send such words"
         )
     if fault == tables.BAD_ADDRESS:
+        what = labels.instructions[instruction]
         return (
-            f"{where}, {when}: {labels.instructions[instruction]} begins at element {value}, outside its "
-            "array; check the index that the word carries"
+            f"{where}, {when}: {what} begins at element {value}, outside its array; "
+            "check the index that the word carries"
         )
     if fault == tables.ENDLESS_TASK:
         return (

@@ -106,7 +106,11 @@ def make_report(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshReport:
     cores = labels.mesh.cores
     per_cycle = ticks.per_cycle
     total = int(t.clock[tables.NOW])
-    own = t.links[: cores * tables.PORTS, tables.LINK_WORDS].reshape(*shape, tables.PORTS).astype(np.int64)
+    own = (
+        t.links[: cores * tables.PORTS, tables.LINK_WORDS]
+        .reshape(*shape, tables.PORTS)
+        .astype(np.int64)
+    )
     occupancy = own * int(t.clock[tables.WORD_TICKS]) / max(1, total)
     states = [
         t.cores[:, field].reshape(shape) / per_cycle
@@ -125,8 +129,7 @@ def make_report(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshReport:
         words_entered=entered,
         words_delivered=delivered,
         hops=int(t.links[:, tables.LINK_WORDS].sum()),
-        events=int(t.clock[tables.EVENTS])
-        + int(t.clock[tables.EVENT_TURNS]) * tables.EVENT_TURN,
+        events=int(t.clock[tables.EVENTS]) + int(t.clock[tables.EVENT_TURNS]) * tables.EVENT_TURN,
         trace=_trace(t, labels, ticks),
     )
 

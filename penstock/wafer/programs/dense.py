@@ -1,4 +1,4 @@
-"""Dense products: two matrices that go round a square mesh, and a matrix that stays for a vector."""
+"""Dense products: two matrices that go round a square mesh, and a matrix times a vector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from penstock.wafer.programs.all_reduce import ring_routes
 
 
 def simulate_dense_product(
-    a: np.ndarray, b: np.ndarray, mesh: Mesh, core: CoreParameters, *, element_bytes: int = 2,
+    a: np.ndarray,
+    b: np.ndarray,
+    mesh: Mesh,
+    core: CoreParameters,
+    *,
+    element_bytes: int = 2,
     rounds: bool | None = None,
 ) -> tuple[np.ndarray, MeshReport]:
     """Return C = A B and the report; blocks of A go round rows, of B round columns (Cannon 1969).
@@ -68,9 +73,7 @@ def _first_half(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate((blocks, np.zeros_like(blocks)), axis=1)
 
 
-def _shift_blocks(
-    p: MeshProgram, ones: Array, others: Array, came: Counter, done: Counter
-) -> None:
+def _shift_blocks(p: MeshProgram, ones: Array, others: Array, came: Counter, done: Counter) -> None:
     """Send blocks on and receive the next into the other half, while the core computes."""
     halves = [replace(array, shape=(2, array.size // 2)) for array in (ones, others)]
     ways = (("columns", "A"), ("rows", "B"))
@@ -98,7 +101,12 @@ def _shift_blocks(
 
 
 def simulate_matrix_vector(
-    weight: np.ndarray, vector: np.ndarray, mesh: Mesh, core: CoreParameters, *, element_bytes: int = 2,
+    weight: np.ndarray,
+    vector: np.ndarray,
+    mesh: Mesh,
+    core: CoreParameters,
+    *,
+    element_bytes: int = 2,
     rounds: bool | None = None,
 ) -> tuple[np.ndarray, MeshReport]:
     """Return W x and the report: W stays in the cores, x enters from the north.
@@ -128,7 +136,9 @@ def simulate_matrix_vector(
     ends = np.arange(columns + 1) == columns
     for column in range(mesh.columns):
         numbers = np.append(vector[column * columns : (column + 1) * columns], 0.0)
-        p.feed(x, column, "north", p.rounded(numbers), np.arange(columns + 1), ends, from_host=False)
+        p.feed(
+            x, column, "north", p.rounded(numbers), np.arange(columns + 1), ends, from_host=False
+        )
     task = p.task(x)
     task.axpy(y.all, w[task.index], task.value, elements=rows)
     p.route(sums, p.cores(), "ramp", "east")

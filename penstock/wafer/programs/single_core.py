@@ -74,7 +74,9 @@ def simulate_loop_form(name: str, core: CoreParameters) -> tuple[np.ndarray, Mes
     return run.read(y)[0], run.report
 
 
-def simulate_relay(words: np.ndarray, cores: int, core: CoreParameters) -> tuple[np.ndarray, MeshReport]:
+def simulate_relay(
+    words: np.ndarray, cores: int, core: CoreParameters
+) -> tuple[np.ndarray, MeshReport]:
     """Return what the last core has after words went from core to core, and the report.
 
     Each core stores all of them before it sends them on.
@@ -103,5 +105,3 @@ def simulate_relay(words: np.ndarray, cores: int, core: CoreParameters) -> tuple
     middle.send(store.all, colour)
     run = p.run()
     return run.read(store)[-1], run.report
-
-

@@ -7,6 +7,8 @@ that the output feature belongs to, so that outputs are divided evenly.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from penstock.wafer.language import RECEIVE, SEND, Code, Colour, Counter, MeshRun, Part, Register
@@ -104,7 +106,12 @@ class Forward:
         p.route(self.sums, p.cores(), "ramp", "south")
         p.route(self.sums, below, "north", "ramp")
         self.drains = [p.drain(self.sums, core, "south", count) for core in p.cores(-1).tolist()]
-        every = {"send": self.sums, "source": self.acc.all, "clears": True, "is_ring": True}
+        every: dict[str, Any] = {
+            "send": self.sums,
+            "source": self.acc.all,
+            "clears": True,
+            "is_ring": True,
+        }
         own, both = (self.full,), (self.full, self.came)
         p.main(top, SEND).stream(count, gates=own, signals=(self.free,), **every)
         self.receive(below, count)
@@ -132,7 +139,7 @@ class Forward:
     def receive(self, cores: np.ndarray, count: int | Register) -> None:
         """Store the sums of the row of cores before in the inbox."""
         code = self.program.main(cores, RECEIVE)
-        every = {"take": self.sums, "gates": (self.room,)}
+        every: dict[str, Any] = {"take": self.sums, "gates": (self.room,)}
         if not self.is_alone:
             signals = (self.came,)
             code.stream(count, into=self.inbox.all, signals=signals, is_ring=True, **every)
@@ -195,7 +202,7 @@ class Forward:
             send.add(own, own, other, set_up=0.0, elements=self.spread.tokens)
             send.post(self.room, words)
             other, gates, signals = None, (), (self.free,)
-        moves = {"send": send_to, "into": into, "source": own, "plus": other}
+        moves: dict[str, Any] = {"send": send_to, "into": into, "source": own, "plus": other}
         send.stream(words, gates=gates, signals=signals, clears=True, **moves)
         if row is not None:
             send.advance(row, modulo=self.inbox.shape[0])
@@ -204,7 +211,9 @@ class Forward:
         """Return Y [tokens, outputs] of a run."""
         spread, mesh = self.spread, self.program.mesh
         if not self.is_ring:
-            words = [np.stack(done.drained(drain)[: self.program.pack], -1) for drain in self.drains]
+            words = [
+                np.stack(done.drained(drain)[: self.program.pack], -1) for drain in self.drains
+            ]
             shape = (mesh.columns, spread.outputs, spread.width)
             return spread.tokens_of(np.stack(words).reshape(shape))
         kept = done.read(self.y).reshape(mesh.rows, mesh.columns, -1, spread.width)

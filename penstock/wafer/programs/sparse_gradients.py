@@ -47,7 +47,7 @@ def simulate_data_gradient(
 def simulate_weight_gradient(
     mask: np.ndarray, activations: np.ndarray, gradients: np.ndarray, run: Run
 ) -> SimulatedProduct:
-    """Return dW = dY^T X at the entries of a mask [outputs, inputs], zero elsewhere, and its cycles.
+    """Return dW = dY^T X [outputs, inputs] at a mask's entries, zero elsewhere, and its cycles.
 
     Args:
         activations: [tokens, inputs].

@@ -183,9 +183,7 @@ def gradient_stream(program: MeshProgram, spread: Spread, gradients: np.ndarray)
     columns = program.rounded(spread.columns(gradients)).reshape(program.mesh.columns, -1)
     for column, cells in enumerate(columns):
         second = cells[1::2] if program.pack == 2 else None
-        program.feed(
-            colour, column, "north", cells[:: program.pack], second, from_host=False
-        )
+        program.feed(colour, column, "north", cells[:: program.pack], second, from_host=False)
     return colour
 
 

@@ -25,7 +25,12 @@ class TreeReduce:
         centre = root == "centre"
         self.root = (mesh.rows // 2, mesh.columns // 2) if centre else (0, 0)
         self.colours: dict[str, Colour] = {}
-        for side, back in (("east", "west"), ("west", "east"), ("south", "north"), ("north", "south")):
+        for side, back in (
+            ("east", "west"),
+            ("west", "east"),
+            ("south", "north"),
+            ("north", "south"),
+        ):
             colour = self.colours[side] = program.colour(f"sums to the {side}")
             senders = [core for core in range(mesh.cores) if self._sends(core) == side]
             takers = [core for core in range(mesh.cores) if side in self._takes(core)]
@@ -74,7 +79,9 @@ class TreeReduce:
                 leaves.append("north")
             if not column and row >= 0 and at_row < mesh.rows - 1:
                 leaves.append("south")
-            arrives = "east" if column < 0 else "west" if column else "south" if row < 0 else "north"
+            arrives = (
+                "east" if column < 0 else "west" if column else "south" if row < 0 else "north"
+            )
             if not (row or column):
                 arrives = "ramp"
             if leaves:
@@ -104,9 +111,7 @@ class TreeReduce:
         code.work(code.core.drain_cycles)
 
 
-def by_role(
-    program: MeshProgram, role: Callable[[int], object]
-) -> list[tuple[int, np.ndarray]]:
+def by_role(program: MeshProgram, role: Callable[[int], object]) -> list[tuple[int, np.ndarray]]:
     """Return cores in groups of equal roles: one of them, and all."""
     groups: dict[object, list[int]] = {}
     for core in range(program.mesh.cores):

@@ -19,7 +19,13 @@ def divide(p: MeshProgram, name: str, values: np.ndarray) -> Array:
 
 
 def simulate_axpy(
-    a: float, x: np.ndarray, y: np.ndarray, mesh: Mesh, core: CoreParameters, *, element_bytes: int = 4
+    a: float,
+    x: np.ndarray,
+    y: np.ndarray,
+    mesh: Mesh,
+    core: CoreParameters,
+    *,
+    element_bytes: int = 4,
 ) -> tuple[np.ndarray, MeshReport]:
     """Return y + a x and the report."""
     p = MeshProgram(mesh, core, element_bytes=element_bytes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BudgetError, ConfigError, MeshError
-from penstock.wafer import SILICON, SIM, CoreParameters, Mesh
+from penstock.wafer import SILICON, CoreParameters, Mesh
 from penstock.wafer.language import RECEIVE, SEND, MeshProgram
 from penstock.wafer.mesh import Ticks, TraceOptions
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BudgetError, ConfigError
-from penstock.wafer import SILICON, SIM, Mesh
+from penstock.wafer import SIM, Mesh
 from penstock.wafer.closed_form import (
     HIDDEN,
     PAID,
@@ -194,7 +194,7 @@ def test_one_held_row_of_gradients_is_a_barrier_at_every_output_feature(name):
     entry = SIM.trigger_cycles + SIM.elements_cycles(64) + (name == "weight gradient")
     barrier = counts.max(axis=1).sum() * entry
     # A row of dY has 32 words, of which queues of one word hold little; it enters when the slowest
-    # core is done with the row before, each word after the two cycles of the one before on the ramp.
+    # core is done with the row before, each word two cycles (of the ramp) after the one before.
     core = dataclasses.replace(SIM, queue_words=1)
     run = Run(Mesh(16, 2), core, StreamingOptions(broadcast_rows=1), rounds=False)
     found, _ = simulate(name, mask, 128, run)

@@ -81,9 +81,7 @@ def test_scalar_work_beside_a_vector_operation_is_free_only_with_a_data_path_of_
 def test_unknown_loop_form_is_refused_with_the_nearest():
     with pytest.raises(ConfigError) as error:
         simulate_loop_form("256 on 16, map", SIM)
-    assert str(error.value).endswith(
-        "got '256 on 16, map' (did you mean '256 on 16, @map'?)"
-    )
+    assert str(error.value).endswith("got '256 on 16, map' (did you mean '256 on 16, @map'?)")
 
 
 # --- collectives ----------------------------------------------------------------------------------
