@@ -7,6 +7,7 @@
 #   make bench           the figures that the README quotes, one script each
 #   make bench QUICK=1   the same with less work: some minutes, and no figures to quote
 #   make docs            the documentation, into site/
+#   make wafer-figures   the pictures of the simulated wafer, into docs/pictures/
 # Another Python: make test PYTHON=python3.12
 # The tests run in three processes of one thread each, a file at a time; in one process: make test WORKERS=0
 
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY_DOCS := $(VENV)/.ready-docs
 
-.PHONY: demo test test-long soak lint bench docs clean
+.PHONY: demo test test-long soak lint bench docs wafer-figures clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -45,6 +46,13 @@ bench: $(READY)
 
 docs: $(READY) $(READY_DOCS)
 	$(BIN)/python -m mkdocs build --strict --quiet
+
+wafer-figures: $(READY)
+	for name in acceleration sorting ring accumulators queues cores links; do \
+		$(BIN)/python -m penstock wafer figure $$name \
+			--out docs/pictures/wafer_$$name.svg --out docs/pictures/wafer_$$name.png || exit 1; \
+	done
+	$(BIN)/python -m penstock wafer figure animation --out docs/pictures/wafer_animation.gif
 
 clean:
 	rm -rf site build .pytest_cache .ruff_cache .mypy_cache

@@ -27,6 +27,7 @@ from penstock.cli import (
     prune,
     scale,
     train,
+    wafer,
 )
 from penstock.cli.system_errors import explain_system_error, refuse_unreadable_arguments
 from penstock.errors import PenstockError
@@ -94,6 +95,7 @@ app.command("prune")(prune.prune)
 app.command("inspect")(inspect.inspect)
 app.command("program")(program.program)
 app.add_typer(plan.app, name="plan")
+app.add_typer(wafer.app, name="wafer")
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(data.app, name="data")
 

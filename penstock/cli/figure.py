@@ -55,9 +55,9 @@ def figure(
         )
 
     from penstock.machines import load_gpu_cluster, load_machine
+    from penstock.pictures import check_name
     from penstock.prediction import (
         Planner,
-        check_name,
         draw_gpus,
         draw_memory,
         draw_scaling,

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.progress import compared_lines, show_bytes, show_count, show_shares, show_sparsity
+from penstock.progress import (
+    compared_lines,
+    cycle_lines,
+    show_bytes,
+    show_count,
+    show_shares,
+    show_sparsity,
+)
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -299,7 +306,36 @@ def _progress_lines(run: Path) -> list[str]:
     measured = None if report is None else reported(report)
     if measured is not None:
         lines += [f"prediction   {line}" for line in compared_lines(measured)]
+        lines += [f"wafer        {line}" for line in cycle_lines(measured)]
+    if step is not None:
+        lines += _stage_lines(step)
     return lines
+
+
+def _stage_lines(row: Mapping[str, Any]) -> list[str]:
+    """Return a line for each stage of a step on a simulated wafer; none if the row has none, or is
+    damaged."""
+    cycles = row.get("cycles")
+    stages = cycles.get("stages") if isinstance(cycles, dict) else None
+    if not isinstance(cycles, dict) or not isinstance(stages, dict):
+        return []
+    lines = [
+        f"cycles       step {row['step']} on {cycles.get('mesh')} cores ({cycles.get('cores')}), "
+        "by stage"
+    ]
+    for name, sweeps in stages.items():
+        parts = [
+            f"{sweep} {value:,.0f} {source.replace('_', ' ')}"
+            for sweep, figures in _items(sweeps)
+            for source, value in _items(figures)
+            if isinstance(value, float | int)
+        ]
+        lines.append(f"             {name}: {', '.join(parts)}")
+    return lines
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _checkpoint(state: CheckpointState) -> str:

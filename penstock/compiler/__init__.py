@@ -2,6 +2,7 @@
 
 from penstock.compiler.build import CompileOptions, compile_module
 from penstock.compiler.capture import Precision, tensor_attributes
+from penstock.compiler.fused_head import Head
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.operator_costs import operator_costs
 from penstock.compiler.products import (
@@ -18,6 +19,7 @@ from penstock.compiler.selection import select_trainable
 __all__ = [
     "PRODUCTS",
     "CompileOptions",
+    "Head",
     "Precision",
     "Products",
     "choose_products",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +48,16 @@ _WORK = {name: work for work, names in _WORK_OF_OPERATORS.items() for name in na
 _TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
 
 
-def operator_costs(graph: fx.Graph) -> tuple[OperatorCost, ...]:
-    """Return the costs of a traced graph, equal calls together, in the order of their first."""
-    found = Counter(cost for node in graph.nodes for cost in _costs(node))
+def operator_costs(graph: fx.Graph, without: Collection[fx.Node] = ()) -> tuple[OperatorCost, ...]:
+    """Return the costs of a traced graph, equal calls together, in the order of their first.
+
+    Nodes that call the engine's own objects, as sparse weights in a lowered graph, have none.
+
+    **Arguments:** `without` are nodes to leave out.
+    """
+    left_out = set(without)
+    nodes = (node for node in graph.nodes if node not in left_out)
+    found = Counter(cost for node in nodes for cost in _costs(node))
     return tuple(replace(cost, calls=calls) for cost, calls in found.items())
 
 

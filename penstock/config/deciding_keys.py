@@ -44,6 +44,9 @@ def trajectory(config: Config) -> dict[str, Any]:
         _flatten("sparsity", whole["sparsity"], flat)
         for key, step in places_as_steps(config.sparsity, config.run.steps).items():
             flat[f"sparsity.{key}"] = step
+    # The simulated mesh adds in another order; the closed form computes as the CPU does.
+    if config.engine.device == "wafer" and config.engine.cycles == "simulated":
+        flat["engine.cycles"], flat["engine.mesh"] = config.engine.cycles, config.engine.mesh
     flat["store.gradients"] = config.gradient_precision
     flat["data.sequence_length"] = config.data.sequence_length
     flat["data.seed"] = config.data.seed

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.config.section import Section, refuse, setting
+from penstock.config.section import Place, Section, refuse, setting
 from penstock.config.size import ByteSize, size_or_auto
 
+_MESH = re.compile(r"0*[1-9][0-9]{0,7}x0*[1-9][0-9]{0,7}")
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 
 
@@ -33,14 +34,29 @@ Devices = Annotated[
 ]
 
 
+def _mesh_text(value: Any) -> Any:
+    """Accept the text of a mesh with at least one core."""
+    if isinstance(value, str) and _MESH.fullmatch(value):
+        return value
+    raise PydanticCustomError(
+        "mesh",
+        "expected rows and columns from 1 up, such as 32x32, got {value}",
+        {"value": repr(value) if isinstance(value, str) else str(value)},
+    )
+
+
+MeshText = Annotated[str, BeforeValidator(_mesh_text)]
+
+
 class EngineConfig(Section):
     """One engine; all engines are alike."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting(
+    device: Literal["auto", "cpu", "cuda", "wafer"] = setting(
         "auto",
         (
             "device of the engines; auto: cuda if this machine has a GPU. The choice holds for all "
-            "engines"
+            "engines. wafer: the numbers of cpu, and the cycles that each stage would take on a "
+            "wafer-scale engine"
         ),
     )
     devices: Devices = setting(
@@ -73,6 +89,24 @@ class EngineConfig(Section):
         example=4,
         ge=1,
         le=1024,
+    )
+
+    mesh: MeshText = setting(
+        "750x994",
+        "of device wafer: cores of the mesh, rows x columns; a CS-2 has 750x994",
+        example="32x32",
+    )
+    cores: Place = setting(
+        "sim",
+        "of device wafer: costs of a core. sim: what the vendor's simulator shows; silicon: what "
+        "is measured on machines; or the path of a file of parameters, which ends in .yaml",
+        example="silicon",
+    )
+    cycles: Literal["closed_form", "simulated"] = setting(
+        "closed_form",
+        "of device wafer: where cycles come from. closed_form: formulas, for any model; simulated: "
+        "the products of weights run on the simulator of the mesh, which also gives their numbers, "
+        "for small models in fp32",
     )
 
     @model_validator(mode="after")

@@ -116,6 +116,7 @@ class Config(Section):
                 "cluster.shards to apart",
             )
         self._check_devices()
+        self._check_wafer()
         self._check_sparsity()
         if self.batch.size < self.engines:
             raise refuse(
@@ -154,6 +155,23 @@ class Config(Section):
                 "engine.devices",
                 f"expected at most batch.size {self.batch.size} devices, got {len(devices)}; each "
                 "needs a sequence",
+            )
+
+    def _check_wafer(self) -> None:
+        if self.engine.device != "wafer":
+            return
+        if self.cluster.start != "none":
+            raise refuse(
+                "engine.device",
+                f"expected auto, cpu or cuda with cluster.start: {self.cluster.start}, got wafer: "
+                "cycles are counted in the process that trains; set cluster.start to none",
+            )
+        if self.engine.cycles == "simulated" and self.precision != "fp32":
+            raise refuse(
+                "precision",
+                f"expected fp32 with engine.cycles: simulated, got {self.precision}: the simulated "
+                "cores compute with 32-bit numbers; set engine.cycles to closed_form, or precision "
+                "to fp32",
             )
 
     def _check_sparsity(self) -> None:

@@ -21,6 +21,9 @@ from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
 from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
+from penstock.engine.wafer_costs import MaskState, costs_at, stage_cycles_of
+from penstock.engine.wafer_engine import StageCount, WaferEngine, counted_cycles
+from penstock.engine.wafer_plan import KindPlan, WaferPlan, plan_wafer
 
 __all__ = [
     "KEPT_OVER_USED",
@@ -29,6 +32,8 @@ __all__ = [
     "DeviceThread",
     "Engine",
     "EnginePlan",
+    "KindPlan",
+    "MaskState",
     "Member",
     "MemoryAccount",
     "NullEngine",
@@ -40,22 +45,29 @@ __all__ = [
     "Sharing",
     "SparseProducts",
     "SparseWeights",
+    "StageCount",
     "Target",
     "TorchEngine",
+    "WaferEngine",
+    "WaferPlan",
     "accelerators",
     "bytes_of_choice",
     "can_fit",
     "choose_target",
     "compute",
+    "costs_at",
+    "counted_cycles",
     "keep_freed_pages",
     "least_kept_bytes",
     "mask_staging_bytes",
     "measured_sparsity",
     "micro_batches",
     "plan_engine",
+    "plan_wafer",
     "predict_bytes",
     "return_freed_pages",
     "set_threads",
+    "stage_cycles_of",
     "target_of",
     "thread_count",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from penstock.collectives import PartialSum
 from penstock.engine.memory import MemoryAccount
+from penstock.engine.wafer_plan import WaferPlan
 from penstock.program import Program
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import Operation
@@ -121,9 +122,11 @@ class EnginePlan:
 
     `beside_bytes` is the engine's memory besides computation: data that is being copied.
     `dense_gradients` says that some steps compute the gradient of every element of sparse weights.
+    `wafer` is how the stages lie on a mesh of cores, for an engine that counts their cycles.
     """
 
     recompute: frozenset[int] = frozenset()
     slots: int = SLOTS
     beside_bytes: int = 0
     dense_gradients: bool = False
+    wafer: WaferPlan | None = field(default=None, compare=False)

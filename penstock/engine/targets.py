@@ -23,6 +23,7 @@ from penstock.engine.sharing import largest_slot
 from penstock.engine.slots import DeviceSlots, WeightSlots
 from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.torch_engine import TorchEngine
+from penstock.engine.wafer_engine import WaferEngine
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.program import Program
@@ -158,6 +159,34 @@ class CpuTarget(Target):
         return TorchEngine(program, plan, budget_bytes=budget_bytes, slots=slots, sparse=sparse)
 
 
+class WaferTarget(CpuTarget):
+    """A simulated wafer-scale engine: the numbers of the processor, and the cycles of a mesh.
+
+    A plan without a mesh, as for an evaluation, has the processor's engine.
+    """
+
+    name = "wafer"
+
+    def devices(self) -> tuple[str, ...]:
+        return ("wafer",)
+
+    def make_engine(
+        self,
+        program: Program,
+        plan: EnginePlan,
+        *,
+        device: str | None = None,
+        budget_bytes: int | None = None,
+        slots: WeightSlots | None = None,
+        sparse: SparseWeights | None = None,
+    ) -> Engine:
+        if plan.wafer is None:
+            return super().make_engine(
+                program, plan, budget_bytes=budget_bytes, slots=slots, sparse=sparse
+            )
+        return WaferEngine(program, plan, plan.wafer, budget_bytes=budget_bytes, sparse=sparse)
+
+
 class CudaTarget(Target):
     """NVIDIA GPUs: weights are copied through page-locked memory on separate streams."""
 
@@ -246,7 +275,8 @@ class DescribedTarget(NullTarget):
 
 
 TARGETS: dict[str, Target] = {
-    target.name: target for target in (CpuTarget(), CudaTarget(), NullTarget(), DescribedTarget())
+    target.name: target
+    for target in (CpuTarget(), WaferTarget(), CudaTarget(), NullTarget(), DescribedTarget())
 }
 _PREFERRED = ("cuda", "cpu")  # for `engine.device: auto`, the first that exists
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         with_products,
     )
     from penstock.planning.sparse_weights import SparsePlan, mask_rule_of
+    from penstock.planning.wafer import wafer_options, with_wafer
 
 __all__ = [
     "DeviceMemory",
@@ -29,7 +30,9 @@ __all__ = [
     "plan_execution",
     "store_factory",
     "transfer_buffer_bytes",
+    "wafer_options",
     "with_products",
+    "with_wafer",
 ]
 
 __getattr__ = lazily(
@@ -45,6 +48,8 @@ __getattr__ = lazily(
         "measure_current": "sparse_products",
         "plan_execution": "execution_plan",
         "transfer_buffer_bytes": "memory_budget",
+        "wafer_options": "wafer",
         "with_products": "sparse_products",
+        "with_wafer": "wafer",
     },
 )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.prediction.gpu_run import GpuRun, describe
     from penstock.prediction.parallel_search import best_division, fewest_gpus
     from penstock.prediction.planned import Planner
-    from penstock.prediction.plots import check_name, plot_sweep
+    from penstock.prediction.plots import plot_sweep
     from penstock.prediction.predicted_run import Prediction, predict
     from penstock.prediction.printed_page import as_json, page
     from penstock.prediction.sweep import (
@@ -41,7 +41,6 @@ __all__ = [
     "as_csv",
     "as_json",
     "best_division",
-    "check_name",
     "describe",
     "divide",
     "draw_gpus",
@@ -70,7 +69,6 @@ __getattr__ = lazily(
         "describe": "gpu_run",
         "ModelFigures": "gpu_cluster",
         "best_division": "parallel_search",
-        "check_name": "plots",
         "divide": "gpu_cluster",
         "draw_gpus": "figures",
         "draw_memory": "figures",

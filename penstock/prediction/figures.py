@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.machines import GpuCluster, MachineDescription
+from penstock.pictures import new_figure, save
 from penstock.prediction.planned import Planner
-from penstock.prediction.plots import new_figure, save
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 
 if TYPE_CHECKING:

@@ -1,60 +1,13 @@
-"""Pictures of predictions, by matplotlib (`penstock[plot]`)."""
+"""Pictures of sweeps over predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+from penstock.pictures import new_figure, save
 from penstock.prediction.sweep import Point, Sweep
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_SUFFIXES = (".png", ".svg")
-_SIZE = (7.0, 4.2)  # inches
-
-
-def new_figure() -> tuple[Figure, Axes]:
-    """Return an empty picture and its axes.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "pictures need matplotlib, which is not installed; run pip install 'penstock[plot]'"
-        ) from None
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def check_name(path: Path) -> None:
-    """Raise `ConfigError` for a picture whose name has another ending than .png and .svg."""
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(
-            f"{path}: expected a name that ends in {' or '.join(_SUFFIXES)}, got {path.suffix!r}"
-        )
-
-
-def save(figure: Figure, *paths: Path) -> None:
-    """Write a picture as PNG or SVG, by the ending of each name.
-
-    Raises:
-        ConfigError: a name has another ending.
-    """
-    import matplotlib as mpl
-
-    for path in paths:
-        check_name(path)
-        # The same picture gives the same bytes.
-        metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        with mpl.rc_context({"svg.hashsalt": "penstock"}):
-            figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def plot_sweep(sweep: Sweep, points: Sequence[Point], path: Path) -> None:

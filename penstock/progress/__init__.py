@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         show_sparsity,
     )
     from penstock.progress.live import LiveView
-    from penstock.progress.log import LineView, compared_lines, show_evaluation
+    from penstock.progress.log import LineView, compared_lines, cycle_lines, show_evaluation
     from penstock.progress.notebook import NotebookView
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SilentView",
     "View",
     "compared_lines",
+    "cycle_lines",
     "show_bytes",
     "show_count",
     "show_dollars",
@@ -56,6 +57,7 @@ __getattr__ = lazily(
         "LiveView": "live",
         "NotebookView": "notebook",
         "compared_lines": "log",
+        "cycle_lines": "log",
         "show_bytes": "figures",
         "show_count": "figures",
         "show_dollars": "figures",

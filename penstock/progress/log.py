@@ -216,7 +216,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
         if share >= 0.005
     )
     lines = [f"a step's time: {shown}", "a step's traffic: " + traffic(run)]
-    lines[1:1] = compared_lines(run)
+    lines[1:1] = [*compared_lines(run), *cycle_lines(run)]
     if run.sparsity is not None:
         lines.append(
             f"sparsity: {show_sparsity(run.sparsity)} of the sparse weights' entries do not exist; "
@@ -278,6 +278,23 @@ def compared_lines(run: RunMeasured) -> list[str]:
             f"{show_bytes(run.peak_rss_bytes)} ({error:+.0%})"
         )
     return lines
+
+
+def cycle_lines(run: RunMeasured) -> list[str]:
+    """Return the cycles of a step on a wafer-scale engine, and where they come from; nothing for
+    other devices."""
+    cycles = {"closed form": run.closed_form_cycles, "simulated": run.simulated_cycles}
+    total = sum(cycles.values()) / run.steps
+    if not total or not run.clock_hz:
+        return []
+    parts = [f"{each / run.steps:,.0f} {what}" for what, each in cycles.items() if each]
+    if len(parts) > 1:
+        parts = [f"{total:,.0f}", f"of which {parts[0]}", parts[1]]
+    seconds = total / run.clock_hz
+    shown = show_duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return [
+        f"a step's cycles on the wafer: {', '.join(parts)}; {shown} at {run.clock_hz / 1e9:g} GHz"
+    ]
 
 
 def traffic(run: RunMeasured) -> str:

@@ -14,12 +14,13 @@ from penstock.collectives import Fabric
 from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
 from penstock.planning import ExecutionPlan
 from penstock.spans import Measured, Spans, gather
+from penstock.step.cycle_figures import step_cycles
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
 from penstock.step_schedule import Operation
 from penstock.store import Commit, Store, kept_entries
-from penstock.telemetry import StepDone, process_memory
+from penstock.telemetry import StepCycles, StepDone, process_memory
 
 _Computed = tuple[Operation, list[PendingGradients | None]]
 """An operation, and the pending gradients of each engine."""
@@ -99,6 +100,7 @@ class StepRunner:
             tokens=self._tokens,
             engine_bytes=self.engine_peak_bytes,
             figures=MaskFigures.of(self._layout, kept, commit.decision),
+            cycles=step_cycles(self._layout, self._engines),
         )
 
     def _begin(self) -> float:
@@ -180,6 +182,7 @@ def step_done(
     tokens: int,
     engine_bytes: int,
     figures: MaskFigures,
+    cycles: StepCycles | None = None,
 ) -> StepDone:
     """Return the event of a committed step.
 
@@ -190,6 +193,7 @@ def step_done(
         store_seconds: the part of `seconds` in which no engine computed.
         engine_bytes: the peak memory of any engine.
         figures: of the arithmetic and the masks.
+        cycles: of the engines, if they count them.
     """
     decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()
@@ -217,4 +221,5 @@ def step_done(
         flops=figures.flops,
         sparsity=figures.sparsity,
         changed_entries=figures.changed_entries,
+        cycles=cycles,
     )

@@ -75,6 +75,24 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
+class StepCycles:
+    """What a step would have taken on a wafer-scale engine, in cycles of its cores.
+
+    `closed_form` come from formulas, `simulated` from the simulator of the mesh; a step takes both.
+    `mesh` is the number of rows and columns of cores, `cores` the name of their parameters.
+    `stages` has the same for each stage, by name and sweep: `forward`, `backward`, and `turn` for
+    both of the last stage.
+    """
+
+    mesh: str
+    cores: str
+    clock_hz: float
+    closed_form: float
+    simulated: float
+    stages: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StepDone:
     """A step was committed. `engine_bytes` and `store_bytes` are the peak of the step.
 
@@ -92,7 +110,7 @@ class StepDone:
     multiply-add counts as two, and a sparse weight's products by the entries that exist. Of a run
     with sparse weights, `sparsity` is the share of their entries that do not exist after the step,
     and `changed_entries` the number that the step's commit has dropped or grown; `sparsity` is None
-    for other runs.
+    for other runs. `cycles` is None on every device but a simulated wafer.
     """
 
     step: int
@@ -117,6 +135,7 @@ class StepDone:
     flops: int = 0
     sparsity: float | None = None
     changed_entries: int = 0
+    cycles: StepCycles | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +204,8 @@ class RunMeasured:
     arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`. `predicted`
     is what the planner predicted of a step, if it could. `usual_step_seconds` is the median time of
     a step, without the first ones of the process; 0 in files of older versions.
+    `closed_form_cycles` and `simulated_cycles` are sums over all steps of `StepCycles`, whose cores
+    have `clock_hz`; 0 on every device but a simulated wafer.
     """
 
     step: int
@@ -209,6 +230,9 @@ class RunMeasured:
     sparsity: float | None = None
     predicted: PredictedStep | None = None
     usual_step_seconds: float = 0.0
+    closed_form_cycles: float = 0.0
+    simulated_cycles: float = 0.0
+    clock_hz: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from penstock.telemetry.events import (
     RunMeasured,
     RunStarted,
     Saved,
+    StepCycles,
     StepDone,
 )
 
 _PIECE_BYTES = 1 << 16
-_LONGEST_LINE_BYTES = 1 << 20  # a row has less than a thousand bytes; longer lines are damaged
+_LONGEST_LINE_BYTES = 1 << 20  # a row has some kilobytes at most; longer lines are damaged
 
 
 class MetricsFile:
@@ -205,7 +206,7 @@ def _ends_with_line(file: BinaryIO) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, PredictedStep):
+    if isinstance(value, PredictedStep | StepCycles):
         return {key: _plain(each) for key, each in vars(value).items()}
     return str(value) if isinstance(value, Path) else value
 

@@ -42,6 +42,7 @@ class RunReport:
         self._sums: Counter[str] = Counter()
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._checkpoint_bytes = 0
+        self._closed_form_cycles = self._simulated_cycles = 0.0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -59,6 +60,9 @@ class RunReport:
         self._recent.append(step.seconds)
         for name in ("seconds", "flash_read_bytes", "flash_written_bytes", *_SUMMED):
             self._sums[name] += getattr(step, name)
+        if step.cycles is not None:
+            self._closed_form_cycles += step.cycles.closed_form
+            self._simulated_cycles += step.cycles.simulated
 
     def add_behind(self, traffic: FlashTraffic) -> None:
         """Count the flash traffic after the last step, which makes that step durable."""
@@ -84,5 +88,8 @@ class RunReport:
             memory_bytes=self._limit_bytes,
             sparsity=last.sparsity,
             predicted=started.predicted,
+            closed_form_cycles=self._closed_form_cycles,
+            simulated_cycles=self._simulated_cycles,
+            clock_hz=0.0 if last.cycles is None else last.cycles.clock_hz,
             **{name: sums[name] for name in _SUMMED},
         )

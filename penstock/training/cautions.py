@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.config import Config
+from penstock.config import Config, size_above
+from penstock.engine import predict_bytes
 from penstock.errors import few
 from penstock.models import ModelSource, parts_in_eval_mode
 from penstock.planning import ExecutionPlan
@@ -16,6 +17,7 @@ def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iter
     yield from _trained_in_eval_mode(source, layout.program)
     yield from _mean_of_means(config, source, layout)
     yield from _masks_that_never_change(config, layout)
+    yield from _values_beyond_a_mesh(config, layout)
 
 
 def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str]:
@@ -52,4 +54,22 @@ def _masks_that_never_change(config: Config, layout: ExecutionPlan) -> Iterator[
             f"sparsity: {config.sparsity.method} changes no mask in this run of "
             f"{config.run.steps} steps, with a change every {config.sparsity.update_every}; lower "
             "sparsity.update_every"
+        )
+
+
+def _values_beyond_a_mesh(config: Config, layout: ExecutionPlan) -> Iterator[str]:
+    """Warn that a step keeps more than the cores of a simulated wafer have room for."""
+    wafer = layout.plan.wafer
+    if wafer is None:
+        return
+    mesh, core = wafer.options.mesh, wafer.options.core
+    room = mesh.cores * (core.sram_bytes - core.reserved_bytes)
+    each = -(-layout.micro_batches // config.engines)
+    needs = predict_bytes(layout.program, each, layout.plan, layout.device).peak_bytes
+    if needs > room:
+        yield (
+            f"engine.mesh: a step keeps up to {size_above(needs)} on an engine, and {mesh} cores "
+            f"have room for {size_above(room)}. Every layer fits; cycles do not include moving "
+            "what waits for the backward sweep elsewhere and back. Take a larger mesh, a smaller "
+            "batch.size, or engine.recompute: always"
         )

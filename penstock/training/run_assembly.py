@@ -17,7 +17,14 @@ from penstock.data import Source
 from penstock.engine import choose_target, target_of
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders, plan_execution, with_products
+from penstock.planning import (
+    ExecutionPlan,
+    builders,
+    plan_execution,
+    wafer_options,
+    with_products,
+    with_wafer,
+)
 from penstock.step import (
     Batches,
     LocalEngines,
@@ -55,6 +62,10 @@ class RunSetup:
     @property
     def device_names(self) -> str:
         """The devices, for display."""
+        wafer = self.plan.plan.wafer
+        if wafer is not None:
+            how = wafer.options.cycles.replace("_", " ")
+            return f"a wafer of {wafer.options.mesh} cores ({wafer.options.core.name}, {how})"
         return ", ".join(self.devices) or self.device
 
 
@@ -83,6 +94,7 @@ def set_up(
     found = builders.source_of(config, model, is_resumed, notice, needs_base)
     devices = choose_devices(config.engine)
     target = target_of(devices[0]) if devices else choose_target(config.engine.device)
+    wafer = wafer_options(config, target.name)
     if recorded is not None:
         check_same_sparsity(config, recorded.trajectory)
     if source is None:
@@ -103,6 +115,7 @@ def set_up(
         recorded_entries=recorded.sparse_entries if recorded else None,
     )
     products = recorded.sparse_products if recorded else None
+    plan = with_wafer(plan, wafer)
     plan = with_products(plan, config.run.steps, products, notice)
     return RunSetup(found, data, devices, target.name, plan)
 

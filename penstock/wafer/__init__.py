@@ -6,6 +6,7 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.wafer.load import dump_parameters, known_parameters, load_parameters
+    from penstock.wafer.options import CycleSource, WaferOptions
     from penstock.wafer.parameters import CS2_MESH, SILICON, SIM, CoreParameters, Mesh
     from penstock.wafer.published import (
         NOT_MODELLED,
@@ -25,8 +26,10 @@ __all__ = [
     "SPARSE_ROWS",
     "CompressedColumnsKernel",
     "CoreParameters",
+    "CycleSource",
     "Mesh",
     "PublishedRow",
+    "WaferOptions",
     "dump_parameters",
     "fit_sparse_kernel",
     "known_parameters",
@@ -46,6 +49,8 @@ __getattr__ = lazily(
         "dump_parameters": "load",
         "known_parameters": "load",
         "load_parameters": "load",
+        "CycleSource": "options",
+        "WaferOptions": "options",
         "CompressedColumnsKernel": "published",
         "NOT_MODELLED": "published",
         "PublishedRow": "published",

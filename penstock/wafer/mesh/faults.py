@@ -108,6 +108,7 @@ def _waiting(t: MeshTables, labels: Labels, ticks: Ticks) -> Iterator[str]:
             f"{int(queue[tables.COUNT])} words of {labels.colour(int(queue[tables.QUEUE_COLOUR]))} "
             f"wait at {labels.core(int(queue[tables.QUEUE_CORE]))}"
         )
-    for number in np.flatnonzero(t.sinks[:, tables.SINK_NEXT] < t.sinks[:, tables.SINK_END]):
+    unfilled = t.sinks[:, tables.SINK_NEXT] < t.sinks[:, tables.SINK_END]
+    for number in np.flatnonzero(unfilled).tolist():
         sink = t.sinks[number]
         yield f"drain {number} still expects {sink[tables.SINK_END] - sink[tables.SINK_NEXT]} words"

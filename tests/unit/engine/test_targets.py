@@ -45,9 +45,9 @@ def test_target_is_the_device_name_before_the_colon():
     assert target_of("cpu") is TARGETS["cpu"]
     assert target_of("cuda:3") is target_of("cuda")
     with pytest.raises(
-        ConfigError, match=r"expected one of cpu, cuda, null, described, got 'wafer:0'"
+        ConfigError, match=r"expected one of cpu, wafer, cuda, null, described, got 'tpu:0'"
     ):
-        target_of("wafer:0")
+        target_of("tpu:0")
 
 
 def test_auto_chooses_a_gpu_if_available(monkeypatch):
@@ -74,7 +74,7 @@ def test_added_target_is_found(monkeypatch):
     assert choose_target("simulated") is made
 
 
-@pytest.mark.parametrize("name", ["cpu", "null"])
+@pytest.mark.parametrize("name", ["cpu", "wafer", "null"])
 def test_engine_of_each_target_executes_a_step(name):
     module, rows = Net(), {"x": torch.ones(3, 4)}
     program = compiled(module, rows, device=target_of(name).trace_device)
@@ -88,7 +88,7 @@ def test_engine_of_each_target_executes_a_step(name):
         engine.infer(stage.index)
     ((loss,),) = engine.results()
     assert loss.numel() == 1
-    if name == "cpu":
+    if name != "null":
         assert float(loss) == pytest.approx(float(module(**rows).detach()), rel=1e-5)
         assert engine.losses() == [float(loss)]
     else:
@@ -107,7 +107,9 @@ def test_recorded_products_are_kept_if_available(target: Target, monkeypatch):
             kept = recorded if recorded in target.products else chosen
             assert target.products_as_recorded(recorded, processor) == kept
     chooses = {target.choose_products(each) for each in (AMD, INTEL)}
-    assert len(chooses) == (2 if target.name == "cpu" else 1)  # no host decides a simulation
+    assert len(chooses) == (
+        2 if target.name in ("cpu", "wafer") else 1
+    )  # no host decides a null device
 
 
 def test_missing_product_library_is_refused_with_remedy(monkeypatch):

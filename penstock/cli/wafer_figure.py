@@ -1,0 +1,34 @@
+"""`penstock wafer figure`: pictures of a simulated wafer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def _known() -> str:
+    from penstock.wafer_figures import FIGURES
+
+    return ", ".join(FIGURES)
+
+
+def figure(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {_known()}.")],
+    cores: Annotated[
+        str, typer.Option(metavar="NAME", help="sim, silicon, or a file of core parameters.")
+    ] = "sim",
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="File; repeat it for several. Default NAME.png."),
+    ] = None,
+) -> None:
+    """Draw a picture. It says whether its numbers are simulated, closed form, or published."""
+    from penstock.wafer import load_parameters
+    from penstock.wafer_figures import draw, figure_named
+
+    chosen, core = figure_named(name), load_parameters(cores)
+    for path in out or [Path(f"{name}{chosen.endings[0]}")]:
+        draw(name, path, core)
+        typer.echo(f"{path}: {chosen.about}; {chosen.source}")
