@@ -217,7 +217,7 @@ def test_values_beyond_the_cores_memory_are_noticed(tmp_path):
     trainer.train()
     texts = [event.text for event in said if isinstance(event, Notice)]
     [text] = [text for text in texts if text.startswith("engine.mesh")]
-    assert "and 2x2 cores have room for 176 KiB. Every layer fits; cycles do not include" in text
+    assert "and 2x2 cores have room for 0.18 MiB. Every layer fits; cycles do not include" in text
 
 
 def test_two_engines_work_side_by_side(of_kind):

@@ -78,9 +78,10 @@ def most_tokens(
     layout: ActivationLayout,
     core: CoreParameters,
     options: StreamingOptions = HIDDEN,
+    element_bytes: int = 2,
 ) -> int:
     """Return the most tokens with which a layer of a size fits the cores in training; 0 if none."""
-    one = StreamedProduct(outputs, inputs, tokens=1)
+    one = StreamedProduct(outputs, inputs, tokens=1, element_bytes=element_bytes)
     use = sram_use(one, layout, core, options)
     per_core = (use.capacity - use.reserved) // (use.total - use.reserved)
     return per_core * layout.token_columns
@@ -101,7 +102,8 @@ def check_fits(
     """
     use = sram_use(product, layout, core, options)
     if not use.fits:
-        most = most_tokens(product.outputs, product.inputs, layout, core, options)
+        size = product.outputs, product.inputs
+        most = most_tokens(*size, layout, core, options, product.element_bytes)
         remedy = f"at most {most} tokens fit; lower batch.micro or take" if most else "take"
         raise BudgetError(
             f"{name}: {product} on {layout.mesh} cores needs {use.total:,} bytes per core "
