@@ -33,6 +33,8 @@ _IMPORTED = frozenset(
     }
 )
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+# A generation configuration keeps its `hash`, which differs from process to process.
+_OF_THE_PROCESS = frozenset({"_original_object_hash"})
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -95,7 +97,8 @@ class _Values:
             return _global(value)
         if hasattr(value, "to_dict") and _is_of_library(type(value)):
             if id(value) not in self._configs:
-                self._configs[id(value)] = f"{type(value).__qualname__}{self.describe(vars(value))}"
+                fields = {k: v for k, v in vars(value).items() if k not in _OF_THE_PROCESS}
+                self._configs[id(value)] = f"{type(value).__qualname__}{self.describe(fields)}"
             return self._configs[id(value)]
         raise UndescribedError(f"{type(value)}")
 
