@@ -6,10 +6,11 @@ engine's own code on tensors without memory, and reads the memory account (`step
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.config import size_above
 from penstock.engine.interface import SLOTS, EnginePlan
@@ -59,6 +60,11 @@ _Step = tuple[EnginePlan, bool]
 _steps: dict[int, tuple[weakref.ref[Program], dict[_Step, StepMemory]]] = {}  # by id
 
 
+def _forget(steps: dict[int, Any], number: int, _: weakref.ref[Program]) -> None:
+    # `steps` is given: at the end of the process the module's names go before the program does.
+    steps.pop(number, None)
+
+
 def _peak(
     program: Program, micro_batches: int, plan: EnginePlan, expands_sparse: bool
 ) -> tuple[int, str]:
@@ -66,7 +72,7 @@ def _peak(
     of, known = _steps.get(id(program), (None, {}))
     if of is None or of() is not program:
         number = id(program)
-        of = weakref.ref(program, lambda _: _steps.pop(number, None))
+        of = weakref.ref(program, functools.partial(_forget, _steps, number))
         _, known = _steps[number] = (of, {})
     # What is beside computation and the number of slots are no part of a dry run.
     step = replace(plan, beside_bytes=0, slots=SLOTS), expands_sparse

@@ -82,6 +82,9 @@ class Adversarial(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
         self.norm = nn.LayerNorm(12)
+        # The reversed gradient nearly cancels for the bias: if it began at zero, it would consist
+        # of rounding errors, which AdamW makes as large as any other change.
+        nn.init.normal_(self.norm.bias)
         self.critic = nn.Linear(12, 1)
 
     def embed(self, x):

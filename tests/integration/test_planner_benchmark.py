@@ -11,6 +11,8 @@ from penstock.calibration import host_measurement
 from penstock.calibration.operator_cases import operator_cases
 from penstock.calibration.overhead_cases import overhead_cases
 from penstock.calibration.store_cases import store_cases
+from penstock.engine import target_of
+from penstock.kernels.processor import Processor
 from penstock.machines import dump
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -29,7 +31,8 @@ def small_cases(_):
     """Two sizes of each kind of work, those nearest to a small model."""
     yield from overhead_cases()
     counts: dict[object, int] = {}
-    for case in (*operator_cases("torch", 1), *store_cases()):
+    products = target_of("cpu").choose_products(Processor.here())
+    for case in (*operator_cases(products, 1), *store_cases()):
         counts[case.quantity] = counts.get(case.quantity, 0) + 1
         if counts[case.quantity] <= 2:
             yield case
