@@ -23,10 +23,13 @@ LEAST_STEPS = 5
 def predicted_here(config: Config, layout: ExecutionPlan) -> PredictedStep | None:
     """Return the prediction of a step on this host.
 
-    None without measurements of this host, and for runs that other machines or devices compute.
+    None without measurements of this host, and for runs that other machines or devices compute, or
+    the simulator of a mesh.
     """
     is_elsewhere = target_of(layout.device).has_own_memory or config.cluster.has_other_hosts
-    if is_elsewhere or config.engine.devices is not None:
+    wafer = layout.plan.wafer
+    is_simulated = wafer is not None and wafer.options.cycles == "simulated"
+    if is_elsewhere or is_simulated or config.engine.devices is not None:
         return None
     try:
         machine = kept_machine(HostKey.here())

@@ -1,6 +1,7 @@
 """A run says what was predicted of its steps, and never fails because that is not possible."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from command_line import penstock
 
 from penstock import Trainer
 from penstock.calibration import HostKey, keep, kept_machine, kept_runs, runs_file
+from penstock.config import Config
 from penstock.data import ArraySource
 from penstock.machines import MachineDescription
 from penstock.telemetry import Notice, RunMeasured, RunStarted
@@ -129,3 +131,14 @@ def test_runs_that_cannot_be_kept_are_a_notice_and_no_error(tmp_path):
     _, measured = train(tmp_path, on_notice=notices.append)
     assert measured.steps == STEPS
     assert any("was not recorded" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("cycles", ["closed_form", "simulated"])
+def test_time_of_a_simulated_mesh_is_not_predicted(monkeypatch, cycles):
+    monkeypatch.setattr(predicted_steps, "kept_machine", lambda key: host())
+    monkeypatch.setattr(predicted_steps, "predict", lambda *given: "a prediction")
+    monkeypatch.setattr(predicted_steps, "predicted_step", lambda prediction: prediction)
+    options = SimpleNamespace(cycles=cycles)
+    plan = SimpleNamespace(wafer=SimpleNamespace(options=options))
+    found = predicted_steps.predicted_here(Config(), SimpleNamespace(device="wafer", plan=plan))
+    assert found == (None if cycles == "simulated" else "a prediction")
