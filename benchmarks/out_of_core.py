@@ -38,7 +38,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contract import describe_machine, limits_of_this_machine, print_limits, print_result
+from contract import (
+    describe_machine,
+    fastest_precision,
+    limits_of_this_machine,
+    print_limits,
+    print_result,
+)
 from side_by_side import (
     Worker,
     median_ratio,
@@ -142,7 +148,7 @@ def main() -> None:
             disk_rate=options.disk_rate,
         )
         result = against_disk(job, rounds) if options.flash_bound else against_memory(job, rounds)
-        limits = limits_of_this_machine(products=["bf16"], folder=folder)
+        limits = limits_of_this_machine(products=[fastest_precision()], folder=folder)
     finally:
         shutil.rmtree(folder)
     settings = {

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 import torch
-from contract import describe_machine, print_result
+from contract import describe_machine, plain_precisions, print_result
 from numba import prange
 from optimizer_pass import timed, waited_seconds
 
@@ -330,7 +330,7 @@ HEADER = (
 
 def cells(quick: bool) -> Iterator[Cell]:
     """One after the other, since all together would need much memory."""
-    for name in TYPES:
+    for name in plain_precisions():
         if quick:
             yield from (Cell((2048, 2048), 256, sparsity, name) for sparsity in (0.9, 0.95))
         else:

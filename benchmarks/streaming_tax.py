@@ -20,7 +20,13 @@ import statistics
 import tempfile
 from collections.abc import Callable
 
-from contract import PRODUCT_FLOPS, describe_machine, print_result, start_products
+from contract import (
+    PRODUCT_FLOPS,
+    describe_machine,
+    plain_precisions,
+    print_result,
+    start_products,
+)
 from side_by_side import Worker, print_table, serve, speeds_over, summarize, take_turns
 
 VOCABULARY, WIDTH, PRODUCTS = 50257, 768, "products"
@@ -55,7 +61,7 @@ def main() -> None:
         loops.append("compiled")
     results = [
         compare(loops, Job("", precision, layers, sequences, length), rounds)
-        for precision in options.precision or ["fp32", "bf16"]
+        for precision in options.precision or plain_precisions()
     ]
     print_result("streaming_tax", **summary(results), machine=machine, layers=layers, rounds=rounds)
 

@@ -26,7 +26,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from contract import describe_machine, limits_of_this_machine, print_limits, print_result
+from contract import (
+    describe_machine,
+    fastest_precision,
+    limits_of_this_machine,
+    print_limits,
+    print_result,
+)
 from side_by_side import (
     Worker,
     WorkerEnded,
@@ -101,7 +107,7 @@ def main() -> None:
         if options.resume:
             job = Job(RESIDENT, **vars(RESUME_GPT), folder=folder, dram=options.dram)
             result["resume"] = compare_resumed(job, loops, python if version else None)
-        limits = limits_of_this_machine(products=["bf16"], folder=folder)
+        limits = limits_of_this_machine(products=[fastest_precision()], folder=folder)
     finally:
         shutil.rmtree(folder)
     settings = {"layers": layers, "rounds": rounds, "dram": options.dram, "deepspeed": version}

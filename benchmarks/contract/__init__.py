@@ -11,6 +11,7 @@ from contract.limits import (
     start_products,
 )
 from contract.machine import describe_machine, disk_of
+from contract.precisions import fastest_precision, plain_precisions
 from contract.result import check_result, print_result
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "check_result",
     "describe_machine",
     "disk_of",
+    "fastest_precision",
     "limits_of_this_machine",
+    "plain_precisions",
     "print_limits",
     "print_result",
     "start_products",

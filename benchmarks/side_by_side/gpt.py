@@ -129,7 +129,8 @@ def make_trainer(gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any]) -
 
 
 class Resident:
-    """Plain PyTorch with everything resident: bf16 by autocast, fused AdamW, one clip."""
+    """Plain PyTorch with everything resident: bf16 by autocast where the processor has products of
+    bfloat16, fused AdamW, one clip."""
 
     def __init__(self, gpt: Gpt) -> None:
         import torch
@@ -149,11 +150,12 @@ class Resident:
     def step(self) -> float:
         """Do one step and return its loss."""
         import torch
+        from contract.precisions import fastest_precision
 
         size = self._gpt.sequences
         batch = self._source.batch(self._steps, range(size), size)
         ids, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=fastest_precision() == "bf16"):
             logits = self._model(input_ids=ids, use_cache=False).logits
             loss = cross_entropy(logits, labels)
         loss.backward()

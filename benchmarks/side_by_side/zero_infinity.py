@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from contract.precisions import fastest_precision
 from side_by_side.gpt import (
     BETAS,
     CLIP,
@@ -111,12 +112,13 @@ class ZeroInfinity:
             "pin_memory": False,
             "buffer_count": _BUFFERS,
         }
+        is_bfloat16 = fastest_precision() == "bf16"
         largest = max(VOCABULARY * WIDTH, 4 * WIDTH * WIDTH)
         return {
             "train_micro_batch_size_per_gpu": gpt.sequences,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": is_bfloat16},
             "optimizer": {
                 "type": "AdamW",
                 "params": {
