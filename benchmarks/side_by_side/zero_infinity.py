@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.precisions import fastest_precision
+
 from side_by_side.gpt import (
     BETAS,
     CLIP,
