@@ -251,6 +251,8 @@ def compile_source(
         )
 
     try:
+        if not target.caches_programs:
+            return compile_now()
         return cached_program(source, module, inputs, options, with_buffers, known, compile_now)
     finally:
         for child, training in modes:
