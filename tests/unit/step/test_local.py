@@ -130,6 +130,7 @@ def runner(made, engine, schedule_of):
         schedule_of=schedule_of,
         flops=StepFlops(PROGRAM, 1),
         sparse=None,
+        plan=SimpleNamespace(wafer=None),
     )
     part = SimpleNamespace(rows={"x": torch.zeros(1, 2)}, numbers=range(1))
     batches = SimpleNamespace(
