@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock.compiler import operator_costs
 from penstock.program import Kind, Program
 
 
@@ -50,6 +51,8 @@ def _assert_same_kind(found: Kind, expected: Kind) -> None:
                 _assert_same_graph(ours[name], theirs[name])
         elif isinstance(theirs, fx.GraphModule):
             assert ours.graph is found.graphs[field.name]
+            # Costs follow from the tensors that share storage.
+            assert operator_costs(ours.graph) == operator_costs(theirs.graph)
             assert type(ours).__name__ == type(theirs).__name__
             assert ours.code == theirs.code
         else:

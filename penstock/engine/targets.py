@@ -36,7 +36,6 @@ class Target(ABC):
         name: as in `engine.device`, and before the colon in `engine.devices`.
         trace_device: PyTorch's device on whose (fake) tensors stages are traced.
         products: who may multiply matrices (`compiler/products.py`), the default first.
-        caches_programs: compiled programs may come from the cache on disk.
         has_own_memory: weights are copied to the device; otherwise they are read in the store's
             memory.
         expands_sparse: sparse weights are expanded for dense products; otherwise their products are
@@ -50,7 +49,6 @@ class Target(ABC):
     name: ClassVar[str]
     trace_device: ClassVar[str]
     products: ClassVar[tuple[Products, ...]] = ("torch",)
-    caches_programs: ClassVar[bool] = True
     has_own_memory: ClassVar[bool] = False
     expands_sparse: ClassVar[bool] = False
     micro_batch_tokens: ClassVar[int] = 4096
@@ -168,8 +166,6 @@ class WaferTarget(CpuTarget):
     """
 
     name = "wafer"
-    # Cycles are counted from the graphs' tensors; those of a cached program share no memory.
-    caches_programs = False
 
     def devices(self) -> tuple[str, ...]:
         return ("wafer",)

@@ -251,8 +251,6 @@ def compile_source(
         )
 
     try:
-        if not target.caches_programs:
-            return compile_now()
         return cached_program(source, module, inputs, options, with_buffers, known, compile_now)
     finally:
         for child, training in modes:

@@ -33,6 +33,7 @@ class GraphWriter:
         self.targets: dict[str, int] = {}
         self.tensors: dict[tuple[Any, ...], int] = {}
         self._names: dict[Any, int] = {}
+        self._storages: dict[int, int] = {}
 
     def tables(self) -> dict[str, Any]:
         """Return the tables, as JSON; to be written after the graphs."""
@@ -102,7 +103,11 @@ class GraphWriter:
         sizes, strides = tuple(value.shape), tuple(value.stride())
         if not all(type(size) is int for size in (*sizes, *strides)):
             raise NotSerializableError(f"a tensor has the shape {sizes}")
-        key = (sizes, strides, name, value.device.type)
+        # Costs and memory are counted by which tensors share storage.
+        memory = value.untyped_storage()
+        number = self._storages.setdefault(memory._cdata, len(self._storages))
+        place = (number, value.storage_offset(), memory.nbytes())
+        key = (sizes, strides, name, value.device.type, *place)
         return self.tensors.setdefault(key, len(self.tensors))
 
 
@@ -115,8 +120,9 @@ class GraphReader:
 
     def __init__(self, tables: dict[str, Any]) -> None:
         self._targets = [function_of(name) for name in fields.texts(tables["targets"])]
+        storages: dict[int, torch.Tensor] = {}
         with FakeTensorMode():
-            self._tensors = [_fake(line) for line in fields.items(tables["tensors"])]
+            self._tensors = [_fake(line, storages) for line in fields.items(tables["tensors"])]
 
     def executable(self, lines: Any, name: str) -> fx.GraphModule:
         """Return a module that generates its code when it is first called."""
@@ -191,12 +197,17 @@ def _identifier(value: Any) -> str:
     return name
 
 
-def _fake(line: Any) -> torch.Tensor:
-    """Return a tensor without memory, under a fake tensor mode."""
-    sizes, strides, dtype, device = fields.items(line, 4)
+def _fake(line: Any, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor without memory, under a fake tensor mode; `storages` are those so far."""
+    sizes, strides, dtype, device, *place = fields.items(line, 7)
     shape, steps = fields.shape(sizes), fields.numbers(strides)
+    number, offset, size = fields.numbers(place)
     if len(steps) != len(shape):
         raise MalformedError(f"a tensor has {len(shape)} sizes and {len(steps)} strides")
-    return torch.empty_strided(
-        shape, steps, dtype=fields.dtype(dtype), device=fields.device(device)
-    )
+    if number not in storages:
+        where = fields.device(device)
+        storages[number] = torch.empty(size, dtype=torch.uint8, device=where)
+    try:
+        return storages[number].view(fields.dtype(dtype)).as_strided(shape, steps, offset)
+    except RuntimeError as error:
+        raise MalformedError(f"a tensor lies outside of its storage: {error}") from None

@@ -382,10 +382,3 @@ def test_writers_at_the_same_time_leave_whole_entries(folder):
         thread.join()
     assert not failed
     assert [path.name for path in folder.iterdir()] == ["one"]
-
-
-def test_programs_whose_cycles_are_counted_are_compiled_at_every_start(compiled, folder):
-    for _ in range(2):
-        program_of(small(), device="wafer")
-    assert len(compiled) == 2
-    assert not folder.exists() or not list(folder.iterdir())
