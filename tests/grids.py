@@ -14,6 +14,14 @@ def quick_first(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [pytest.param(v, marks=() if v in quick else pytest.mark.long) for v in values]
 
 
+def quick_combinations(*axes: Iterable[Any], quick: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Return all combinations of the axes' values; those not quick are in `make test-long`."""
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.long)
+        for case in itertools.product(*axes)
+    ]
+
+
 def thinned(*axes: Collection[Any], others: Any = pytest.mark.slow) -> list[Any]:
     """Return all combinations of the axes' values; `others` marks those that bring no new value.
 

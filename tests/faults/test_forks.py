@@ -53,6 +53,7 @@ def polled(launcher: LocalLauncher) -> list:
     return wait_until(launcher.poll)
 
 
+@pytest.mark.long
 def test_killed_or_ended_worker_is_reported_once(launcher):
     for _ in range(3):
         launcher.start("engine")
@@ -82,6 +83,7 @@ def test_killed_or_ended_worker_is_reported_once(launcher):
     assert not any(is_running(pid) for pid in (*pids.values(), fork_server))
 
 
+@pytest.mark.long
 def test_exited_worker_is_reported_with_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "needed_modules", list)
     with socket.socket() as deaf:  # nobody listens, and nobody else comes to

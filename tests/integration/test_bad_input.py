@@ -67,6 +67,7 @@ def test_unknown_key(penstock):
     )
 
 
+@pytest.mark.long
 def test_refused_budget_names_the_minimum_that_works(penstock):
     result = penstock("train", "run.yaml", "engine.memory=100KB")
     assert_refused(

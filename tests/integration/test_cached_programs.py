@@ -45,6 +45,7 @@ def test_a_run_from_a_cached_program_has_the_same_bits(precision, tmp_path, fold
     assert run("read") == compiled
 
 
+@pytest.mark.long
 def test_a_command_in_another_process_reads_the_program(tmp_path):
     folder = tmp_path / "penstock" / "programs"
     command = [sys.executable, "-m", "penstock", "program", "tiny"]

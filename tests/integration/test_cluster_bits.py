@@ -23,7 +23,7 @@ CASES = [
     *itertools.product((1, 3), (2, 3), PRECISIONS, TIERS, ("apart",)),
 ]
 MARKS = {
-    (2, 2, "fp32", "flash", "here"): (),
+    (2, 2, "fp32", "flash", "here"): pytest.mark.long,
     (3, 2, "bf16", "flash", "here"): pytest.mark.long,
     (1, 3, "bf16", "memory", "apart"): pytest.mark.long,
 }

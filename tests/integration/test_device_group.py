@@ -71,6 +71,7 @@ def test_bits_and_traffic_are_independent_of_the_number_of_devices(
         assert found == alone(kind, precision), devices
 
 
+@pytest.mark.long
 def test_device_group_with_frozen_weights_shards_and_recomputation(kind, tmp_path):
     case = language_model("llama")
     recipe = Recipe(steps=2, warmup_steps=0, size=12, micro=2, freeze=("model.layers.0.*",))

@@ -94,6 +94,7 @@ def test_forward_backward_and_recomputation_use_the_same_mask():
     assert torch.equal(masks(0.5), masks(0.5))
 
 
+@pytest.mark.long
 def test_evaluation_has_no_dropout(tmp_path):
     """The held-out loss is that of the plain model in evaluation mode, on the same rows."""
     dropout = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}

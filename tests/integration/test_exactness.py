@@ -16,6 +16,7 @@ def test_twenty_steps_agree_with_plain_pytorch(name, seed, tmp_path):
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
+@pytest.mark.long
 def test_gpt2_with_untied_head_agrees_with_plain_pytorch(tmp_path):
     case, recipe = language_model("gpt2", tie_word_embeddings=False), Recipe(seed=2, steps=10)
     ours = streamed(case, recipe, tmp_path)

@@ -225,6 +225,7 @@ def of_blocks(folder, steps, engine, **flash):
     )
 
 
+@pytest.mark.long
 def test_run_on_flash_resumes_with_other_engine_memory(tmp_path):
     """The files are laid out by the stages, which stay cut as the run began."""
     for steps, engine in ((1, "1300KiB"), (2, "64MiB")):

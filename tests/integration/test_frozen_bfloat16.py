@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from grids import quick_first, thinned
+from grids import quick_combinations, quick_first
 from hf_folders import model_of, save
 from safetensors.torch import load_file, save_file
 from tiny_models import LENGTH, language_model
@@ -106,7 +106,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"), thinned([*TARGETS], [*PRECISIONS], others=pytest.mark.long)
+    ("family", "precision"),
+    quick_combinations(TARGETS, PRECISIONS, quick=[("gpt2", "bf16")]),
 )
 def test_bfloat16_checkpoint_trains_to_the_bits_of_float32(family, precision, folders, tmp_path):
     narrow, wide = (
@@ -136,7 +137,9 @@ def unbroken(folders, tmp_path_factory):
     return trained(settings(folders["llama"][0], run, 4, precision="bf16"))
 
 
-@pytest.mark.parametrize("where", [{}, {"shards": 2}, "flash", "flash in shards"])
+@pytest.mark.parametrize(
+    "where", quick_first([{}, {"shards": 2}, "flash", "flash in shards"], ["flash in shards"])
+)
 def test_any_store_resumes_to_the_same_bits(where, folders, unbroken, tmp_path):
     model, expected = folders["llama"][0], unbroken
     store = where if isinstance(where, dict) else {
@@ -186,6 +189,7 @@ def test_worker_compiles_the_same_program(folders, tmp_path):
         trainer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", quick_first(["llama", "llama-tied"], ["llama"]))
 def test_float32_evaluation_and_recomputation_widen_bfloat16_weights(family, folders, tmp_path):
     found = []
@@ -289,7 +293,7 @@ def test_export_and_inspect_find_the_base(folders, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", quick_first(PRECISIONS, ["bf16"]))
 def test_bfloat16_module_keeps_frozen_weights_in_bfloat16(precision, tmp_path):
     """Nothing says where its values could be found again: a checkpoint holds them, in 2 bytes."""
 

@@ -82,6 +82,7 @@ def test_exported_weights_equal_the_store_to_the_bit(trained):
         assert torch.equal(parameter.detach(), trainer.store.master(name)), name
 
 
+@pytest.mark.long
 def test_exported_model_has_the_held_out_loss_of_the_run(trained):
     trainer, folder = trained
     model, _ = loaded(folder)
@@ -149,6 +150,7 @@ def test_generation_continues_beyond_the_context_window(trained):
     assert text
 
 
+@pytest.mark.long
 def test_resumed_trainer_generates_the_same_text(trained):
     trainer, folder = trained
     again = Trainer(folder / "run" / "config.yaml")

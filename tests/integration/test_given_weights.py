@@ -79,6 +79,7 @@ def test_masters_equal_half_precision_weights_exactly(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_a_checkpoint_loaded_in_bfloat16_trains_as_in_float32(tmp_path):
     """`AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16)`, as documented."""
     from dataclasses import replace

@@ -144,6 +144,7 @@ def unbroken(made, tmp_path_factory):
     return trained(settings(made, run, 4))[0], run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["dram", "flash"])
 def test_resumed_run_does_not_need_the_checkpoint(store, made, unbroken, tmp_path):
     shutil.copytree(made / "hf", tmp_path / "hf")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from grids import quick_first
 from plain_training import Recipe, assert_same_training, streamed, trained_by, trainer_of
 from safetensors.torch import load_file
 from tiny_models import LENGTH, ROWS, language_model, with_rows
@@ -83,7 +84,7 @@ def adapted(case, recipe, trained=()):
     [
         ("gpt2", (), 0),
         pytest.param("gpt2", ("*.ln_1.bias",), 1, marks=pytest.mark.long),
-        ("llama", (), 1),
+        pytest.param("llama", (), 1, marks=pytest.mark.long),
     ],
 )
 def test_ten_steps_agree_with_plain_pytorch(family, train, seed, tmp_path):
@@ -110,7 +111,7 @@ def test_comparison_detects_another_scale(tmp_path):
         assert_same_training(ours, *adapted(case, RECIPE))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", quick_first(["fp32", "bf16"], ["fp32"]))
 def test_frozen_weights_stream_without_optimizer_state(precision, tmp_path):
     """Bytes from the module's parameters alone; without weight decay, A too trains by gradient."""
     case = language_model("llama")
@@ -157,6 +158,7 @@ def run_bits(folder, until=None, **changes):
     return found
 
 
+@pytest.mark.long
 def test_any_store_engines_recomputation_and_stop_give_the_same_bits(tmp_path):
     bits = run_bits(tmp_path / "one")
     flash = {"dram": "64MiB", "flash": {"path": str(tmp_path / "flash")}}
@@ -180,7 +182,7 @@ def test_only_untrained_adapters_are_named(freeze, tmp_path):
     assert trainer.step == 7
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=quick_first(["gpt2", "llama"], ["gpt2"]))
 def tuned(request, tmp_path_factory):
     """A trainer whose adapters have moved far, with dropout, and the rows it is evaluated on."""
     case = language_model(request.param)

@@ -134,6 +134,7 @@ def test_full_disk_of_metrics_stops_and_saves_the_run(folder):
     )
 
 
+@pytest.mark.long
 def test_unwritable_result_gives_a_one_line_error(folder):
     process = train(folder, "run.steps=1", "--quiet", stdout=subprocess.DEVNULL)
     assert process.communicate() == (None, "")

@@ -195,6 +195,7 @@ def test_a_model_in_eval_mode_is_trained_in_train_mode_as_a_whole(tmp_path):
         assert_trained_like(module, reference.train(), tmp_path / str(number))
 
 
+@pytest.mark.long
 def test_a_transformers_model_in_eval_mode_trains_with_its_dropout(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -145,6 +145,7 @@ class AlwaysTwo(LlamaForCausalLM):
         return mean_token_loss(output, labels)
 
 
+@pytest.mark.long
 def test_constant_position_ids_separate_sequences(tmp_path):
     config = AutoConfig.for_model("llama", **{**SIZES, **UNTOKENED, "use_cache": False})
 

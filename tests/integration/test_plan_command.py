@@ -90,6 +90,7 @@ def test_engines_of_a_wafer_cluster_share_a_batch(folder):
     assert 1 < many["tokens_per_second"] / one["tokens_per_second"] <= 16
 
 
+@pytest.mark.long
 def test_sweep_is_a_table_a_csv_file_and_a_picture(folder):
     more = ("--sweep", "batch.size=8..32", "--csv", "sweep.csv", "--plot", "sweep.svg")
     done = plan(folder, *TINY, *more)
@@ -196,6 +197,7 @@ def test_gpu_cluster_as_json_and_with_a_deadline(folder):
     assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"])
 
 
+@pytest.mark.long
 def test_model_that_no_gpu_can_hold_is_refused_with_the_fewest_that_can(folder):
     done = penstock(
         *("plan", "gpt3-6.7b", "batch.size=64", "precision=bf16", "engines=1"),

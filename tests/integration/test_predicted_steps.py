@@ -83,6 +83,7 @@ def test_run_on_a_measured_host_compares_its_steps_with_the_prediction(tmp_path,
     assert "prediction   a step was predicted to take" in shown.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", [{}, {"flash": DISK}], ids=["no disk", "disk"])
 def test_run_on_flash_starts_whether_or_not_the_disk_was_measured(tmp_path, monkeypatch, store):
     monkeypatch.setattr(predicted_steps, "kept_machine", lambda key: host(**store))

@@ -128,6 +128,7 @@ def test_losses_and_weights_equal_transformers(family, folder, tmp_path):
             assert distance(trainer.store.master(name), weight.detach()) < 2e-3, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", quick_first(["gpt2", "llama"], ["llama"]))
 def test_accuracy_equals_argmax_of_the_exported_model(family, folder, tmp_path):
     """Of the twelve held-out records, which fill two micro-batches and half of a third."""
@@ -203,6 +204,7 @@ def test_interrupted_records_run_resumes_to_the_same_bits(folder, tmp_path):
     assert second.store.content_hash() == straight.store.content_hash()
 
 
+@pytest.mark.long
 def test_padding_changes_nothing_but_rounding(folder, tmp_path):
     losses = {}
     for length in (None, 40):

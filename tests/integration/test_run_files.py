@@ -29,6 +29,7 @@ def config(folder: Path, steps: int) -> dict:
     }
 
 
+@pytest.mark.long
 def test_metrics_of_a_resumed_run_have_each_step_once(tmp_path):
     Trainer(config(tmp_path / "run", 4)).train()
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -90,6 +90,7 @@ def test_sparse_products_take_fewer_simulated_cycles(dense, tmp_path):
         assert fewer["closed_form"] == pytest.approx(usual["closed_form"])
 
 
+@pytest.mark.long
 def test_metrics_say_which_cycles_are_simulated_and_a_resume_keeps_the_mesh(tmp_path):
     run(tmp_path, until=2, **on_mesh({}))
     rows = read_metrics(tmp_path / "metrics.jsonl")

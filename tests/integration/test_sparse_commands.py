@@ -66,6 +66,7 @@ def measure_nothing():
         yield
 
 
+@pytest.mark.long
 def test_log_and_metrics_have_sparsity_changes_and_arithmetic(trained):
     folder, done = trained
     assert "8 weights are sparse (rigl): " in done.stdout
@@ -144,6 +145,7 @@ def test_exports_dense_and_packed_have_the_weights_of_the_run(trained):
         assert mask is None or mask.same_mask(own), name
 
 
+@pytest.mark.long
 def test_run_on_flash_is_inspected_evaluated_and_exported_as_one_in_memory(trained, tmp_path):
     folder, _ = trained
     run = written(tmp_path, store={"flash": {"path": str(tmp_path / "flash")}})
@@ -171,6 +173,7 @@ def test_run_on_flash_is_inspected_evaluated_and_exported_as_one_in_memory(train
         assert torch.equal(weight, dict(exports[1].initial_weights(0, [name]))[name]), name
 
 
+@pytest.mark.long
 def test_packed_export_is_fine_tuned_with_its_masks(trained, tmp_path):
     folder, _ = trained
     penstock("export", folder / "run", tmp_path / "packed", "--packed")

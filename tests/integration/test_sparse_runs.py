@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from grids import thinned
+from grids import quick_combinations, quick_first, thinned
 from masked_training import Change, masked_training
 from plain_training import ORDERS, ROUNDING, Recipe, distance, trainer_of
 from sparse_choices import chosen, kernels, tiles
@@ -122,7 +122,14 @@ def twenty_steps(tmp_path_factory):
     return twenty_steps_of
 
 
-@pytest.mark.parametrize(("policy", "family"), thinned(POLICIES, ["gpt2", "llama"], others=LONG))
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    quick_combinations(
+        POLICIES,
+        ["gpt2", "llama"],
+        quick=[("static", "llama"), ("rigl", "gpt2"), ("gmp", "gpt2")],
+    ),
+)
 def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, twenty_steps):
     case, recipe = language_model(family), Recipe(steps=STEPS)
     trainer, events, masks = twenty_steps(family, policy)
@@ -141,7 +148,7 @@ def test_twenty_steps_agree_with_a_masked_dense_model(policy, family, twenty_ste
             assert not found[~masks[-1][name]].any()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", quick_first(POLICIES, ["rigl", "gmp"]))
 def test_steps_report_sparsity_changes_and_arithmetic(policy, twenty_steps, tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=STEPS)
     _, events, masks = twenty_steps("gpt2", policy)

@@ -124,6 +124,7 @@ def test_cut_blocks_give_the_bits_of_whole_blocks(family, precision, drops):
     assert counts[-1] > counts[0] == 4  # the embedding, two blocks that share a kind, the head
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_model_without_containers_can_be_cut_into_any_number_of_stages(precision):
     case, layer_bytes = dropping(), 24 * 25 * (4 if precision == "fp32" else 2)

@@ -75,6 +75,7 @@ def test_evaluation_equals_plain_pytorch(name, tmp_path):
     assert found["loss"] == pytest.approx(loss, rel=2e-6)
 
 
+@pytest.mark.long
 def test_evaluation_changes_no_bit_of_training(tmp_path):
     case, recipe = language_model("gpt2", resid_pdrop=0.1), Recipe(steps=6)
     plain, _ = trainer_of(case, recipe, tmp_path / "plain")

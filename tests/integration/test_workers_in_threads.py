@@ -137,6 +137,7 @@ def fail_at(monkeypatch, step: int, first_only: bool) -> None:
     monkeypatch.setattr(LocalEngineExecutor, "compute", compute)
 
 
+@pytest.mark.long
 def test_failed_engine_changes_no_bit_and_its_worker_reports_the_error(
     company, text, tmp_path, monkeypatch
 ):

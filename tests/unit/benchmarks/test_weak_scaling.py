@@ -36,6 +36,7 @@ def machine_like(machine, **changes):
     return dataclasses.replace(machine, flops=FLOPS, memory_bytes=10**9, **changes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 2])
 def test_without_link_time_any_number_of_engines_takes_the_time_of_one(
     script, program, load, shards

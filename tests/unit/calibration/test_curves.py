@@ -95,6 +95,7 @@ def test_work_that_the_cost_model_counts_otherwise_is_a_defect():
         amount_of(Quantity("engine", "norm", "float32"), graph)
 
 
+@pytest.mark.long
 def test_sizes_of_prepared_cases_are_those_that_a_prediction_looks_up():
     sizes: dict[tuple[str, str, str], list[float]] = {}
     for case in operator_cases("torch", 2):

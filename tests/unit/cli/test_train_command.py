@@ -133,6 +133,7 @@ open(sys.argv[1], "w").write(" ".join(asked))
 """
 
 
+@pytest.mark.long
 def test_closed_terminal_stops_the_run_and_gets_no_output(tmp_path):
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "asked")]

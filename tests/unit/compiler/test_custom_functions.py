@@ -66,6 +66,7 @@ def test_compiled_functions_hold_only_operators_with_custom_functions():
             assert {t.__name__ for t in own} <= {"getitem"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", quick_first([{}, {"slot_bytes": 200}], [{"slot_bytes": 200}]), ids=["whole", "cut"]
 )

@@ -19,6 +19,7 @@ from penstock.planning.builders import compile_source
 from penstock.program import Program
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["gpt3-125m", "llama-7b", "bert-base"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_program_of_a_preset_is_that_of_a_full_export(preset, precision):

@@ -103,11 +103,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 QUICK = (
     "llama",
-    "mixture of experts",
     "cut stages",
-    "dropout",
-    "without values",
-    "adapters",
     "sparse",
     "custom function",
 )
@@ -189,14 +185,14 @@ def test_flipped_bits_never_read_as_anything_but_a_program(small):
     _, _, data = small
     draw = random.Random(0)
     malformed = 0
-    for _ in range(300):
+    for _ in range(100):
         damaged = bytearray(data)
         damaged[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         try:
             deserialize(bytes(damaged))
         except MalformedError:
             malformed += 1
-    assert malformed > 100
+    assert malformed > 30
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])

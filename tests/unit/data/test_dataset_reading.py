@@ -240,6 +240,7 @@ def test_broken_manifest_is_refused(folder):
             TokenDataset.open(folder)
 
 
+@pytest.mark.long
 def test_shards_are_mapped_not_read(tmp_path):
     # 64 MiB of tokens; a few windows must not bring more than their own chunks into memory.
     (tmp_path / "a.txt").write_bytes(b"0123456789abcde\n" * 2**21)

@@ -31,6 +31,7 @@ def test_position_is_independent_of_other_queries():
     assert one_by_one == whole[::13].tolist()
 
 
+@pytest.mark.long
 def test_permutations_pass_randomness_checks():
     # Of a uniformly random permutation: the expected number of fixed points is 1, neighbours are
     # uncorrelated, and each thing stands at each place equally often.

@@ -75,6 +75,7 @@ def test_account_and_allocations_stay_below_the_prediction(products, kind):
         assert allocated <= 1.01 * predicted
 
 
+@pytest.mark.long
 def test_kept_layouts_are_accounted_with_their_exact_size():
     model, batches = setting()
     plan = EnginePlan()
@@ -148,6 +149,7 @@ def test_gradients_and_streams_shrink_with_the_capacity():
     assert after < before
 
 
+@pytest.mark.long
 def test_steps_with_dense_gradients_need_more_and_the_plan_says_so():
     model, batches = setting("gpt2", n_embd=64)
     usual = predict_bytes(model.program, len(batches), EnginePlan()).peak_bytes

@@ -33,7 +33,7 @@ def weight_bytes(case, precision):
 
 @pytest.mark.parametrize(
     ("family", "micro_batches", "precision"),
-    thinned(["gpt2", "llama"], [1, 2, 4, 8], ["fp32", "bf16"]),
+    thinned(["gpt2", "llama"], [1, 8], ["fp32", "bf16"], others=pytest.mark.long),
 )
 def test_weights_stream_twice_and_gradients_once(family, micro_batches, precision, tmp_path):
     case = language_model(family)
@@ -87,6 +87,7 @@ def test_frozen_weights_send_nothing_back(tmp_path):
     assert events[-1].gradient_bytes == embed + head
 
 
+@pytest.mark.long
 def test_weights_below_the_trainable_layers_stream_once(tmp_path):
     case = language_model("llama")
     recipe = Recipe(steps=2, warmup_steps=0)

@@ -75,6 +75,7 @@ def test_copies_of_the_same_sources_share_code(sources, start, tmp_path):
     assert result_of(start(copy)) == (6.0, 1)
 
 
+@pytest.mark.long
 def test_change_of_an_inlined_part_in_another_file_is_compiled(sources, start):
     assert result_of(start(sources)) == (6.0, 0)
     (sources / "parts.py").write_text(PART.format(factor=5.0))
@@ -88,6 +89,7 @@ def test_one_of_several_processes_compiles(sources, start, tmp_path):
     assert len(list((tmp_path / "cache").rglob("*total*.nbc"))) == 1
 
 
+@pytest.mark.long
 def test_kernel_runs_where_no_folder_is_writable(sources, start, tmp_path):
     file = tmp_path / "file"
     file.touch()

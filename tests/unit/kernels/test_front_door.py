@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import penstock.kernels
 
 
@@ -29,6 +31,7 @@ def test_every_public_name_is_a_module():
         importlib.import_module(f"penstock.kernels.{name}")
 
 
+@pytest.mark.long
 def test_compiled_code_is_cached_in_the_configured_folder(tmp_path):
     code = (
         "import numpy as np\n"

@@ -63,6 +63,7 @@ THIS_HOST = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", OTHER_HOSTS)
 def test_store_on_other_hosts_may_exceed_local_memory(program, cluster):
     made = shares(program, cluster=cluster, store={"shards": 4})

@@ -146,6 +146,7 @@ def test_largest_micro_batch_that_fits_is_chosen(least):
     )  # beyond are those passed over
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_between_if_the_batch_alone_is_too_much_for_one_engine():
     kept = least_kept_bytes(compile_for(32, None), 1)
     compiler = Compiler()

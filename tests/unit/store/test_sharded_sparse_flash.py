@@ -102,6 +102,7 @@ def test_shards_on_flash_have_the_bits_of_one_store_in_memory(case, make):
     assert ours.unchanged() == theirs.unchanged()
 
 
+@pytest.mark.long
 def test_shards_that_are_reopened_at_every_step_have_the_same_bits(make):
     """All gradients but those of tied weights are on flash from their arrival to their update."""
     program = sparse_program(
@@ -235,6 +236,7 @@ def copied(source, target):
     target.finish_restore(source.step)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("initial", ["random", "zeros"])
 def test_copied_shards_continue_with_the_same_bits(initial, make, tmp_path):
     rule = mask_rule("rigl", initial)

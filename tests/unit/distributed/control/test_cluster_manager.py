@@ -91,6 +91,7 @@ def test_scaling_up_starts_engines_beside_shards(open_manager):
     assert opened.launcher.started == 7
 
 
+@pytest.mark.long
 def test_starved_worker_is_kept_for_ten_leases(open_manager):
     opened = open_manager(start="local", lease=0.2)
     member, assignment = open_manager.join(opened)
