@@ -4,8 +4,8 @@ The devices are ranks of a `torch.distributed` process group, and each has a thr
 use NCCL, which moves bytes from GPU to GPU. CPUs use gloo over the loopback interface, to test the
 same code without GPUs. The host sends and receives each byte once, whatever the number of devices.
 
-One group carries both weights and sums. Operations of two NCCL groups on the same devices may
-deadlock, and here every device calls in the same order anyway.
+One group carries both weights and sums: operations of two NCCL groups on the same devices may
+deadlock. Every device calls the operations of the group in the same order.
 """
 
 from __future__ import annotations

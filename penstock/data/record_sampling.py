@@ -1,7 +1,8 @@
 """Training rows of prompts with completions: one record per row, with the loss on the completion
 only.
 
-A row reads all tokens of a record but the last, and predicts at each position the next token.
+The inputs of a row are all tokens of a record except the last; each position predicts the next
+token.
 Labels of the prompt's tokens and of the padding are ignored. The padding needs no mask: a causal
 model's positions see only earlier positions, so no position with a label sees padding.
 """
@@ -30,7 +31,7 @@ class RecordSource:
         seed: determines the order.
 
     Attributes:
-        records: number of records in use; each occurs once in so many samples.
+        records: number of records in use: the samples of an epoch, each record once.
         shortened: number of records whose prompt is cut.
         left_out: number of skipped records.
         padding: share of the tokens of all rows that is padding.

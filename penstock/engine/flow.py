@@ -57,7 +57,7 @@ def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
 class Flow:
     """Values by name, tensors saved by stages for their backward, and gradients of values.
 
-    Every tensor is held in the memory account exactly as often as it is referenced here.
+    Each reference to a tensor in a flow is one reference in the memory account.
     """
 
     number: int

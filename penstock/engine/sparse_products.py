@@ -50,8 +50,8 @@ class ProductCase:
 
 
 def measured_sparsity(sparsity: float) -> float:
-    """Return the sparsity whose choice is taken: the nearest multiple of 0.05, of 0.01 above 0.95,
-    at most 0.99."""
+    """Return the sparsity at which products are measured instead of this one: the nearest multiple
+    of 0.05, or of 0.01 above 0.95, at most 0.99."""
     steps = 20 if sparsity <= 0.95 else 100
     return min(math.floor(sparsity * steps + 0.5) / steps, _MOST)
 

@@ -1,4 +1,4 @@
-"""The log of a constructor as plain data: operations on windows of numbered storages."""
+"""The log of a model's constructor as plain data: operations on views of numbered storages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,9 +55,10 @@ class GeneratorNumber:
 class Draw:
     """One use of a random generator.
 
-    `number` counts the uses of this generator. `restore` is the constructor's change of its state
-    since the last use: nothing (None), a restored state from after an earlier use (its number), or
-    a new state, as set by `torch.manual_seed` (that state).
+    `number` counts the uses of this generator. `restore` says how the constructor changed the
+    state of the generator between the last use and this one: not at all (None), back to the state
+    after an earlier use (the number of that use), or to a new state, for example by
+    `torch.manual_seed` (the state itself).
     """
 
     generator: int

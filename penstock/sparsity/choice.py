@@ -1,7 +1,7 @@
 """How the products of a sparse weight are computed: plain data, recorded with a run.
 
-Which way is faster depends on processor, shape, type, sparsity and tokens, and the ways differ in
-the last bits. A resumed run uses the choice of its record and measures nothing.
+Which algorithm is faster depends on processor, shape, type, sparsity and tokens, and the results of
+two algorithms differ in the last bits. A resumed run uses the recorded choice and measures nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DenseTiles:
 
 
 Product = SparseKernel | DenseTiles
-_WAYS: dict[str, type[SparseKernel] | type[DenseTiles]] = {
+_ALGORITHMS: dict[str, type[SparseKernel] | type[DenseTiles]] = {
     "sparse": SparseKernel,
     "dense tiles": DenseTiles,
 }
@@ -79,7 +79,7 @@ class Choice:
 
     def as_record(self) -> dict[str, Any]:
         """Return the choice as plain data."""
-        names = {kind: name for name, kind in _WAYS.items()}
+        names = {kind: name for name, kind in _ALGORITHMS.items()}
         record: dict[str, Any] = {}
         for name in PRODUCTS:
             product = getattr(self, name)
@@ -113,7 +113,7 @@ def panel_sizes(dtype: torch.dtype, tokens: int) -> tuple[int, ...]:
 
 def _product(record: dict[str, Any]) -> Product:
     """Return a product of its record, which names every field: a default could change bits."""
-    kind = _WAYS[record.pop("way")]
+    kind = _ALGORITHMS[record.pop("way")]
     _require_names(record, [field.name for field in fields(kind)])
     for name, value in record.items():
         if name == "bfloat16":

@@ -65,7 +65,7 @@ class DistributedStepRunner:
 
     Args:
         store: the whole store, wherever its shards are.
-        batches: returns the rows.
+        batches: returns the rows of a step.
         tokens: the number of tokens that a step counts.
         spans: measure the steps; if they keep spans, those of all nodes are collected after every
             step.
@@ -119,7 +119,7 @@ class DistributedStepRunner:
         if not self._has_begun:
             self.manager.await_engines()
             self._has_begun = True
-        self._collect_spans()  # discards those before the step
+        self._collect_spans()  # discards the spans before the step
         while True:
             on_flash = self._store if isinstance(self._store, ShardedFlashStore) else None
             self.manager.replicas.copy_to_learners(on_flash)

@@ -36,8 +36,8 @@ class UpdateSettings(TypedDict):
         learning_rate, weight_decay: the values for this step and this weight's group.
         gradient_scale: the factor that is applied to the gradient first (the clip factor); 1 by
             default.
-        key, position: seeds of the random rounding of 8-bit moments: a number of the weight, and
-            the offset of these elements in the weight, a multiple of `GROUP`; 0 by default.
+        key, position: seeds of the random rounding of 8-bit moments: a hash of the weight's name,
+            and the offset of these elements in the weight, a multiple of `GROUP`; 0 by default.
         packed: the entries of a sparse weight, to which the elements belong.
     """
 

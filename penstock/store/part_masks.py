@@ -68,7 +68,7 @@ class PartMasks(Masks):
         assert self._rule is not None
         index = self._indices[name]
         most = int(self._rule.policy.grown_by_gradient * self._capacities[name])
-        key = selection_key(self._rule.seed, name, self.step + 1, "grow")  # that of the rounds
+        key = selection_key(self._rule.seed, name, self.step + 1, "grow")  # as in policies.py
         first = select_absent(Order.LARGEST, key, min(most, index.absent), index, dense_gradient)
         entries = grown_entries(name, first, index, dense_gradient)
         self._candidates[name] = entries, dense_gradient[entries.positions() - index.begin]
@@ -104,7 +104,7 @@ class PartMasks(Masks):
         kept = candidates
         if candidates.kept:
             nothing = replace(grow, count=0)
-            # Selected entries are found as those that a change would drop.
+            # `apply_change` orders entries as the selection does: what it drops is selected.
             change = MaskChange(name, max(candidates.kept, grow.count) + 1, grow, nothing)
             rest = apply_change(change, candidates, magnitudes)
             is_selected = np.ones(candidates.kept, np.bool_)
@@ -165,7 +165,7 @@ class PartMasks(Masks):
         raise RuntimeError("the first masks are those of whole weights; load the whole store")
 
     def _require_room(self, name: str, index: PackedIndex) -> None:
-        """The room of a part grows with its mask."""
+        """A part needs no check: its memory is allocated anew when its mask grows."""
 
 
 def masks_of(holding: Holding, rule: MaskRule | None) -> Masks:

@@ -9,7 +9,7 @@ from penstock.store import FlashTraffic
 from penstock.telemetry import process_memory
 from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, StepDone
 
-_FIRST_STEPS = 2  # of a process, which are slower than the others
+_FIRST_STEPS = 2  # the first steps of a process are slower than the others
 _RECENT_STEPS = 1024  # of which the median is taken
 
 _SUMMED = (
@@ -65,7 +65,7 @@ class RunReport:
             self._simulated_cycles += step.cycles.simulated
 
     def add_behind(self, traffic: FlashTraffic) -> None:
-        """Count the flash traffic after the last step, which makes that step durable."""
+        """Count the flash traffic that follows the last step and makes it durable."""
         self._behind = traffic
 
     def measured(self, seconds: float) -> RunMeasured | None:

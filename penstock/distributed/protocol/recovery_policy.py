@@ -18,7 +18,7 @@ from penstock.distributed.protocol.step_request import UnrecoverableError
 from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
 from penstock.errors import ClusterError
 
-_MOST_COMMITS = 4  # to a replica that does not acknowledge
+_MOST_COMMITS = 4  # times a decision is sent to a replica that does not acknowledge it
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class RecoveryPolicy:
             self._retry_budget = RetryBudget(step, self._attempts)
 
     def after_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
-        """Choose the action after an engine failed: evict it, unless others would fail, too.
+        """Choose the action after an engine failed: evict it, unless the error would occur on other
+        engines as well.
 
         Args:
             kind: the name of the error's class.

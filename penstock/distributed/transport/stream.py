@@ -1,7 +1,7 @@
 """The bytes of one connection, in order: plain within a host, encrypted between hosts.
 
-Within a host the kernel carries a connection, not a network. Only a process with root rights could
-read or change its bytes, so TLS would cost time and protect nothing.
+Within a host the bytes of a connection stay in the kernel and cross no network. Only a process with
+root rights could read or change them, so TLS would cost time and protect nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PlainStream:
 def is_within_host(connection: socket.socket) -> bool:
     """Whether both ends are on this host: they have the same address, or both are loopback.
 
-    No packet from a network has such a source: the kernel drops it.
+    The kernel drops packets from a network whose source address is one of these.
     """
     with contextlib.suppress(OSError):  # the connection has ended, which its reader will detect
         own, peer = connection.getsockname()[0], connection.getpeername()[0]
