@@ -84,6 +84,7 @@ def steps_of(folder):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [*(f"{p}:1" for p in POINTS), *BETWEEN, *GOING_BACK])
 def test_kill_between_two_shards_does_not_change_bits(place, killed, expected):
     folder = killed / place

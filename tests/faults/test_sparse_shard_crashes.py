@@ -80,6 +80,7 @@ def clean(tmp_path_factory):
     return tmp_path_factory.mktemp("clean")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "batch"),
     [

@@ -51,6 +51,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_autocast(name, tmp_path):
     assert our_losses <= max(2 * losses, 2**-12 * size)
 
 
+@pytest.mark.long
 def test_bfloat16_weights_stream_as_upper_half_of_float32_masters(tmp_path):
     case, recipe = CASES["gpt2"](), Recipe(steps=6)
     trainer, _ = trainer_of(case, recipe, tmp_path, precision="bf16")

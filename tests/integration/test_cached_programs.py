@@ -64,6 +64,7 @@ def test_a_command_in_another_process_reads_the_program(tmp_path):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.long
 def test_a_model_of_a_folder_is_cached_with_the_values_of_its_buffers(tmp_path, folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -148,6 +148,7 @@ def test_bfloat16_trains_near_float32_with_custom_gradients(case, tmp_path):
     assert ours.losses[-1] < 0.97 * ours.losses[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_engines_and_recomputation_change_no_bit_with_custom_gradients(precision, tmp_path):
     recipe = Recipe(steps=6)

@@ -177,6 +177,7 @@ def large(tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "delay", "overwrite"),
     [

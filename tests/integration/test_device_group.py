@@ -59,6 +59,7 @@ def alone(tmp_path_factory):
     return train
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bits_and_traffic_are_independent_of_the_number_of_devices(
     precision, kind, alone, tmp_path

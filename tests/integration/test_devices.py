@@ -108,6 +108,7 @@ def test_resuming_recomputing_and_more_engines_keep_every_bit(precision, device,
     assert run("recomputed", recompute="always") == (losses, weights)
 
 
+@pytest.mark.long
 def test_evaluation_between_steps_changes_no_bit(device, tmp_path):
     case = language_model("gpt2")
     hashes, seen = [], []

@@ -32,6 +32,7 @@ def store_of(model, precision="fp32", frozen=()):
     return store
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("max_shard_bytes", [2 << 30, 20_000])
 def test_transformers_loads_the_trained_weights(tmp_path, precision, max_shard_bytes):

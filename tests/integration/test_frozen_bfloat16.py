@@ -137,6 +137,7 @@ def unbroken(folders, tmp_path_factory):
     return trained(settings(folders["llama"][0], run, 4, precision="bf16"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where", quick_first([{}, {"shards": 2}, "flash", "flash in shards"], ["flash in shards"])
 )
@@ -172,6 +173,7 @@ def test_checkpoint_holds_only_trained_weights_and_its_size_is_predicted(folders
     trainer.close()
 
 
+@pytest.mark.long
 def test_worker_compiles_the_same_program(folders, tmp_path):
     """A resumed run's workers do not look into the folder: they are told."""
     for steps in (1, 2):

@@ -133,6 +133,7 @@ def test_greedy_text_equals_transformers(trained, prompt):
     assert len(found) > 5
 
 
+@pytest.mark.long
 def test_sampling_depends_on_seed_and_respects_top_k(trained):
     trainer, _ = trained
 

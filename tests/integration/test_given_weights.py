@@ -41,6 +41,7 @@ def mixed(seed: int) -> nn.Module:
     return Mixed()
 
 
+@pytest.mark.long
 def test_half_precision_weights_train_as_float32_model(tmp_path):
     from dataclasses import replace
 

@@ -155,6 +155,7 @@ def test_resumed_run_does_not_need_the_checkpoint(store, made, unbroken, tmp_pat
     assert trained(settings(tmp_path, tmp_path / "run", 4, **extra)) == (unbroken[0], 4)
 
 
+@pytest.mark.long
 def test_checkpoint_content_not_path_identifies_the_run(made, unbroken, tmp_path):
     run = tmp_path / "run"
     trained(settings(made, run, 2))

@@ -111,6 +111,7 @@ def test_comparison_detects_another_scale(tmp_path):
         assert_same_training(ours, *adapted(case, RECIPE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", quick_first(["fp32", "bf16"], ["fp32"]))
 def test_frozen_weights_stream_without_optimizer_state(precision, tmp_path):
     """Bytes from the module's parameters alone; without weight decay, A too trains by gradient."""

@@ -117,6 +117,7 @@ def test_position_ids_of_one_sequence_rows_change_nothing(family, tmp_path):
     assert_same_training(streamed(case, recipe, tmp_path), case, recipe)
 
 
+@pytest.mark.long
 def test_position_ids_are_ignored_where_transformers_ignores_them(tmp_path):
     """With a cache `transformers` takes no notice of packed rows, in training too."""
     case, recipe = packed_case(builder("llama", use_cache=True), packed=True), Recipe(steps=5)
@@ -130,6 +131,7 @@ class CountsFromBoundaries(LlamaForCausalLM):
         return super().forward(input_ids, position_ids=counted + 0)
 
 
+@pytest.mark.long
 def test_position_ids_computed_by_the_model_separate_sequences(tmp_path):
     config = AutoConfig.for_model("llama", **{**SIZES, **UNTOKENED, "use_cache": False})
     case = packed_case(lambda: CountsFromBoundaries(config), True, "counted")

@@ -216,6 +216,7 @@ def test_unknown_machine_is_told_the_machines_and_the_clusters(folder):
     assert "cs2, cs3, h100, h200" in done.stderr
 
 
+@pytest.mark.long
 def test_steps_with_dense_gradients_are_said_to_take_longer(folder):
     sparse = ("sparsity.method=rigl", "sparsity.sparsity=0.5", "run.steps=1000")
     done = plan(folder, *TINY, *sparse, "--json")

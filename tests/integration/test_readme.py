@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_python_blocks_run_and_train(number, folder, capsys):
     exec(compile(blocks("python")[number], f"README.md, Python block {number + 1}", "exec"), {})

@@ -47,6 +47,7 @@ def multiplies_with(trainer):
     return "onednn" if any("_linear_pointwise" in name for name in called) else "torch"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "then"), [("onednn", "torch"), ("torch", "onednn")])
 def test_resume_uses_the_recorded_matrix_products(first, then, on_machine, tmp_path):
     on_machine(first)

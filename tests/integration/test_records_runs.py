@@ -100,6 +100,7 @@ def plain_model(family):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", quick_first(["gpt2", "llama"], ["llama"]))
 def test_losses_and_weights_equal_transformers(family, folder, tmp_path):
     records = records_of(folder, "train")
@@ -157,6 +158,7 @@ def test_accuracy_equals_argmax_of_the_exported_model(family, folder, tmp_path):
     assert found["perplexity"] == pytest.approx(math.exp(loss / len(right)), rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", quick_first(["gpt2", "bert"], ["bert"]))
 def test_accuracy_on_text_is_over_labelled_tokens(family, tmp_path):
     case, recipe = language_model(family), Recipe(steps=40, warmup_steps=0)
@@ -186,6 +188,7 @@ def test_accuracy_on_text_is_over_labelled_tokens(family, tmp_path):
     assert [row["exact_match"] for row in rows] == [None, None]
 
 
+@pytest.mark.long
 def test_interrupted_records_run_resumes_to_the_same_bits(folder, tmp_path):
     """With batches that straddle epochs: five rows of twelve."""
     changes = {"batch": {"size": 5, "micro": 1}, "run": {"steps": 9}}
@@ -226,6 +229,7 @@ def test_padding_changes_nothing_but_rounding(folder, tmp_path):
     assert losses[None] == pytest.approx(losses[40], rel=2e-5)
 
 
+@pytest.mark.long
 def test_micro_batch_without_labels_does_not_count(tmp_path):
     case = language_model("gpt2")
 

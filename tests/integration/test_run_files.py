@@ -43,6 +43,7 @@ def test_metrics_of_a_resumed_run_have_each_step_once(tmp_path):
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.long
 def test_finished_run_reports_completion_and_is_unchanged(tmp_path):
     Trainer(config(tmp_path / "run", 3)).train()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()

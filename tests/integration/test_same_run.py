@@ -187,6 +187,7 @@ def test_graph_of_another_release_gives_a_notice(tmp_path, monkeypatch):
     assert not [event for event in told if isinstance(event, Notice)]
 
 
+@pytest.mark.long
 def test_a_preset_given_as_a_source_is_compared_too(tmp_path):
     tokens = np.random.default_rng(0).integers(96, size=(16, 8))
     sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 96, "n_positions": 8}

@@ -79,6 +79,7 @@ def test_log_and_metrics_have_sparsity_changes_and_arithmetic(trained):
     assert len({row["flops"] for row in rows if not row["changed_entries"]}) == 1
 
 
+@pytest.mark.long
 def test_inspect_lists_the_sparsity_of_every_weight(trained):
     folder, _ = trained
     done = penstock("inspect", folder / "run")

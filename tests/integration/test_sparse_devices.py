@@ -118,6 +118,7 @@ def whole(tmp_path_factory, simulated):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", EXPANDING)
 def test_steps_agree_with_a_masked_dense_model(kind, simulated, tmp_path):
     trainer, events = started(tmp_path, kind)

@@ -161,6 +161,7 @@ def test_shards_in_this_process_have_the_bits_of_one_store(text, alone_with, tmp
     assert found == alone_with()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", quick_first([3, 4], [3]))
 def test_engine_lost_around_a_mask_change_changes_no_bit(
     step, text, alone_with, tmp_path, monkeypatch
@@ -235,6 +236,7 @@ FLASH = [("rigl", 2, 2), ("set", 1, 1), ("gmp", 1, 3)]
 """Method, engines and shards."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", quick_first(FLASH, FLASH[:1]), ids=str)
 def test_store_on_flash_with_engines_elsewhere_has_the_bits_of_one_process(
     case, text, tmp_path, alone_in_memory

@@ -134,6 +134,7 @@ def test_model_without_containers_can_be_cut_into_any_number_of_stages(precision
     assert stages >= len(NAMES) > fewest > 1
 
 
+@pytest.mark.long
 def test_other_engine_memory_gives_the_same_bits(tmp_path):
     """The whole way: what an engine may use decides how many stages there are, and nothing else."""
     case = language_model("gpt2", n_embd=128, **GPT)

@@ -159,6 +159,7 @@ def test_failed_engine_changes_no_bit_and_its_worker_reports_the_error(
         assert parts + each.snapshot_seconds == pytest.approx(each.seconds)
 
 
+@pytest.mark.long
 def test_error_of_every_engine_ends_the_run_with_its_text(company, monkeypatch):
     fail_at(monkeypatch, 3, first_only=False)
     run = company()

@@ -58,6 +58,7 @@ def test_without_link_time_any_number_of_engines_takes_the_time_of_one(
         assert made.seconds == pytest.approx(SEQUENCES * flops / FLOPS, rel=1e-9)
 
 
+@pytest.mark.long
 def test_store_traffic_is_independent_of_the_number_of_engines(script, program, load):
     machine = machine_like(script.CS2)
     plan, _ = script.fit(machine, program, load)

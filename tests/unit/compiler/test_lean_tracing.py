@@ -33,6 +33,7 @@ def test_program_of_a_preset_is_that_of_a_full_export(preset, precision):
     assert_same(program, facts_of)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_graph_of_a_model_is_that_of_a_full_export(name):
     source = CASES[name]().source(0)

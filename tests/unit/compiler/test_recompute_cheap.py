@@ -27,6 +27,7 @@ def test_gpt2_block_keeps_nine_widths():
     assert [saved.input is not None for saved in kind.saved].count(True) >= 1
 
 
+@pytest.mark.long
 def test_llama_mlp_keeps_only_the_two_products():
     kind, config = middle_block("llama", num_hidden_layers=4)
     inner = [s for s in kind.saved if s.tensor.shape[-1] == config.intermediate_size]

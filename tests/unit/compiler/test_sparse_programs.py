@@ -48,6 +48,7 @@ def weights_in(block, share=0.25):
     return {name: int(share * math.prod(shapes[name])) for name in names}
 
 
+@pytest.mark.long
 def test_blocks_of_equal_capacities_share_a_kind_and_others_keep_their_digests():
     dense = program_of({})
     sparse = program_of({**weights_in(0), **weights_in(1)})

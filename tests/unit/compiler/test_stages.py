@@ -118,6 +118,7 @@ def test_masks_and_positions_are_computed_once_outside_of_stages(family):
     assert not [t for t in targets if any(word in t for word in made_from_nothing)]
 
 
+@pytest.mark.long
 def test_frozen_weights_have_no_gradient_and_no_gradient_memory():
     program = program_of("llama", freeze=("model.layers.0.*", "model.embed_tokens.*"))
     assert {n for n, w in program.weights.items() if not w.trainable} == {

@@ -257,6 +257,7 @@ def test_a_manifest_must_say_what_the_index_holds(change, tmp_path):
         TokenDataset.open(dataset.path)
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_an_index_is_found(tmp_path):
     dataset = built(tmp_path, random_records(1, 2), chunk_bytes=16)
     file = dataset.path / "train-00000.idx"

@@ -130,6 +130,7 @@ def test_the_buffers_of_a_group_count_against_the_budget_of_each_device(devices)
         plan_engine(program, share, together - 1, "never", sharing=sharing)
 
 
+@pytest.mark.long
 def test_recomputation_is_minimal_for_the_budget():
     program, _, batches = setting("gpt2", n_layer=8)
     keep, make = plans_of(program)[:2]

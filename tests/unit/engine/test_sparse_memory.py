@@ -45,6 +45,7 @@ def plans_of(model, **options):
     return [EnginePlan(**options), EnginePlan(everything, **options)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("products", "kind"),
     thinned(
@@ -135,6 +136,7 @@ def test_the_null_engine_takes_what_a_store_sends_and_returns_gradients_of_its_s
         assert real.memory.peak_bytes <= null.memory.peak_bytes
 
 
+@pytest.mark.long
 def test_gradients_and_streams_shrink_with_the_capacity():
     """What a sparser model saves is in the prediction: a quarter of the entries."""
     case = language_model("gpt2", n_embd=128)

@@ -56,6 +56,7 @@ def test_weights_stream_twice_and_gradients_once(family, micro_batches, precisio
     assert trainer.fabric.traffic.reduced_bytes == sum(e.gradient_bytes for e in events)
 
 
+@pytest.mark.long
 def test_traffic_is_independent_of_micro_batches_and_engines(tmp_path):
     case, found = language_model("gpt2"), set()
     for micro_batches, engines in ((1, 1), (4, 3), (8, 1), (8, 4)):
@@ -78,6 +79,7 @@ def test_weights_that_backward_does_not_read_stream_once(tmp_path):
     assert moved["never"] <= moved["always"]
 
 
+@pytest.mark.long
 def test_frozen_weights_send_nothing_back(tmp_path):
     case = language_model("llama")
     recipe = Recipe(steps=2, warmup_steps=0, freeze=("model.layers.*",))

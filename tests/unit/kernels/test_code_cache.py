@@ -82,6 +82,7 @@ def test_change_of_an_inlined_part_in_another_file_is_compiled(sources, start):
     assert result_of(start(sources)) == (15.0, 0)
 
 
+@pytest.mark.long
 def test_one_of_several_processes_compiles(sources, start, tmp_path):
     results = [result_of(process) for process in [start(sources) for _ in range(3)]]
     assert [value for value, _ in results] == 3 * [6.0]

@@ -106,6 +106,7 @@ def test_initial_a_is_uniform_and_b_zero_by_seed_and_name():
     assert not torch.equal(other[name], again[name])
 
 
+@pytest.mark.long
 def test_adapters_keep_kinds_and_stages():
     source = language_model("llama", num_hidden_layers=3).source(0)
     adapted = source.with_adapters(rank=2, alpha=4.0, targets=["*_proj.weight"], dropout=0.1)

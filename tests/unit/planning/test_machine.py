@@ -34,6 +34,7 @@ def planned(free, **changes):
     return plan, asked
 
 
+@pytest.mark.long
 def test_planning_does_not_query_the_system(monkeypatch):
     def refuse(*_):
         raise AssertionError("the system was asked")

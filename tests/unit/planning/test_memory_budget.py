@@ -71,6 +71,7 @@ def test_store_on_other_hosts_may_exceed_local_memory(program, cluster):
     assert made.store >= 16 * program.parameters > 90 * MIB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", THIS_HOST)
 def test_local_store_must_fit_local_memory(program, cluster):
     with pytest.raises(BudgetError, match="cannot hold this run") as caught:

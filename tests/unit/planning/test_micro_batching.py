@@ -131,6 +131,7 @@ def needs(micro_batch: int) -> int:
     return bytes_of_choice(compile_for(micro_batch, None), 32 // micro_batch)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("least", [1, 2, 4, 8, 16, 32])
 def test_largest_micro_batch_that_fits_is_chosen(least):
     """Not always the next larger one needs more: partial sums of gradients need memory as well."""

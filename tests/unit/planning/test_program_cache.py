@@ -241,6 +241,7 @@ def test_a_compilation_that_says_something_says_it_every_time(
         assert [str(one.message) for one in shown] == ["for the user"] * 2
 
 
+@pytest.mark.long
 def test_a_known_program_is_returned_from_the_cache_too(compiled):
     known = program_of(small())
     same_graph = {"slot_bytes": 1 << 30, "known": known}

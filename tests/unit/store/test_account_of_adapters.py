@@ -51,6 +51,7 @@ def roles_of(program):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_weights_of_a_70b_model_take_two_bytes_per_element(source, precision):
     program = program_of(source, precision, is_narrow=True)

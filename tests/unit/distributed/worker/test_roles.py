@@ -27,6 +27,7 @@ def told(layout, tmp_path):
     return tell
 
 
+@pytest.mark.long
 def test_shard_of_gpu_run_needs_no_gpu(told, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plan, terms = told("cuda")
