@@ -3,7 +3,7 @@ masks of sparse weights have then.
 
 The compiler counts a sparse weight with the most entries that it may have. Which weight an operator
 reads is not among its costs: it is found by its elements and its most entries. Weights that have
-both in common are taken together, with their mean.
+both in common are taken together, with their mean. Heads are found in the graph (`wafer_heads.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from penstock.engine.wafer_heads import MaskState, heads_of
 from penstock.engine.wafer_plan import WaferPlan
 from penstock.operator_cost import OperatorCost
 from penstock.program import Kind, TensorSpec
@@ -18,19 +19,6 @@ from penstock.wafer.closed_form import StageCycles, stage_cycles
 
 _GRADIENT = "sparse_weight_gradient"
 _GRADIENT_BYTES = 4  # of an entry, in float32
-
-
-@dataclass(frozen=True, order=True)
-class MaskState:
-    """A sparse weight at one step.
-
-    Attributes:
-        kept: its entries.
-        dense_gradient: whether the gradient of every element is computed, for a change of masks.
-    """
-
-    kept: int
-    dense_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,7 @@ def stage_cycles_of(
         plan.options.core,
         executable=executable,
         head_size=place.head_size,
+        heads=heads_of(kind, executable, masks or {}),
     )
 
 
