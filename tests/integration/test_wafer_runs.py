@@ -181,8 +181,12 @@ def test_metrics_and_totals_say_that_cycles_are_closed_form(of_kind):
         f"wafer        a step's cycles on the wafer: {total / 6:,.0f} closed form; "
         f"{milliseconds} ms at 1.1 GHz\n"
     ) in shown
-    ahead = stages[names[1]]["forward"]["closed_form"]
-    assert f"             {names[1]}: forward {ahead:,.0f} closed form, backward " in shown
+    assert "cycles       of step 6 on 8x8 cores (sim)\n" in shown
+    ahead, back = (stages[names[1]][sweep]["closed_form"] for sweep in ("forward", "backward"))
+    assert f"             {names[1]:<24}{ahead:>14,.0f}{back:>14,.0f}  closed form\n" in shown
+    turn = f"{stages[names[-1]]['turn']['closed_form']:,.0f} for both"
+    assert f"             {names[-1]:<24}{turn:>28}  closed form\n" in shown
+    assert max(map(len, shown[shown.index("cycles  ") :].splitlines()[: len(names) + 2])) <= 80
 
 
 def test_own_core_parameters_change_cycles_and_not_numbers(of_kind, tmp_path):
@@ -203,7 +207,7 @@ def test_layer_that_does_not_fit_the_cores_is_refused_before_anything_is_written
     assert str(refused.value) == (
         "engine.mesh: stage transformer.h.0: 128 x 32 with 64 tokens on 1x1 cores needs 88,400 "
         "bytes per core (activations 81,920, sums 2,304, program 4,176), a core has 49,152; at "
-        "most 34 tokens fit; lower batch.micro or take a larger mesh"
+        "most 34 tokens fit; give fewer tokens (a smaller batch.micro) or take a larger mesh"
     )
     assert not folder.exists()
 

@@ -117,7 +117,8 @@ def check_fits(
     if not use.fits:
         size = product.outputs, product.inputs
         most = most_tokens(*size, layout, core, options, product.element_bytes, in_place=in_place)
-        remedy = f"at most {most} tokens fit; lower batch.micro or take" if most else "take"
+        few = f"at most {most} tokens fit; give fewer tokens (a smaller batch.micro) or take"
+        remedy = few if most else "take"
         raise BudgetError(
             f"{name}: {product} on {layout.mesh} cores needs {use.total:,} bytes per core "
             f"(activations {use.inputs + use.outputs:,}, sums {use.sums:,}, program "

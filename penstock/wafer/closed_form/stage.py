@@ -164,7 +164,7 @@ def choose_stage_layout(
         check_fits(worst, plain, core, options, name="stage", in_place=is_head)
         raise BudgetError(
             f"stage: no layout of activations on {mesh} cores holds all of its products with "
-            f"{tokens} tokens; lower batch.micro or take a larger mesh"
+            f"{tokens} tokens; give fewer tokens (a smaller batch.micro) or take a larger mesh"
         )
     cycles, layout = min(found, key=lambda pair: pair[0])
     return LayoutChoice(layout, cycles, len(found))
@@ -226,7 +226,7 @@ class _Place:
         if cost.work == "norm":
             return (norm(cost.bytes, self.tokens, layout, core, width),)
         if cost.work == "reduction":
-            return (token_sum(cost.bytes, layout, core, width),)
+            return (token_sum(cost.bytes, self.tokens, layout, core, width),)
         if cost.work == "lookup":
             return (lookup(cost.bytes, layout, core),)
         operations = ACTIVATION_OPERATIONS if cost.work == "activation" else 1

@@ -88,7 +88,7 @@ def test_layer_that_does_not_fit_is_refused_with_the_tokens_that_would():
     assert str(error.value) == (
         "transformer.h.0.mlp: 4096 x 1024 with 4096 tokens on 32x32 cores needs 88,400 bytes per "
         "core (activations 81,920, sums 2,304, program 4,176), a core has 49,152; at most 2176 "
-        "tokens fit; lower batch.micro or take a larger mesh"
+        "tokens fit; give fewer tokens (a smaller batch.micro) or take a larger mesh"
     )
     most = most_tokens(4096, 1024, layout, SIM)
     assert check_fits(StreamedProduct(4096, 1024, most), layout, SIM).fits
