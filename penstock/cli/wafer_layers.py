@@ -21,7 +21,7 @@ from penstock.cli.arguments import (
     mesh_of,
 )
 from penstock.cli.cycle_table import HEADINGS, NAME_WIDTH, cycle_columns, name_column
-from penstock.progress import show_duration
+from penstock.progress import show_cycle_time
 
 if TYPE_CHECKING:
     from penstock.engine import WaferPlan
@@ -125,9 +125,10 @@ def _page(program: Program, plan: WaferPlan, rows: list[dict[str, Any]]) -> list
         columns = f"{row['stages']:>7}{cycle_columns(cycles)}  {share}"
         lines.append(name_column(row["first"]) + columns)
     stages = sum(row["stages"] for row in rows)
+    time = show_cycle_time(total, options.core.clock_hz)
     lines += [
         "",
-        f"all {stages} stages: {total:,.0f} cycles, {show_duration(options.core.seconds(total))}",
+        f"all {stages} stages: {total:,.0f} cycles, {time}",
         "",
         "layout of activations",
         *(name_column(row["first"]) + row["layout"] for row in rows),

@@ -64,7 +64,8 @@ def costs_at(
         tokens: of a micro-batch.
         masks: the sparse weights, by their position in the kind.
     """
-    groups, rows = _groups(kind, masks), _rows_of_tables(kind, executable)
+    groups = _groups(kind, masks) if masks else {}
+    rows = _rows_of_tables(kind, executable)
     return tuple(_at(_of_rows(cost, rows), tokens, groups) for cost in kind.costs[executable])
 
 

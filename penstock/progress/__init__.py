@@ -12,7 +12,7 @@ from penstock.progress.view import SilentView, View, show_on_stderr
 
 if TYPE_CHECKING:
     from penstock.progress.choice import view_for_command, view_from_python
-    from penstock.progress.cycles import cycle_lines
+    from penstock.progress.cycles import cycle_lines, show_cycle_time
     from penstock.progress.figures import (
         show_bytes,
         show_count,
@@ -38,6 +38,7 @@ __all__ = [
     "cycle_lines",
     "show_bytes",
     "show_count",
+    "show_cycle_time",
     "show_dollars",
     "show_duration",
     "show_energy",
@@ -59,6 +60,7 @@ __getattr__ = lazily(
         "NotebookView": "notebook",
         "compared_lines": "log",
         "cycle_lines": "cycles",
+        "show_cycle_time": "cycles",
         "show_bytes": "figures",
         "show_count": "figures",
         "show_dollars": "figures",

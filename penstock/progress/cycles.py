@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from penstock.progress.figures import show_count, show_duration
 from penstock.telemetry import RunMeasured, StepCycles
 
 
 def step_cycles_text(cycles: StepCycles) -> str:
     """Return the cycles of a step, their sources, and their time on the wafer."""
-    parts = _by_source(cycles.closed_form, cycles.simulated)
-    return f"{parts}; {_time(cycles.closed_form + cycles.simulated, cycles.clock_hz)}"
+    total = cycles.closed_form + cycles.simulated
+    sources = "closed form"
+    if cycles.simulated:
+        sources = f"{cycles.simulated / total:.0%} simulated, the rest closed form"
+    return f"{show_count(total)}, {sources}   {show_cycle_time(total, cycles.clock_hz)}"
 
 
 def largest_stage_text(cycles: StepCycles) -> str:
@@ -30,24 +31,22 @@ def largest_stage_text(cycles: StepCycles) -> str:
 def cycle_lines(run: RunMeasured) -> list[str]:
     """Return the cycles of a step on a wafer-scale engine, and where they come from; nothing for
     other devices."""
-    closed, simulated = (
-        each / run.steps for each in (run.closed_form_cycles, run.simulated_cycles)
-    )
-    if not closed + simulated or not run.clock_hz:
+    by_source = {
+        "closed form": run.closed_form_cycles / run.steps,
+        "simulated": run.simulated_cycles / run.steps,
+    }
+    total = sum(by_source.values())
+    if not total or not run.clock_hz:
         return []
-    parts, time = _by_source(closed, simulated), _time(closed + simulated, run.clock_hz)
-    return [f"a step's cycles on the wafer: {parts}; {time}"]
+    parts = [f"{each:,.0f} {source}" for source, each in by_source.items() if each]
+    if len(parts) > 1:
+        parts = [f"{total:,.0f}", f"of which {parts[0]}", parts[1]]
+    time = show_cycle_time(total, run.clock_hz)
+    return [f"a step's cycles on the wafer: {', '.join(parts)}; {time}"]
 
 
-def _by_source(closed: float, simulated: float) -> str:
-    parts: Mapping[str, float] = {"closed form": closed, "simulated": simulated}
-    shown = [f"{each:,.0f} {source}" for source, each in parts.items() if each]
-    if len(shown) > 1:
-        shown = [f"{closed + simulated:,.0f}", f"of which {shown[0]}", shown[1]]
-    return ", ".join(shown)
-
-
-def _time(cycles: float, clock_hz: float) -> str:
+def show_cycle_time(cycles: float, clock_hz: float) -> str:
+    """Return the time of some cycles, such as `1.07 ms at 1.1 GHz`."""
     seconds = cycles / clock_hz
     shown = show_duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
     return f"{shown} at {clock_hz / 1e9:g} GHz"

@@ -3,6 +3,7 @@ form, their place in the cores' memory, and rows of tables."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -25,17 +26,18 @@ OPTIONS = WaferOptions(Mesh(4, 4), SIM)
 HEAD = "lm_head.weight"
 
 
-def pruned(family, name, **changes):
+@functools.cache
+def pruned(family, name):
     """Return a compiled language model with a mask on one weight, or on none."""
-    return pruned_case(language_model(family, **changes), lambda found, _: found == name).program
+    return pruned_case(language_model(family), lambda found, _: found == name).program
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sparse():
     return pruned("llama", HEAD)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def dense():
     return pruned("llama", "none")
 

@@ -57,14 +57,14 @@ def shown(cycles):
         (
             CLOSED,
             (
-                "│ cycles    600,000 closed form; 0.545 ms at 1.1 GHz  ",
+                "│ cycles    600k, closed form   0.545 ms at 1.1 GHz  ",
                 "│           most in lm_head forward and backward: 450k, 75%  ",
             ),
         ),
         (
             SIMULATED,
             (
-                "│ cycles    1,100,000, of which 600,000 closed form, 500,000 simulated; 1 ms at ",
+                "│ cycles    1.10M, 45% simulated, the rest closed form   1 ms at 1.1 GHz  ",
                 "│           most in embed backward: 590k, 54%  ",
             ),
         ),

@@ -68,4 +68,5 @@ def test_words_at_the_edge_are_half_as_many():
     weight, x = drawn(64, 48), drawn(4, 48)
     dense = simulate_forward(weight, None, x, run).cycles
     indexed = simulate_forward(weight, np.ones_like(weight, bool), x, run).cycles
-    assert 1.4 < indexed / dense < 2
+    words = weight.size // run.mesh.rows  # values that enter a row of cores
+    assert words < dense < 2 * words < indexed
