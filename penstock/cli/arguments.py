@@ -36,6 +36,14 @@ SequenceLength = Annotated[
 WeightPrecision = Annotated[
     Precision | None, typer.Option(help="Type of streamed weights; default fp32.")
 ]
+Pictures = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="File to write; its ending chooses the format. Repeat it for several. Default: "
+        "NAME.png, or NAME.gif for an animation.",
+    ),
+]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Cores = Annotated[
     str,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Overrides, configuration
+from penstock.cli.arguments import Overrides, Pictures, configuration
 from penstock.errors import ConfigError, did_you_mean
 
 _FIGURES = {
@@ -31,12 +31,7 @@ def figure(
     cluster: Annotated[
         str, typer.Option(metavar="NAME", help="Of `gpus`: known GPU cluster, or a file.")
     ] = "a100-cluster",
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Picture, .png or .svg; repeat it for both. Default NAME.png."
-        ),
-    ] = None,
+    out: Pictures = None,
 ) -> None:
     """Draw a picture: memory, scaling, timing or gpus. Compiling large models takes a minute."""
     if name not in _FIGURES:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.arguments import Cores, core_parameters
+from penstock.cli.arguments import Cores, Pictures, core_parameters
 
 
 def _known() -> str:
@@ -19,10 +19,7 @@ def _known() -> str:
 def figure(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {_known()}.")],
     cores: Cores = "sim",
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="File; repeat it for several. Default NAME.png."),
-    ] = None,
+    out: Pictures = None,
 ) -> None:
     """Draw a picture. It says whether its numbers are simulated, closed form, or published."""
     from penstock.wafer_figures import draw, figure_named

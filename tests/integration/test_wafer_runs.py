@@ -30,6 +30,7 @@ CHANGES = {
     "frozen": {"freeze": ["*.attn.c_attn.weight"]},
     "recompute": {"engine": {"recompute": "always"}},
     "two engines": {"engines": 2},
+    "sparse head": {"sparsity": {**RIGL, "weights": ["transformer.wte.weight"]}},
 }
 
 
@@ -77,6 +78,7 @@ LONG = pytest.mark.long
         pytest.param("frozen", marks=LONG),
         "recompute",
         "two engines",
+        "sparse head",
     ],
 )
 def test_numbers_are_those_of_the_cpu_to_the_bit_and_each_stage_has_cycles(name, of_kind, tmp_path):
@@ -158,6 +160,33 @@ def test_a_run_goes_on_from_the_cpu_to_the_wafer_and_back(tmp_path):
     third = run(folder)
     assert first[0] + second[0] + third[0] == expected[0]
     assert third[1] == expected[1]
+
+
+def test_closed_form_run_goes_on_with_another_mesh(of_kind, tmp_path):
+    whole, _ = of_kind("dense")
+    first = run(tmp_path, until=3, **on_wafer({}))
+    second = run(tmp_path, engine={**WAFER, "mesh": "4x16"})
+    assert first[0] + second[0] == whole[0]
+    assert second[1] == whole[1]
+    assert [event.cycles.mesh for event in (*first[2], *second[2])] == ["8x8"] * 3 + ["4x16"] * 3
+
+
+def test_store_on_flash_has_the_same_numbers_and_cycles(of_kind, tmp_path):
+    usual, _ = of_kind("dense")
+    store = {"dram": "16MiB", "flash": {"path": str(tmp_path / "flash")}}
+    found = run(tmp_path / "run", store=store, **on_wafer({}))
+    assert found[:2] == usual[:2]
+    assert [event.cycles for event in found[2]] == [event.cycles for event in usual[2]]
+
+
+def test_cycles_of_a_sparse_head_follow_its_masks(of_kind):
+    (dense, _), (sparse, _) = of_kind("dense"), of_kind("sparse head")
+    head = sparse[3].program.stages[-1].name
+    found, usual = (cycles_of(each, head, "turn") for each in (sparse, dense))
+    changing = [n for n in range(6) if n in (1, 3)]  # before a change of masks: all gradients
+    assert all(found[n] < usual[n] for n in range(6))
+    assert len({found[n] for n in range(6) if n not in changing}) == 1
+    assert min(found[n] for n in changing) > found[0]
 
 
 def test_metrics_and_totals_say_that_cycles_are_closed_form(of_kind):
