@@ -50,7 +50,7 @@ def test_table_of_a_product_says_what_it_is_in_80_columns():
     assert max(map(len, lines)) <= 80
     assert lines[0] == "90% sparse 96 x 64 with 48 tokens, 2 bytes each"
     assert lines[1] == "4x6 cores (sim), 1.1 GHz; closed form"
-    assert lines[2] == "layout: tokens over 6 columns, features over 4 parts"
+    assert lines[2] == "layout: tokens over 6 columns, features over 4 rows"
     parts = step_cycles(StreamedProduct(96, 64, 48, 0.1), PLAIN, SIM)
     cells = {line[:24].strip(): line.split()[-3:] for line in lines[4:]}
     assert cells["cycles"] == [f"{part.total:,.0f}" for part in parts]

@@ -64,7 +64,7 @@ def shown(cycles):
         (
             SIMULATED,
             (
-                "│ cycles    1.10M, 45% simulated, the rest closed form   1 ms at 1.1 GHz  ",
+                "│ cycles    1.10M, 45% simulated, the rest closed form   1 ms at 1.1 GHz ",
                 "│           most in embed backward: 590k, 54%  ",
             ),
         ),
