@@ -51,7 +51,7 @@ def product(
     layout: Annotated[
         Layout,
         typer.Option(
-            help="Where activations are. best: as in the layout with the fewest cycles; plain: "
+            help="Of activations. best: the layout with the fewest cycles; plain: "
             "tokens over columns of cores, features over rows."
         ),
     ] = Layout.best,
@@ -141,7 +141,10 @@ def _page(
             "cycles of the links, beside the cores: the slowest decides",
             [(name, [_cycles(part.limits.get(name, 0.0)) for part in parts]) for name in limits],
         ),
-        ("cycles in addition", [("fill", [_cycles(part.fill) for part in parts])]),
+        (
+            "cycles at the beginning and the end, in addition",
+            [("fill", [_cycles(part.fill) for part in parts])],
+        ),
     ]
     first = max(len(title) for _, rows in sections for title, _ in rows) + 1
     each = (_WIDTH - first) // len(parts)
