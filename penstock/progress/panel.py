@@ -104,7 +104,8 @@ def _step_rows(
         yield "", f"{show_flops(last.flops)}FLOP a step"
     if last.cycles is not None:
         yield "cycles", step_cycles_text(last.cycles)
-        yield "", largest_stage_text(last.cycles)
+        if last.cycles.stages:
+            yield "", largest_stage_text(last.cycles)
     yield "engine", _memory(last.engine_bytes, started.engine_bytes)
     yield "store", _memory(last.store_bytes, started.state_bytes)
     if started.flash_bytes:

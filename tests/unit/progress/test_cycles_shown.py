@@ -77,6 +77,12 @@ def test_panel_shows_the_cycles_of_a_step_and_the_stage_with_most(cycles, lines)
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_cycles_without_stages_are_shown_alone():
+    text = shown(replace(CLOSED, stages={}))
+    assert "600k, closed form" in text
+    assert "most in" not in text
+
+
 def test_line_of_a_step_has_its_cycles():
     assert "  1.10M cycles  " in step_line(progress_of(SIMULATED))
 
