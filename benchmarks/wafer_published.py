@@ -111,15 +111,19 @@ def print_left_out() -> list[float]:
 def print_curves(outputs: int) -> list[dict[str, Any]]:
     """Print and return the acceleration of a layer, forward and in all three products."""
     from penstock.wafer import CS2_MESH, SILICON, SIM
-    from penstock.wafer.closed_form import PRODUCTS, acceleration_curve
+    from penstock.wafer.closed_form import HIDDEN, PAID, PRODUCTS, acceleration_curve
 
     found = []
-    for core, engines, rule, products in (
-        (SIM, 1, "plain", ("forward",)),
-        (SIM, 1, "best", ("forward",)),
-        (SIM, 1, "best", PRODUCTS),
-        (SIM, ENGINES, "best", PRODUCTS),
-        (SILICON, 1, "best", PRODUCTS),
+    for core, engines, rule, products, options in (
+        (SIM, 1, "plain", ("forward",), HIDDEN),
+        (SIM, 1, "best", ("forward",), HIDDEN),
+        (SIM, 1, "dense", ("forward",), HIDDEN),
+        (SIM, 1, "plain", ("forward",), PAID),
+        (SIM, 1, "best", ("forward",), PAID),
+        (SIM, ENGINES, "best", ("forward",), HIDDEN),
+        (SIM, 1, "best", PRODUCTS, HIDDEN),
+        (SIM, ENGINES, "best", PRODUCTS, HIDDEN),
+        (SILICON, 1, "best", PRODUCTS, HIDDEN),
     ):
         curve = acceleration_curve(
             outputs,
@@ -131,13 +135,21 @@ def print_curves(outputs: int) -> list[dict[str, Any]]:
             products=products,
             layout=rule,
             engines=engines,
+            options=options,
         )
-        what = f"{outputs} x {WIDTH}, {TOKENS} tokens, {engines} engines, {core.name}"
-        print(f"{what}, {' + '.join(products)}, {rule} layout: {curve[0].dense_cycles:,.0f} dense")
+        what = (
+            f"{outputs} x {WIDTH}, {TOKENS} tokens, {engines} engines, {core.name}, sums "
+            f"{options.sums}"
+        )
+        dense = curve[0].dense
+        print(
+            f"{what}, {' + '.join(products)}, {rule} layout: dense {curve[0].dense_cycles:,.0f} "
+            f"cycles, {dense[0].utilization:.1%} of peak, bound by {dense[0].largest_part}"
+        )
         for point in curve:
             print(
                 f"  {point.sparsity:6.1%} {point.acceleration:7.2f} of {point.ideal:6.0f}  "
-                f"{point.products[0].utilization:5.1%} of the lanes  {point.binding:22} "
+                f"{point.products[0].utilization:5.1%} of peak  {point.binding:22} "
                 f"{point.layout}"
             )
         points = [

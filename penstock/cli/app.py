@@ -63,6 +63,7 @@ _WITH_TORCH = (
     "program",
     "plan",
     "scale",
+    "wafer",
     "calibrate",
 )
 

@@ -12,7 +12,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as data.path=FOLDER."),
+        typer.Argument(metavar="KEY=VALUE", help="Keys to set, such as data.path=FOLDER."),
     ] = None,
     batches: Annotated[
         int | None,

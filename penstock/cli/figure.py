@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.program import configuration
+from penstock.cli.arguments import Overrides, Pictures, configuration
 from penstock.errors import ConfigError, did_you_mean
 
 _FIGURES = {
@@ -22,24 +22,16 @@ def figure(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(_FIGURES)}.")],
     config: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG]", help="Of `timing`: preset, .yaml, or config.json."),
+        typer.Argument(metavar="CONFIG", help="Of `timing`: preset, .yaml, or config.json."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as batch.size=64."),
-    ] = None,
+    overrides: Overrides = None,
     machine: Annotated[
         str, typer.Option(metavar="NAME", help="Known machine or machine file.")
     ] = "cs2",
     cluster: Annotated[
         str, typer.Option(metavar="NAME", help="Of `gpus`: known GPU cluster, or a file.")
     ] = "a100-cluster",
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Picture, .png or .svg; repeat it for both. Default NAME.png."
-        ),
-    ] = None,
+    out: Pictures = None,
 ) -> None:
     """Draw a picture: memory, scaling, timing or gpus. Compiling large models takes a minute."""
     if name not in _FIGURES:
@@ -76,7 +68,7 @@ def figure(
         draw_gpus(paths, planner, described, load_gpu_cluster(cluster))
     else:
         assert config is not None
-        settings = configuration(config, overrides or [])
+        settings = configuration(config, overrides)
         draw_timing(paths, planner.plan(settings, described))
     for path in paths:
         typer.echo(f"{path}: {_FIGURES[name]}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from penstock.cli.arguments import ConfigArgument, Overrides, configuration
 from penstock.cli.figure import figure
-from penstock.cli.program import configuration
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -40,16 +40,8 @@ app.command("figure")(figure)
 
 @app.command("run")
 def plan(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG", help="Preset, run configuration (.yaml), or Hugging Face config.json."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as batch.size=64."),
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     machine: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,7 +83,7 @@ def plan(
     """
     from penstock.prediction import Sweep, parse_deadline
 
-    settings = configuration(config, overrides or [])
+    settings = configuration(config, overrides)
     swept = Sweep.parse(sweep) if sweep else None
     seconds = parse_deadline(target) if target else None
     for name, file in (("--csv", csv), ("--plot", plot)):

@@ -4,47 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.arguments import (
+    MicroBatch,
+    ModelArgument,
+    Overrides,
+    SequenceLength,
+    WeightPrecision,
+    build,
+    configuration,
+)
 from penstock.errors import few
 from penstock.progress import show_bytes, show_count, show_flops, show_sparsity
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.config import Config
     from penstock.program import Program, Stage, WeightSpec
 
 
-class Precision(StrEnum):
-    """Types of streamed weights."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
 def program(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Preset, run configuration (.yaml), or Hugging Face config.json."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as model.n_layer=6."),
-    ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch.")] = 1,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence; default the model's context.")
-    ] = None,
-    precision: Annotated[
-        Precision | None, typer.Option(help="Type of streamed weights; default fp32.")
-    ] = None,
+    model: ModelArgument,
+    overrides: Overrides = None,
+    micro_batch: MicroBatch = 1,
+    sequence_length: SequenceLength = None,
+    precision: WeightPrecision = None,
     all_stages: Annotated[
         bool, typer.Option("--all", help="Print one line per stage; do not merge equal neighbours.")
     ] = False,
@@ -53,35 +40,16 @@ def program(
 
     No weights are created, so this works for a model of any size.
     """
-    config = configuration(model, overrides or [])
-    chosen = precision.value if precision else config.precision
+    built = build(configuration(model, overrides), micro_batch, sequence_length, precision)
 
     from rich.console import Console
 
-    from penstock.planning import build_program
-
-    built = build_program(
-        config,
-        micro_batch=micro_batch,
-        sequence_length=sequence_length or config.data.sequence_length,
-        precision=chosen,
-    )
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # A pipe has no width of its own to keep to.
     console.print(render(built, fold=not all_stages))
     if built.capacities:
         console.print(render_sparse(built))
-
-
-def configuration(model: str, overrides: list[str]) -> Config:
-    """Return the configuration that a preset's name, a YAML file or a config.json stands for."""
-    from penstock.config import Config, load
-
-    if model.endswith((".yaml", ".yml")):
-        return load(model, overrides)
-    spec: str | dict[str, str] = {"hf_config": model} if Path(model).exists() else model
-    return Config.from_mapping({"model": spec}, overrides)
 
 
 def render(program: Program, fold: bool = True) -> Table:

@@ -32,7 +32,7 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="Keys to set, such as optimizer.learning_rate=3e-4."
+            metavar="KEY=VALUE", help="Keys to set, such as optimizer.learning_rate=3e-4."
         ),
     ] = None,
     quiet: Annotated[

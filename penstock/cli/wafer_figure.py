@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.arguments import Cores, Pictures, core_parameters
+
 
 def _known() -> str:
     from penstock.wafer_figures import FIGURES
@@ -16,19 +18,13 @@ def _known() -> str:
 
 def figure(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {_known()}.")],
-    cores: Annotated[
-        str, typer.Option(metavar="NAME", help="sim, silicon, or a file of core parameters.")
-    ] = "sim",
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="File; repeat it for several. Default NAME.png."),
-    ] = None,
+    cores: Cores = "sim",
+    out: Pictures = None,
 ) -> None:
     """Draw a picture. It says whether its numbers are simulated, closed form, or published."""
-    from penstock.wafer import load_parameters
     from penstock.wafer_figures import draw, figure_named
 
-    chosen, core = figure_named(name), load_parameters(cores)
+    chosen, core = figure_named(name), core_parameters(cores)
     for path in out or [Path(f"{name}{chosen.endings[0]}")]:
         draw(name, path, core)
         typer.echo(f"{path}: {chosen.about}; {chosen.source}")

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.program import Precision, configuration
+from penstock.cli.arguments import (
+    ConfigArgument,
+    JsonOutput,
+    MicroBatch,
+    Overrides,
+    SequenceLength,
+    WeightPrecision,
+    build,
+    configuration,
+    core_parameters,
+    mesh_of,
+)
+from penstock.cli.cycle_table import HEADINGS, NAME_WIDTH, cycle_columns, name_column
+from penstock.progress import show_cycle_time
 
 if TYPE_CHECKING:
     from penstock.engine import WaferPlan
@@ -15,52 +29,39 @@ if TYPE_CHECKING:
 
 
 def layers(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG", help="Preset, run configuration (.yaml), or Hugging Face config.json."
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as model.n_layer=6."),
-    ] = None,
+    config: ConfigArgument,
+    overrides: Overrides = None,
     mesh: Annotated[
-        str | None, typer.Option(metavar="RxC", help="Rows and columns of cores.")
+        str | None,
+        typer.Option(metavar="RxC", help="Rows and columns of cores; default engine.mesh."),
     ] = None,
     cores: Annotated[
-        str | None, typer.Option(metavar="NAME", help="sim, silicon, or a file of parameters.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Costs of a core: sim, silicon, or a file (.yaml); default engine.cores.",
+        ),
     ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch.")] = 1,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence; default the model's context.")
-    ] = None,
-    precision: Annotated[
-        Precision | None, typer.Option(help="Type of streamed weights; default fp32.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    micro_batch: MicroBatch = 1,
+    sequence_length: SequenceLength = None,
+    precision: WeightPrecision = None,
+    json_output: JsonOutput = False,
 ) -> None:
     """Print the cycles of each kind of stage of CONFIG, for one micro-batch.
 
     No weights are created, so this works for a model of any size.
     """
-    settings = configuration(config, overrides or [])
-    keys = {"mesh": mesh, "cores": cores}
-    given = {key: value for key, value in keys.items() if value is not None}
+    settings = configuration(config, overrides)
 
-    from penstock.config import EngineConfig
     from penstock.engine import plan_wafer
-    from penstock.planning import build_program
     from penstock.wafer import WaferOptions
 
-    engine = EngineConfig.model_construct(**{**vars(settings.engine), **given})
-    options = WaferOptions.of(engine)
-    program = build_program(
-        settings,
-        micro_batch=micro_batch,
-        sequence_length=sequence_length or settings.data.sequence_length,
-        precision=precision.value if precision else settings.precision,
-    )
+    options = WaferOptions.of(settings.engine)
+    if mesh is not None:
+        options = replace(options, mesh=mesh_of(mesh))
+    if cores is not None:
+        options = replace(options, core=core_parameters(cores))
+    program = build(settings, micro_batch, sequence_length, precision)
     plan = plan_wafer(program, options)
     rows = _rows(program, plan)
     if json_output:
@@ -112,26 +113,24 @@ def _page(program: Program, plan: WaferPlan, rows: list[dict[str, Any]]) -> list
         f"{options.mesh} cores ({options.core.name}), {options.core.clock_hz / 1e9:g} GHz; closed "
         "form",
         "",
-        f"{'first stage':<24}{'stages':>7}{'forward':>14}{'backward':>14}  most of it",
+        "cycles of one stage, and the kind of work that takes most of them",
+        f"{'first stage':<{NAME_WIDTH}}{'stages':>7}{HEADINGS}  most",
     ]
     total = 0.0
     for row in rows:
         cycles, work = row["cycles"], next(iter(row["by_work"].items()), ("", 0.0))
         each = sum(cycles.values())
         total += row["stages"] * each
-        if "turn" in cycles:
-            shown = f"{cycles['turn']:>14,.0f}{'':>14}"
-        else:
-            shown = f"{cycles['forward']:>14,.0f}{cycles['backward']:>14,.0f}"
         share = f"{work[0]} {work[1] / each:.0%}" if each else "-"
-        lines.append(f"{_short(row['first'], 23):<24}{row['stages']:>7}{shown}  {share}")
-    seconds = total / options.core.clock_hz
-    lines += ["", f"in all {total:,.0f} cycles, {1e3 * seconds:.3g} ms", ""]
-    lines += [f"{_short(row['first'], 23):<24}{row['layout']}" for row in rows]
-    if any("turn" in row["cycles"] for row in rows):
-        lines += ["", "The last stage runs forward and backward at once: one number for both."]
+        columns = f"{row['stages']:>7}{cycle_columns(cycles)}  {share}"
+        lines.append(name_column(row["first"]) + columns)
+    stages = sum(row["stages"] for row in rows)
+    time = show_cycle_time(total, options.core.clock_hz)
+    lines += [
+        "",
+        f"all {stages} stages: {total:,.0f} cycles, {time}",
+        "",
+        "layout of activations",
+        *(name_column(row["first"]) + row["layout"] for row in rows),
+    ]
     return lines
-
-
-def _short(name: str, width: int) -> str:
-    return name if len(name) <= width else f"..{name[-(width - 2) :]}"

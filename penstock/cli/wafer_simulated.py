@@ -27,7 +27,7 @@ def simulated_products(
     arriving = streamed.entries * mesh.columns
     if arriving > _MOST_ENTRIES:
         raise ConfigError(
-            f"--simulate: expected at most {_MOST_ENTRIES:,} entries that arrive at a core, got "
+            f"--simulate: expected at most {_MOST_ENTRIES:,} entries that arrive at cores, got "
             f"{arriving:,.0f} ({streamed.entries:,.0f} entries in {mesh.columns} columns of "
             "cores); give a smaller layer or mesh, or leave --simulate out"
         )
@@ -52,11 +52,13 @@ def simulated_products(
     x = random.standard_normal((streamed.tokens, streamed.inputs)).astype(np.float32)
     dy = random.standard_normal((streamed.tokens, streamed.outputs)).astype(np.float32)
     run = Run(mesh, core, HIDDEN, element_bytes=streamed.element_bytes)
-    product, counts, options = closed_form_of(Spread(mask, streamed.tokens, run), run)
+    spread, is_indexed = Spread(mask, streamed.tokens, run), _streams_indices(streamed)
+    product, counts, options = closed_form_of(spread, run, is_indexed=is_indexed)
+    given = mask if is_indexed else None
     forms = step_cycles(product, Layout(mesh), core, options, counts)
     found = (
-        simulate_forward(weight, mask, x, run),
-        simulate_data_gradient(weight, mask, dy, run),
+        simulate_forward(weight, given, x, run),
+        simulate_data_gradient(weight, given, dy, run),
         simulate_weight_gradient(mask, x, dy, run),
     )
     return [
@@ -73,17 +75,25 @@ def simulated_products(
     ]
 
 
-def page(products: list[dict[str, Any]]) -> list[str]:
+def _streams_indices(streamed: StreamedProduct) -> bool:
+    """Return whether the simulated program sends indices: a 16-bit value shares its word with one,
+    and dense values of 32 bits have none."""
+    return streamed.is_indexed or streamed.element_bytes == 2
+
+
+def page(streamed: StreamedProduct, products: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a table."""
+    how = "each with its index" if _streams_indices(streamed) else "without indices"
     lines = [
-        "simulated, with a mask and numbers drawn at random, each entry with its index",
-        f"{'':<18}{'simulated':>14}{'closed form':>14}{'ratio':>8}{'busy':>8}{'starved':>9}"
+        "",
+        f"simulated: entries drawn at random, {how}",
+        f"{'':<17}{'simulated':>14}{'closed form':>14}{'ratio':>8}{'busy':>8}{'starved':>9}"
         f"{'blocked':>9}",
     ]
     for row in products:
         cycles, form = row["simulated cycles"], row["closed form cycles"]
         lines.append(
-            f"{row['name']:<18}{cycles:>14,.0f}{form:>14,.0f}{cycles / form:>8.3f}"
+            f"{row['name']:<17}{cycles:>14,.0f}{form:>14,.0f}{cycles / form:>8.3f}"
             f"{row['busy']:>8.1%}{row['starved']:>9.1%}{row['blocked']:>9.1%}"
         )
     return lines

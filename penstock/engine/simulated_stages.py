@@ -16,6 +16,8 @@ from torch import fx
 
 from penstock.compiler import Head, operator_costs
 from penstock.engine.simulated_products import ProductSimulator, SimulatedHead
+from penstock.engine.stage_graphs import HEAD, operator_name, source_of, weights_and_tangents
+from penstock.engine.wafer_heads import heads_of
 from penstock.engine.wafer_plan import WaferPlan
 from penstock.operator_cost import OperatorCost
 from penstock.program import Kind, Program
@@ -24,11 +26,6 @@ from penstock.wafer.closed_form import stage_cycles
 EXECUTABLES = ("forward", "infer", "backward", "recompute", "turn")
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "_linear_pointwise": (0, 1)}  # places of the factors
 _BIAS = {"addmm": 0, "_linear_pointwise": 2}
-_VIEWS = {
-    *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"),
-    *("contiguous", "clone", "_to_copy", "detach", "alias"),
-}
-_HEAD = "linear_cross_entropy"
 _SPARSE = ("sparse_linear", "sparse_weight_gradient")
 
 
@@ -73,6 +70,7 @@ def cycles_beside_products(kind: Kind, executable: str, plan: WaferPlan) -> floa
         plan.options.core,
         executable=executable,
         head_size=place.head_size,
+        heads=heads_of(kind, executable, {}),
     )
     total = 0.0
     for operator in found.operators:
@@ -106,8 +104,8 @@ class _Executable(fx.Interpreter):
         if product is None:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        name = _name(n)
-        if name.startswith(_HEAD):
+        name = operator_name(n)
+        if name.startswith(HEAD):
             return self._head(name, args, kwargs, n)
         self._simulator.is_gradient = product.is_gradient
         if name in _SPARSE:
@@ -142,15 +140,15 @@ class _Executable(fx.Interpreter):
 def _found(kind: Kind, executable: str, tokens: int) -> dict[fx.Node, _Product]:
     """Return the products of weights in a graph."""
     graph = kind.graphs[executable]
-    weights, tangents = _arguments(kind, executable)
+    weights, tangents = weights_and_tangents(kind, executable)
     shapes = {tuple(spec.shape) for spec in kind.weights if len(spec.shape) == 2}
     later = _depending(graph, tangents)
     found = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        name = _name(node)
-        if name in _SPARSE or name.startswith(_HEAD):
+        name = operator_name(node)
+        if name in _SPARSE or name.startswith(HEAD):
             found[node] = _Product(node in later)
         elif name in _PRODUCTS and _is_float(node):
             product = _product(node, name, weights, later, shapes, tokens)
@@ -170,25 +168,13 @@ def _product(
     left, right = (node.args[place] for place in _PRODUCTS[name])
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
-    if _root(right) in weights:
+    if source_of(right) in weights:
         return _Product(left in later)
     inner, shape = left.meta["val"].shape[1], tuple(node.meta["val"].shape)
     is_gradient = shape in shapes or shape[::-1] in shapes
     if inner != tokens or not is_gradient or not {left, right} & set(later):
         return None
     return _Product(True, of_weight=True, is_turned=left not in later)
-
-
-def _arguments(kind: Kind, executable: str) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the placeholders of weights, and of the outputs' gradients."""
-    places = kind.graphs[executable].find_nodes(op="placeholder")
-    count, gradients = len(kind.weights), sum(kind.outputs_grad)
-    if executable == "backward":
-        count = len(kind.backward_weights)
-        return set(places[:count]), set(places[len(places) - 1 - gradients : -1])
-    if executable in ("recompute", "turn"):
-        return set(places[:count]), set(places[len(places) - gradients :])
-    return set(places[:count]), set()
 
 
 def _depending(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
@@ -200,23 +186,6 @@ def _depending(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _root(node: fx.Node) -> fx.Node:
-    """Return what a node is a view or a copy of."""
-    while node.op == "call_function" and _name(node) in _VIEWS:
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            break
-        node = source
-    return node
-
-
 def _is_float(node: fx.Node) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.dim() == 2
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.rpartition("::")[2]
-    return getattr(target, "__name__", "")

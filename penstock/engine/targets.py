@@ -9,6 +9,7 @@ named after its target, with a number if a host has several of them ("cuda:1").
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -27,6 +28,24 @@ from penstock.engine.wafer_engine import WaferEngine
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.program import Program
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine gets besides its program and plan.
+
+    Attributes:
+        device: a device of the target; None: the current one.
+        budget_bytes: limit of its memory.
+        slots: the path of weights and gradients, if it is not the device's default.
+        sparse: the layouts and choices of sparse weights, for a program with such on a target that
+            does not expand them; the engines of a process share them.
+    """
+
+    device: str | None = None
+    budget_bytes: int | None = None
+    slots: WeightSlots | None = None
+    sparse: SparseWeights | None = None
 
 
 class Target(ABC):
@@ -60,7 +79,6 @@ class Target(ABC):
     def devices(self) -> tuple[str, ...]:
         """Return the names of this machine's devices."""
 
-    @abstractmethod
     def make_engine(
         self,
         program: Program,
@@ -71,15 +89,12 @@ class Target(ABC):
         slots: WeightSlots | None = None,
         sparse: SparseWeights | None = None,
     ) -> Engine:
-        """Return an engine.
+        """Return an engine; the arguments are those of `EngineParts`."""
+        return self._engine(program, plan, EngineParts(device, budget_bytes, slots, sparse))
 
-        Args:
-            device: a device of the target; None: the current one.
-            budget_bytes: limit of its memory.
-            slots: the path of weights and gradients, if it is not the device's default.
-            sparse: the layouts and choices of sparse weights, for a program with such on a target
-                that does not expand them; the engines of a process share them.
-        """
+    @abstractmethod
+    def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        """Return an engine."""
 
     @property
     def is_available(self) -> bool:
@@ -146,17 +161,14 @@ class CpuTarget(Target):
     def choose_products(self, processor: Processor) -> Products:
         return products_for(processor)
 
-    def make_engine(
-        self,
-        program: Program,
-        plan: EnginePlan,
-        *,
-        device: str | None = None,
-        budget_bytes: int | None = None,
-        slots: WeightSlots | None = None,
-        sparse: SparseWeights | None = None,
-    ) -> Engine:
-        return TorchEngine(program, plan, budget_bytes=budget_bytes, slots=slots, sparse=sparse)
+    def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        return TorchEngine(
+            program,
+            plan,
+            budget_bytes=parts.budget_bytes,
+            slots=parts.slots,
+            sparse=parts.sparse,
+        )
 
 
 class WaferTarget(CpuTarget):
@@ -170,21 +182,12 @@ class WaferTarget(CpuTarget):
     def devices(self) -> tuple[str, ...]:
         return ("wafer",)
 
-    def make_engine(
-        self,
-        program: Program,
-        plan: EnginePlan,
-        *,
-        device: str | None = None,
-        budget_bytes: int | None = None,
-        slots: WeightSlots | None = None,
-        sparse: SparseWeights | None = None,
-    ) -> Engine:
+    def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
         if plan.wafer is None:
-            return super().make_engine(
-                program, plan, budget_bytes=budget_bytes, slots=slots, sparse=sparse
-            )
-        return WaferEngine(program, plan, plan.wafer, budget_bytes=budget_bytes, sparse=sparse)
+            return super()._engine(program, plan, parts)
+        return WaferEngine(
+            program, plan, plan.wafer, budget_bytes=parts.budget_bytes, sparse=parts.sparse
+        )
 
 
 class CudaTarget(Target):
@@ -207,22 +210,15 @@ class CudaTarget(Target):
     def is_available(self) -> bool:
         return torch.cuda.is_available()
 
-    def make_engine(
-        self,
-        program: Program,
-        plan: EnginePlan,
-        *,
-        device: str | None = None,
-        budget_bytes: int | None = None,
-        slots: WeightSlots | None = None,
-        sparse: SparseWeights | None = None,
-    ) -> Engine:
+    def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
         choose_repeatable_kernels(program)
-        device = device or self.name
+        device, slots = parts.device or self.name, parts.slots
         if slots is None:
             lanes = self.make_lanes(device)
             slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
-        return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
+        return TorchEngine(
+            program, plan, device=device, budget_bytes=parts.budget_bytes, slots=slots
+        )
 
     def make_lanes(self, device: str) -> Lanes:
         return CudaLanes(torch.device(device))
@@ -250,17 +246,8 @@ class NullTarget(Target):
     def devices(self) -> tuple[str, ...]:
         return ("null",)
 
-    def make_engine(
-        self,
-        program: Program,
-        plan: EnginePlan,
-        *,
-        device: str | None = None,
-        budget_bytes: int | None = None,
-        slots: WeightSlots | None = None,
-        sparse: SparseWeights | None = None,
-    ) -> Engine:
-        return NullEngine(program, plan, budget_bytes=budget_bytes)
+    def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        return NullEngine(program, plan, budget_bytes=parts.budget_bytes)
 
 
 class DescribedTarget(NullTarget):

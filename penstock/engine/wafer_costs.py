@@ -3,7 +3,7 @@ masks of sparse weights have then.
 
 The compiler counts a sparse weight with the most entries that it may have. Which weight an operator
 reads is not among its costs: it is found by its elements and its most entries. Weights that have
-both in common are taken together, with their mean.
+both in common are taken together, with their mean. Heads are found in the graph (`wafer_heads.py`).
 """
 
 from __future__ import annotations
@@ -11,26 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from penstock.engine.stage_graphs import operator_name
+from penstock.engine.wafer_heads import MaskState, heads_of
 from penstock.engine.wafer_plan import WaferPlan
 from penstock.operator_cost import OperatorCost
 from penstock.program import Kind, TensorSpec
 from penstock.wafer.closed_form import StageCycles, stage_cycles
 
+_TABLE_GRADIENT = "embedding_dense_backward"
 _GRADIENT = "sparse_weight_gradient"
 _GRADIENT_BYTES = 4  # of an entry, in float32
-
-
-@dataclass(frozen=True, order=True)
-class MaskState:
-    """A sparse weight at one step.
-
-    Attributes:
-        kept: its entries.
-        dense_gradient: whether the gradient of every element is computed, for a change of masks.
-    """
-
-    kept: int
-    dense_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,7 @@ def stage_cycles_of(
         plan.options.core,
         executable=executable,
         head_size=place.head_size,
+        heads=heads_of(kind, executable, masks or {}),
     )
 
 
@@ -73,11 +64,28 @@ def costs_at(
         tokens: of a micro-batch.
         masks: the sparse weights, by their position in the kind.
     """
-    costs = kind.costs[executable]
-    if not masks:
-        return costs
-    groups = _groups(kind, masks)
-    return tuple(_at(cost, tokens, groups) for cost in costs)
+    groups = _groups(kind, masks) if masks else {}
+    rows = _rows_of_tables(kind, executable)
+    return tuple(_at(_of_rows(cost, rows), tokens, groups) for cost in kind.costs[executable])
+
+
+def _rows_of_tables(kind: Kind, executable: str) -> dict[int, int]:
+    """Return the bytes of the rows from which gradients of tables are summed, by the bytes of these
+    operators' tensors, which include the table."""
+    found = {}
+    for node in kind.graphs[executable].nodes:
+        if node.op == "call_function" and operator_name(node) == _TABLE_GRADIENT:
+            rows, indices = (node.args[place].meta["val"].nbytes for place in (0, 1))
+            found[rows + indices + node.meta["val"].nbytes] = rows
+    return found
+
+
+def _of_rows(cost: OperatorCost, rows: Mapping[int, int]) -> OperatorCost:
+    """Return the cost of a table's gradient as that of a look-up: rows are read and written, since
+    the table is at the host, which adds them."""
+    if cost.name != _TABLE_GRADIENT or cost.bytes not in rows:
+        return cost
+    return replace(cost, bytes=2 * rows[cost.bytes])
 
 
 def _groups(kind: Kind, masks: Mapping[int, MaskState]) -> dict[tuple[int, int], _Group]:

@@ -8,20 +8,22 @@ products with whole weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from penstock.engine.wafer_heads import heads_of
 from penstock.errors import BudgetError
 from penstock.program import Kind, Program, TensorSpec
 from penstock.wafer import WaferOptions
 from penstock.wafer.closed_form import (
     ActivationLayout,
-    StreamedProduct,
+    HeadShape,
     check_fits,
     choose_stage_layout,
+    stage_products,
     weight_shape,
 )
 
@@ -64,41 +66,48 @@ def plan_wafer(program: Program, options: WaferOptions) -> WaferPlan:
         BudgetError: a stage does not fit the cores' memory; the text names the stage.
     """
     found: dict[str, KindPlan] = {}
+    last = program.stages[-1].kind.digest
     for stage in program.stages:
         kind = stage.kind
         if kind.digest not in found:
             try:
-                found[kind.digest] = _place(kind, options)
+                found[kind.digest] = _place(kind, options, is_last=kind.digest == last)
             except BudgetError as error:
                 text = str(error).removeprefix("stage: ")
                 raise BudgetError(f"engine.mesh: stage {stage.name}: {text}") from None
     return WaferPlan(options, found)
 
 
-def _place(kind: Kind, options: WaferOptions) -> KindPlan:
+def _place(kind: Kind, options: WaferOptions, *, is_last: bool) -> KindPlan:
     tokens, head_size = tokens_of(kind), head_size_of(kind)
-    # A stage without gradients, such as a frozen one before all adapters, has no backward.
+    if is_last:
+        names: tuple[str, ...] = ("turn",)
+    elif any(kind.outputs_grad):
+        names = ("forward", "backward")
+    else:  # frozen, before all trained weights: it has no backward
+        names = ("forward",)
+    heads = heads_of(kind, names[0], {})
     if options.cycles == "simulated":
-        return KindPlan(tokens, _plain_layout(kind, tokens, options), head_size)
-    names = ("forward", "backward") if any(kind.outputs_grad) else ("forward",)
+        layout = _plain_layout(kind, names[0], tokens, heads, options)
+        return KindPlan(tokens, layout, head_size)
     choice = choose_stage_layout(
         {name: kind.costs[name] for name in names},
         tokens,
         options.mesh,
         options.core,
         head_size=head_size,
+        heads=heads,
     )
     return KindPlan(tokens, choice.layout, head_size)
 
 
-def _plain_layout(kind: Kind, tokens: int, options: WaferOptions) -> ActivationLayout:
+def _plain_layout(
+    kind: Kind, executable: str, tokens: int, heads: Sequence[HeadShape], options: WaferOptions
+) -> ActivationLayout:
     """Return the layout of the simulated programs, in which all products of a kind must fit."""
     layout = ActivationLayout(options.mesh)
-    for cost in kind.costs["forward"]:
-        if cost.work in _PRODUCTS:
-            shape = weight_shape(cost, tokens)
-            product = StreamedProduct(shape.outputs, shape.inputs, tokens, element_bytes=4)
-            check_fits(product, layout, options.core, name="stage")
+    for product, is_head in stage_products(kind.costs[executable], tokens, heads):
+        check_fits(product, layout, options.core, name="stage", in_place=is_head)
     return layout
 
 

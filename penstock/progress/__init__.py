@@ -12,6 +12,7 @@ from penstock.progress.view import SilentView, View, show_on_stderr
 
 if TYPE_CHECKING:
     from penstock.progress.choice import view_for_command, view_from_python
+    from penstock.progress.cycles import cycle_lines, show_cycle_time
     from penstock.progress.figures import (
         show_bytes,
         show_count,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         show_sparsity,
     )
     from penstock.progress.live import LiveView
-    from penstock.progress.log import LineView, compared_lines, cycle_lines, show_evaluation
+    from penstock.progress.log import LineView, compared_lines, show_evaluation
     from penstock.progress.notebook import NotebookView
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "cycle_lines",
     "show_bytes",
     "show_count",
+    "show_cycle_time",
     "show_dollars",
     "show_duration",
     "show_energy",
@@ -57,7 +59,8 @@ __getattr__ = lazily(
         "LiveView": "live",
         "NotebookView": "notebook",
         "compared_lines": "log",
-        "cycle_lines": "log",
+        "cycle_lines": "cycles",
+        "show_cycle_time": "cycles",
         "show_bytes": "figures",
         "show_count": "figures",
         "show_dollars": "figures",

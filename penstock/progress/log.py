@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from penstock.progress.cycles import cycle_lines
 from penstock.progress.figures import (
     show_bytes,
     show_count,
@@ -82,6 +83,8 @@ def step_line(progress: Progress) -> str:
     ]
     if last.sparsity is not None:
         parts.append(f"sparsity {sparsity_of(progress)}")
+    if last.cycles is not None:
+        parts.append(f"{show_count(last.cycles.closed_form + last.cycles.simulated)} cycles")
     if last.flash_written_bytes:
         parts.append(f"flash {flash_traffic(last)}")
     if progress.epochs is not None:
@@ -278,23 +281,6 @@ def compared_lines(run: RunMeasured) -> list[str]:
             f"{show_bytes(run.peak_rss_bytes)} ({error:+.0%})"
         )
     return lines
-
-
-def cycle_lines(run: RunMeasured) -> list[str]:
-    """Return the cycles of a step on a wafer-scale engine, and where they come from; nothing for
-    other devices."""
-    cycles = {"closed form": run.closed_form_cycles, "simulated": run.simulated_cycles}
-    total = sum(cycles.values()) / run.steps
-    if not total or not run.clock_hz:
-        return []
-    parts = [f"{each / run.steps:,.0f} {what}" for what, each in cycles.items() if each]
-    if len(parts) > 1:
-        parts = [f"{total:,.0f}", f"of which {parts[0]}", parts[1]]
-    seconds = total / run.clock_hz
-    shown = show_duration(seconds) if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-    return [
-        f"a step's cycles on the wafer: {', '.join(parts)}; {shown} at {run.clock_hz / 1e9:g} GHz"
-    ]
 
 
 def traffic(run: RunMeasured) -> str:

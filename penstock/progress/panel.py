@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from penstock.progress.cycles import largest_stage_text, step_cycles_text
 from penstock.progress.figures import (
     show_bar,
     show_bytes,
@@ -101,6 +102,10 @@ def _step_rows(
     if last.sparsity is not None:
         yield "sparsity", sparsity_of(progress)
         yield "", f"{show_flops(last.flops)}FLOP a step"
+    if last.cycles is not None:
+        yield "cycles", step_cycles_text(last.cycles)
+        if last.cycles.stages:
+            yield "", largest_stage_text(last.cycles)
     yield "engine", _memory(last.engine_bytes, started.engine_bytes)
     yield "store", _memory(last.store_bytes, started.state_bytes)
     if started.flash_bytes:

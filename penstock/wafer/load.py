@@ -80,12 +80,7 @@ def _load_file(path: Path) -> CoreParameters:
 def _wrong_keys(data: Mapping[str, Any], origin: Origin) -> list[str]:
     """Return what is wrong with a file before its figures are looked at."""
     known = ["name", "base", *figure_fields(), "sources"]
-    problems = [
-        f"{origin.place((key,))}{key}: unknown key{did_you_mean(str(key), known)}; core parameters "
-        f"have {', '.join(known)}"
-        for key in data
-        if key not in known
-    ]
+    problems = [_unknown_key(key, known, origin) for key in data if key not in known]
     base = data.get("base", "sim")
     if not isinstance(base, str) or base not in _NAMED:
         problems.append(
@@ -98,3 +93,11 @@ def _wrong_keys(data: Mapping[str, Any], origin: Origin) -> list[str]:
             '{clock_hz: "published: the SDK"}'
         )
     return problems
+
+
+def _unknown_key(key: Any, known: list[str], origin: Origin) -> str:
+    """Return the error of a key that core parameters do not have; all that they have are listed
+    only if none is similar."""
+    near = did_you_mean(str(key), known)
+    listed = "" if near else f"; core parameters have {', '.join(known)}"
+    return f"{origin.place((key,))}{key}: unknown key{near}{listed}"

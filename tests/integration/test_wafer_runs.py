@@ -30,6 +30,7 @@ CHANGES = {
     "frozen": {"freeze": ["*.attn.c_attn.weight"]},
     "recompute": {"engine": {"recompute": "always"}},
     "two engines": {"engines": 2},
+    "sparse head": {"sparsity": {**RIGL, "weights": ["transformer.wte.weight"]}},
 }
 
 
@@ -77,6 +78,7 @@ LONG = pytest.mark.long
         pytest.param("frozen", marks=LONG),
         "recompute",
         "two engines",
+        "sparse head",
     ],
 )
 def test_numbers_are_those_of_the_cpu_to_the_bit_and_each_stage_has_cycles(name, of_kind, tmp_path):
@@ -160,6 +162,33 @@ def test_a_run_goes_on_from_the_cpu_to_the_wafer_and_back(tmp_path):
     assert third[1] == expected[1]
 
 
+def test_closed_form_run_goes_on_with_another_mesh(of_kind, tmp_path):
+    whole, _ = of_kind("dense")
+    first = run(tmp_path, until=3, **on_wafer({}))
+    second = run(tmp_path, engine={**WAFER, "mesh": "4x16"})
+    assert first[0] + second[0] == whole[0]
+    assert second[1] == whole[1]
+    assert [event.cycles.mesh for event in (*first[2], *second[2])] == ["8x8"] * 3 + ["4x16"] * 3
+
+
+def test_store_on_flash_has_the_same_numbers_and_cycles(of_kind, tmp_path):
+    usual, _ = of_kind("dense")
+    store = {"dram": "16MiB", "flash": {"path": str(tmp_path / "flash")}}
+    found = run(tmp_path / "run", store=store, **on_wafer({}))
+    assert found[:2] == usual[:2]
+    assert [event.cycles for event in found[2]] == [event.cycles for event in usual[2]]
+
+
+def test_cycles_of_a_sparse_head_follow_its_masks(of_kind):
+    (dense, _), (sparse, _) = of_kind("dense"), of_kind("sparse head")
+    head = sparse[3].program.stages[-1].name
+    found, usual = (cycles_of(each, head, "turn") for each in (sparse, dense))
+    changing = [n for n in range(6) if n in (1, 3)]  # before a change of masks: all gradients
+    assert all(found[n] < usual[n] for n in range(6))
+    assert len({found[n] for n in range(6) if n not in changing}) == 1
+    assert min(found[n] for n in changing) > found[0]
+
+
 def test_metrics_and_totals_say_that_cycles_are_closed_form(of_kind):
     found, folder = of_kind("dense")
     rows = read_metrics(folder / "metrics.jsonl")
@@ -181,8 +210,12 @@ def test_metrics_and_totals_say_that_cycles_are_closed_form(of_kind):
         f"wafer        a step's cycles on the wafer: {total / 6:,.0f} closed form; "
         f"{milliseconds} ms at 1.1 GHz\n"
     ) in shown
-    ahead = stages[names[1]]["forward"]["closed_form"]
-    assert f"             {names[1]}: forward {ahead:,.0f} closed form, backward " in shown
+    assert "cycles       of step 6 on 8x8 cores (sim)\n" in shown
+    ahead, back = (stages[names[1]][sweep]["closed_form"] for sweep in ("forward", "backward"))
+    assert f"             {names[1]:<24}{ahead:>14,.0f}{back:>14,.0f}  closed form\n" in shown
+    turn = f"{stages[names[-1]]['turn']['closed_form']:,.0f} for both"
+    assert f"             {names[-1]:<24}{turn:>28}  closed form\n" in shown
+    assert max(map(len, shown[shown.index("cycles  ") :].splitlines()[: len(names) + 2])) <= 80
 
 
 def test_own_core_parameters_change_cycles_and_not_numbers(of_kind, tmp_path):
@@ -203,7 +236,7 @@ def test_layer_that_does_not_fit_the_cores_is_refused_before_anything_is_written
     assert str(refused.value) == (
         "engine.mesh: stage transformer.h.0: 128 x 32 with 64 tokens on 1x1 cores needs 88,400 "
         "bytes per core (activations 81,920, sums 2,304, program 4,176), a core has 49,152; at "
-        "most 34 tokens fit; lower batch.micro or take a larger mesh"
+        "most 34 tokens fit; give fewer tokens (a smaller batch.micro) or take a larger mesh"
     )
     assert not folder.exists()
 

@@ -71,9 +71,13 @@ if TYPE_CHECKING:
     from penstock.wafer.closed_form.stage import (
         OperatorCycles,
         StageCycles,
-        WeightShape,
         choose_stage_layout,
         stage_cycles,
+        stage_products,
+    )
+    from penstock.wafer.closed_form.weight_shapes import (
+        HeadShape,
+        WeightShape,
         weight_shape,
     )
 
@@ -84,6 +88,7 @@ __all__ = [
     "SPARSITIES",
     "AccelerationPoint",
     "ActivationLayout",
+    "HeadShape",
     "LayoutChoice",
     "MaskCounts",
     "OperatorCycles",
@@ -122,6 +127,7 @@ __all__ = [
     "spatial_cycles",
     "sram_use",
     "stage_cycles",
+    "stage_products",
     "step_cycles",
     "token_sum",
     "weight_gradient",
@@ -178,8 +184,10 @@ __getattr__ = lazily(
         "OperatorCycles": "stage",
         "StageCycles": "stage",
         "choose_stage_layout": "stage",
-        "WeightShape": "stage",
         "stage_cycles": "stage",
-        "weight_shape": "stage",
+        "stage_products": "stage",
+        "HeadShape": "weight_shapes",
+        "WeightShape": "weight_shapes",
+        "weight_shape": "weight_shapes",
     },
 )

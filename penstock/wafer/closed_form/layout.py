@@ -90,8 +90,17 @@ class ActivationLayout:
         return -(-features // self.feature_rows)
 
     def __str__(self) -> str:
-        text = f"tokens over {self.token_columns} {self.tokens_over}"
-        return f"{text}, features over {self.feature_rows} parts"
+        groups = max(self.column_groups, self.row_groups)
+        if groups == 1:
+            features_over = "rows" if self.tokens_over == "columns" else "columns"
+            return (
+                f"tokens over {self.token_columns} {self.tokens_over}, features over "
+                f"{self.feature_rows} {features_over}"
+            )
+        return (
+            f"tokens over {self.token_columns}, features over {self.feature_rows} parts, {groups} "
+            "groups"
+        )
 
 
 def candidate_layouts(mesh: Mesh) -> Iterator[ActivationLayout]:

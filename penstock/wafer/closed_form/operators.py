@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import math
 
-from penstock.wafer.closed_form.collectives import line_broadcast_cycles, line_reduce_cycles
+from penstock.wafer.closed_form.collectives import (
+    line_broadcast_cycles,
+    line_reduce_cycles,
+    spatial_cycles,
+)
 from penstock.wafer.closed_form.cycles import ProductCycles
 from penstock.wafer.closed_form.layout import ActivationLayout
 from penstock.wafer.parameters import CoreParameters
@@ -57,21 +61,38 @@ def norm(
     words = math.ceil(layout.tokens(tokens) * element_bytes / 4)
     rows = layout.chain_rows
     sums = line_reduce_cycles(rows, words, core) + line_broadcast_cycles(rows, words, core)
+    if layout.column_groups > 1:
+        sums += 2 * _between_groups(words, layout, core)
     return ProductCycles(
         "norm", passes.arithmetic, set_up=passes.set_up, fill=2 * sums, useful=passes.useful
     )
 
 
+def _between_groups(words: int, layout: ActivationLayout, core: CoreParameters) -> float:
+    """Return the cycles in which the sums of column groups are added, or their result is sent back.
+    Assumed: those of a group's columns are divided over all rows of cores."""
+    columns = layout.axis_columns // layout.column_groups
+    share = math.ceil(words * columns / layout.axis_rows)
+    return share * core.word_cycles + spatial_cycles(
+        core,
+        contention=0,
+        distance=layout.axis_columns - columns,
+        depth=layout.column_groups - 1,
+    )
+
+
 def token_sum(
     moved_bytes: float,
+    tokens: int,
     layout: ActivationLayout,
     core: CoreParameters,
     element_bytes: int = 2,
 ) -> ProductCycles:
     """Return the cycles of a sum over tokens, such as the gradient of a bias: within each core, and
-    once along the tokens' axis."""
+    once along the tokens' axis, a word for each feature of a core."""
     passes = memory_pass(moved_bytes, layout, core, element_bytes, name="reduction")
-    line = line_reduce_cycles(layout.axis_columns, 1, core)
+    features = math.ceil(moved_bytes / element_bytes / tokens)
+    line = line_reduce_cycles(layout.axis_columns, layout.features(features), core)
     return ProductCycles(
         "reduction", passes.arithmetic, set_up=passes.set_up, fill=line, useful=passes.useful
     )

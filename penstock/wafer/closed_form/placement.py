@@ -120,6 +120,8 @@ def expected_load_factor(
     """
     most = math.ceil(inputs / feature_rows)
     uneven = most * feature_rows / inputs
+    if density == 1:
+        return uneven
     deviation = math.sqrt(outputs * density * (1 - density))
     if not is_sorted:
         relative = deviation * math.sqrt(most) / (outputs * density * most)

@@ -41,6 +41,7 @@ from penstock.wafer.parameters import CoreParameters
 
 _WORD_BYTES = 4
 _INDEX_BYTES = 2
+_MOST_FEATURES = 1 << 22  # far more than any vocabulary; a weight beyond is a mistake
 PRODUCTS = ("forward", "data gradient", "weight gradient")
 
 
@@ -57,7 +58,7 @@ class StreamedProduct:
         element_bytes: of activations and values, 2 or 4.
 
     Raises:
-        ConfigError: sizes below 1, a density outside 0 to 1, another type.
+        ConfigError: sizes below 1, more than 4 Mi features, a density outside 0 to 1, another type.
     """
 
     outputs: int
@@ -71,6 +72,12 @@ class StreamedProduct:
         for name in ("outputs", "inputs", "tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"product: expected {name} from 1 up, got {getattr(self, name)}")
+        for name in ("outputs", "inputs"):
+            if getattr(self, name) > _MOST_FEATURES:
+                raise ConfigError(
+                    f"product: expected at most {_MOST_FEATURES:,} {name}, got "
+                    f"{getattr(self, name):,}"
+                )
         if not 0 < self.density <= 1:
             raise ConfigError(
                 f"product: expected a density above 0 and up to 1, got {self.density:g}; 90 % "
@@ -94,7 +101,7 @@ class StreamedProduct:
         return math.ceil((self.element_bytes + _INDEX_BYTES) / _WORD_BYTES)
 
     def __str__(self) -> str:
-        kind = f"{1 - self.density:.1%} sparse " if self.density < 1 else ""
+        kind = f"{100 * (1 - self.density):.6g}% sparse " if self.density < 1 else ""
         return f"{kind}{self.outputs} x {self.inputs} with {self.tokens} tokens"
 
 

@@ -53,11 +53,13 @@ def sram_use(
     options: StreamingOptions = HIDDEN,
     *,
     is_training: bool = True,
+    in_place: bool = False,
 ) -> SramUse:
     """Return the memory that a product takes.
 
     Args:
         is_training: whether gradients of both sides are there as well, as in backward.
+        in_place: whether the outputs' gradients replace the outputs, as in a language-model head.
     """
     tokens = layout.tokens(product.tokens)
     sides = 2 if is_training else 1
@@ -65,7 +67,7 @@ def sram_use(
     waiting = options.accumulators + min(options.inbox_rows or 1, product.outputs)
     return SramUse(
         inputs=sides * each * layout.features(product.inputs),
-        outputs=sides * each * layout.features(product.outputs),
+        outputs=(1 if in_place else sides) * each * layout.features(product.outputs),
         sums=each * max(waiting, options.broadcast_rows if is_training else 0),
         reserved=core.reserved_bytes,
         capacity=core.sram_bytes,
@@ -79,10 +81,16 @@ def most_tokens(
     core: CoreParameters,
     options: StreamingOptions = HIDDEN,
     element_bytes: int = 2,
+    *,
+    in_place: bool = False,
 ) -> int:
-    """Return the most tokens with which a layer of a size fits the cores in training; 0 if none."""
+    """Return the most tokens with which a layer of a size fits the cores in training; 0 if none.
+
+    Args:
+        in_place: as for `sram_use`.
+    """
     one = StreamedProduct(outputs, inputs, tokens=1, element_bytes=element_bytes)
-    use = sram_use(one, layout, core, options)
+    use = sram_use(one, layout, core, options, in_place=in_place)
     per_core = (use.capacity - use.reserved) // (use.total - use.reserved)
     return per_core * layout.token_columns
 
@@ -94,17 +102,23 @@ def check_fits(
     options: StreamingOptions = HIDDEN,
     *,
     name: str = "layer",
+    in_place: bool = False,
 ) -> SramUse:
     """Return the memory that a product takes in training.
+
+    Args:
+        name: of the product, with which the error begins.
+        in_place: as for `sram_use`.
 
     Raises:
         BudgetError: a core has less.
     """
-    use = sram_use(product, layout, core, options)
+    use = sram_use(product, layout, core, options, in_place=in_place)
     if not use.fits:
         size = product.outputs, product.inputs
-        most = most_tokens(*size, layout, core, options, product.element_bytes)
-        remedy = f"at most {most} tokens fit; lower batch.micro or take" if most else "take"
+        most = most_tokens(*size, layout, core, options, product.element_bytes, in_place=in_place)
+        few = f"at most {most} tokens fit; give fewer tokens (a smaller batch.micro) or take"
+        remedy = few if most else "take"
         raise BudgetError(
             f"{name}: {product} on {layout.mesh} cores needs {use.total:,} bytes per core "
             f"(activations {use.inputs + use.outputs:,}, sums {use.sums:,}, program "

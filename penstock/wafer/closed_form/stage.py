@@ -1,14 +1,8 @@
-"""Cycles of a stage of a program, from the costs of its operators that the compiler counts.
-
-The costs of a product hold its operations, its bytes and the number of its calls, not its shape.
-With the tokens of the stage, the shape follows: a product of T tokens with a weight [M, K] has
-2 T K M operations and reads and writes T (K + M) + K M elements, and M more with a bias.
-"""
+"""Cycles of a stage of a program, from the costs of its operators that the compiler counts."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import BudgetError, ConfigError
@@ -31,14 +25,19 @@ from penstock.wafer.closed_form.sparse_products import (
     StreamingOptions,
     data_gradient,
     forward,
-    step_cycles,
     weight_gradient,
 )
 from penstock.wafer.closed_form.sram import check_fits, sram_use
+from penstock.wafer.closed_form.weight_shapes import (
+    ELEMENT_BYTES,
+    HeadShape,
+    WeightShape,
+    head_shape,
+    is_backward_head,
+    weight_shape,
+)
 from penstock.wafer.parameters import CoreParameters, Mesh
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-_TARGET_BYTES = 8
 _FORWARD = ("forward", "infer")
 
 
@@ -84,21 +83,6 @@ class StageCycles:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-@dataclass(frozen=True)
-class WeightShape:
-    """Features of a product's weight.
-
-    Attributes:
-        has_bias: whether the costs include a bias, which only a forward product has.
-        is_exact: whether the counts of the compiler fit a product of such a shape.
-    """
-
-    outputs: int
-    inputs: int
-    has_bias: bool = False
-    is_exact: bool = True
-
-
 def stage_cycles(
     costs: Iterable[OperatorCost],
     tokens: int,
@@ -108,6 +92,7 @@ def stage_cycles(
     *,
     executable: str = "forward",
     head_size: int = 64,
+    heads: Sequence[HeadShape] = (),
 ) -> StageCycles:
     """Return the cycles of the operators of a stage.
 
@@ -117,13 +102,14 @@ def stage_cycles(
         executable: its name. In `backward` a product over features is a data gradient; in
             `recompute` and `turn` it is one if it has no bias.
         head_size: features of an attention head, which the costs do not hold.
+        heads: the weights of language-model heads; one that is missing is taken as dense.
 
     Raises:
         ConfigError: no token.
     """
     if tokens < 1:
         raise ConfigError(f"tokens: expected a number from 1 up, got {tokens}")
-    place = _Place(tokens, layout, core, options, executable, head_size)
+    place = _Place(tokens, layout, core, options, executable, head_size, heads)
     return StageCycles(tuple(OperatorCycles(cost, place.parts(cost)) for cost in costs))
 
 
@@ -135,66 +121,68 @@ def choose_stage_layout(
     options: StreamingOptions = HIDDEN,
     *,
     head_size: int = 64,
+    heads: Sequence[HeadShape] = (),
 ) -> LayoutChoice:
     """Return the layout in which a stage takes the fewest cycles; of equal ones, the plainest.
 
     Args:
         costs: by executable, such as those of `forward` and `backward`.
+        head_size, heads: as for `stage_cycles`.
 
     Raises:
         BudgetError: in no layout do all products fit the cores' memory.
     """
     given = {name: tuple(parts) for name, parts in costs.items()}
-    products = [
-        _streamed(weight_shape(cost, tokens), tokens, _ELEMENT_BYTES.get(cost.dtype, 4))
-        for parts in given.values()
-        for cost in parts
-        if cost.work in ("product", "sparse product")
-    ]
+    every = (cost for parts in given.values() for cost in parts)
+    products = tuple(stage_products(every, tokens, heads))
     found = []
     for layout in candidate_layouts(mesh):
-        if all(sram_use(product, layout, core, options).fits for product in products):
+        if all(
+            sram_use(product, layout, core, options, in_place=is_head).fits
+            for product, is_head in products
+        ):
             cycles = sum(
                 stage_cycles(
-                    parts, tokens, layout, core, options, executable=name, head_size=head_size
+                    parts,
+                    tokens,
+                    layout,
+                    core,
+                    options,
+                    executable=name,
+                    head_size=head_size,
+                    heads=heads,
                 ).cycles
                 for name, parts in given.items()
             )
             found.append((cycles, layout))
     if not found:
-        worst = max(products, key=lambda product: product.outputs + product.inputs)
-        check_fits(worst, ActivationLayout(mesh), core, options, name="stage")
+        plain = ActivationLayout(mesh)
+        worst, is_head = max(
+            products,
+            key=lambda pair: sram_use(pair[0], plain, core, options, in_place=pair[1]).total,
+        )
+        check_fits(worst, plain, core, options, name="stage", in_place=is_head)
         raise BudgetError(
             f"stage: no layout of activations on {mesh} cores holds all of its products with "
-            f"{tokens} tokens; lower batch.micro or take a larger mesh"
+            f"{tokens} tokens; give fewer tokens (a smaller batch.micro) or take a larger mesh"
         )
     cycles, layout = min(found, key=lambda pair: pair[0])
     return LayoutChoice(layout, cycles, len(found))
 
 
-def weight_shape(cost: OperatorCost, tokens: int) -> WeightShape:
-    """Return the shape of the weight of a product, from its operations and bytes.
-
-    Without a bias the costs are the same with both sides exchanged; the larger side is taken for
-    the outputs, which has more partial sums.
-    """
-    kept = cost.flops / (2 * tokens)
-    density = cost.size if cost.work == "sparse product" else 1.0
-    weights = round(kept / density)
-    moved = cost.bytes
-    if cost.name == "sparse_weight_gradient":
-        moved -= 4 * round(kept)  # the gradients of kept entries are float32
-    elements = moved / _ELEMENT_BYTES.get(cost.dtype, 4) - weights
-    # T (K + M) + M, with K M known, is a quadratic equation for M.
-    for bias in (0, 1):
-        found = _roots(tokens + bias, -elements, tokens * weights)
-        for outputs in found:
-            inputs, rest = divmod(weights, outputs)
-            exact = not rest and tokens * (inputs + outputs) + bias * outputs == elements
-            if exact:
-                return WeightShape(outputs, inputs, bool(bias))
-    side = max(1, math.isqrt(max(weights, 1)))
-    return WeightShape(side, max(1, round(weights / side)), is_exact=False)
+def stage_products(
+    costs: Iterable[OperatorCost], tokens: int, heads: Sequence[HeadShape] = ()
+) -> Iterator[tuple[StreamedProduct, bool]]:
+    """Yield the products with a weight that some costs contain, and whether each is one of a
+    language-model head, whose logits are replaced by their gradients."""
+    for cost in costs:
+        width = ELEMENT_BYTES.get(cost.dtype, 4)
+        if cost.work in ("product", "sparse product"):
+            shape = weight_shape(cost, tokens)
+            if shape.is_exact:  # else it has no weight, or other tokens
+                yield _streamed(shape, tokens, width), False
+        elif cost.work == "head":
+            yield _head_product(head_shape(cost, heads, width), round(cost.size), width), True
 
 
 def _streamed(shape: WeightShape, tokens: int, width: int) -> StreamedProduct:
@@ -203,14 +191,15 @@ def _streamed(shape: WeightShape, tokens: int, width: int) -> StreamedProduct:
     )
 
 
-def _roots(a: int, b: float, c: float) -> list[int]:
-    """Return the whole positive numbers next to the roots of a x^2 + b x + c, the largest first."""
-    inner = b * b - 4 * a * c
-    if inner < 0:
-        return []
-    root = math.sqrt(inner)
-    near = {round((-b + sign * root) / (2 * a)) for sign in (1, -1)}
-    return sorted((value for value in near if value > 0), reverse=True)
+def _head_product(head: HeadShape, tokens: int, width: int) -> StreamedProduct:
+    return StreamedProduct(
+        head.outputs,
+        head.inputs,
+        tokens,
+        density=max(1, head.kept) / (head.outputs * head.inputs),
+        is_indexed=head.is_sparse,
+        element_bytes=width,
+    )
 
 
 @dataclass(frozen=True)
@@ -223,9 +212,10 @@ class _Place:
     options: StreamingOptions
     executable: str
     head_size: int
+    heads: Sequence[HeadShape]
 
     def parts(self, cost: OperatorCost) -> tuple[ProductCycles, ...]:
-        width = _ELEMENT_BYTES.get(cost.dtype, 4)
+        width = ELEMENT_BYTES.get(cost.dtype, 4)
         layout, core = self.layout, self.core
         if cost.work in ("product", "sparse product"):
             return (self._product(cost, width),)
@@ -236,7 +226,7 @@ class _Place:
         if cost.work == "norm":
             return (norm(cost.bytes, self.tokens, layout, core, width),)
         if cost.work == "reduction":
-            return (token_sum(cost.bytes, layout, core, width),)
+            return (token_sum(cost.bytes, self.tokens, layout, core, width),)
         if cost.work == "lookup":
             return (lookup(cost.bytes, layout, core),)
         operations = ACTIVATION_OPERATIONS if cost.work == "activation" else 1
@@ -273,17 +263,19 @@ class _Place:
         )
 
     def _head(self, cost: OperatorCost, width: int) -> tuple[ProductCycles, ...]:
-        is_backward = "backward" in cost.name or "turn" in cost.name
-        times = 3 if is_backward else 1
-        tokens = round(cost.size)
-        weights = cost.flops / times / (2 * tokens)
-        moved = (cost.bytes - _TARGET_BYTES * tokens) / width / (2 if is_backward else 1)
-        inputs = max(1, round((moved - weights) / tokens))
-        product = StreamedProduct(
-            max(1, round(weights / inputs)), inputs, tokens, is_indexed=False, element_bytes=width
-        )
-        logits = 2 * width * product.outputs * tokens
-        soft = memory_pass(
+        head = head_shape(cost, self.heads, width)
+        product = _head_product(head, round(cost.size), width)
+        place = (self.layout, self.core, self.options)
+        parts = [forward(product, *place)]
+        if is_backward_head(cost):
+            parts.append(data_gradient(product, *place))
+            if head.gradient == "all":
+                whole = replace(product, density=1.0, is_indexed=False)
+                parts.append(weight_gradient(whole, *place))
+            elif head.gradient == "kept":
+                parts.append(weight_gradient(product, *place))
+        logits = 2 * width * product.outputs * product.tokens
+        softmax = memory_pass(
             logits,
             self.layout,
             self.core,
@@ -291,8 +283,7 @@ class _Place:
             operations=SOFTMAX_OPERATIONS,
             name="softmax",
         )
-        step = step_cycles(product, self.layout, self.core, self.options)
-        return (*step[: 3 if is_backward else 1], soft)
+        return (*parts, softmax)
 
     def _attention(self, cost: OperatorCost, width: int) -> ProductCycles:
         is_backward = "backward" in cost.name

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.wafer.language import RECEIVE, SEND, Code, Colour, Counter, MeshRun, Part, Register
 from penstock.wafer.programs.streamed import (
+    EntryPlaces,
     Run,
     SimulatedProduct,
     Spread,
@@ -28,14 +29,15 @@ def simulate_forward(
 
     Args:
         weight: [outputs, inputs].
-        mask: the entries that are kept; all if None.
+        mask: the entries that are kept; None: a dense weight, whose 32-bit values travel without
+            indices.
         activations: [tokens, inputs].
 
     Raises:
         BudgetError: a core has no memory for its activations and sums.
     """
     spread = Spread(kept_entries(weight, mask), len(activations), run)
-    made = Forward(spread, run, weight, activations)
+    made = Forward(spread, run, weight, activations, is_indexed=mask is not None)
     done = made.program.run(run.trace)
     return SimulatedProduct(made.result(done), done.report)
 
@@ -47,7 +49,13 @@ class Forward:
     """The program, part by part."""
 
     def __init__(
-        self, spread: Spread, run: Run, weight: np.ndarray, activations: np.ndarray
+        self,
+        spread: Spread,
+        run: Run,
+        weight: np.ndarray,
+        activations: np.ndarray,
+        *,
+        is_indexed: bool,
     ) -> None:
         self.spread, options = spread, run.options
         self.program = p = run.program()
@@ -56,7 +64,7 @@ class Forward:
         # One thread that computes, adds and sends: a second row is sent while it computes the next.
         self.is_alone = self.is_paid and options.accumulators == 1 and not self.is_ring
         width, words = spread.width, spread.words
-        entries = entry_stream(p, spread, weight)
+        entries = entry_stream(p, spread, weight, is_indexed=is_indexed)
         self.x = p.array("activations", (spread.most_features, width), spread.features(activations))
         self.slots = options.accumulators + int(self.is_alone)
         self.acc = p.array("accumulators", (self.slots, width))
@@ -69,7 +77,7 @@ class Forward:
         self.room = p.counter("free inbox", rows * words)
         self.begun = p.counter("sums that begin to come")
         self.sums = p.colour("sums")
-        self.compute(entries)
+        self.compute(entries, is_indexed)
         mesh_row = p.cores() // run.mesh.columns
         self.phase = p.register("outputs since one ended here", -mesh_row % run.mesh.rows)
         if self.is_ring:
@@ -77,14 +85,14 @@ class Forward:
         else:
             self.chain()
 
-    def compute(self, entries: Colour) -> None:
+    def compute(self, entries: Colour, is_indexed: bool) -> None:
         """An AXPY per entry; a control word hands the sum over and takes the next accumulator."""
         p, spread = self.program, self.spread
         slot = p.register("slot")
         data = p.task(entries)
-        if p.pack == 1:
-            data.take(entries)  # the value follows its index in a word of its own
-        data.axpy(self.acc[slot], self.x[data.index], data.value, elements=spread.tokens)
+        places = EntryPlaces(p, entries, data, is_indexed)
+        data.axpy(self.acc[slot], self.x[places.place], data.value, elements=spread.tokens)
+        places.next_entry(data)
         passing = p.core.partial_sum_cycles
         for cores, is_first in ((p.cores(0), True), (p.cores(slice(1, None)), False)):
             end = p.task(entries, cores, "control", cycles=0 if self.is_alone else passing)
@@ -97,6 +105,7 @@ class Forward:
             if self.is_alone:
                 end.work(p.core.elements_cycles(spread.tokens, p.element_bytes))
             end.advance(slot, modulo=self.slots)
+            places.next_output(end)
             end.wait(self.free, spread.words, hinders=True)
 
     def chain(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.wafer.language import RECEIVE, SEND, Colour, Counter, MeshProgram, Part, Register
 from penstock.wafer.programs.streamed import (
+    EntryPlaces,
     Run,
     SimulatedProduct,
     Spread,
@@ -28,18 +29,21 @@ def simulate_data_gradient(
 
     Args:
         weight: [outputs, inputs].
-        mask: the entries that are kept; all if None.
+        mask: the entries that are kept; None: a dense weight, whose 32-bit values travel without
+            indices.
         gradients: dY [tokens, outputs].
     """
     spread = Spread(kept_entries(weight, mask), len(gradients), run)
     p = run.program()
-    entries = entry_stream(p, spread, weight, last_control=False)
+    is_indexed = mask is not None
+    entries = entry_stream(p, spread, weight, last_control=False, is_indexed=is_indexed)
     dx = p.array("gradients of inputs", (spread.most_features, spread.width))
-    row = broadcast_rows(p, spread, entries, gradients, run.options.broadcast_rows)
     data = p.task(entries)
-    if p.pack == 1:
-        data.take(entries)
-    data.axpy(dx[data.index], row, data.value, elements=spread.tokens)
+    places = EntryPlaces(p, entries, data, is_indexed)
+    rows = run.options.broadcast_rows
+    row = broadcast_rows(p, spread, entries, gradients, rows, places)
+    data.axpy(dx[places.place], row, data.value, elements=spread.tokens)
+    places.next_entry(data)
     done = p.run(run.trace)
     return SimulatedProduct(spread.from_features(done.read(dx)), done.report)
 
@@ -96,7 +100,12 @@ def simulate_weight_gradient(
 
 
 def broadcast_rows(
-    p: MeshProgram, spread: Spread, entries: Colour, gradients: np.ndarray, rows: int
+    p: MeshProgram,
+    spread: Spread,
+    entries: Colour,
+    gradients: np.ndarray,
+    rows: int,
+    places: EntryPlaces | None = None,
 ) -> Part:
     """Have every core receive the rows of dY, of which it holds some; return the one that belongs
     to the entries that come now. A control word goes on to the next."""
@@ -116,5 +125,7 @@ def broadcast_rows(
     following = p.task(entries, kind="control")
     following.post(room, spread.words)
     following.advance(slot, modulo=rows)
+    if places is not None:
+        places.next_output(following)
     following.wait(came, spread.words)
     return held[slot]

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.wafer.closed_form import MaskCounts, StreamedProduct, StreamingOptions, assign_rows
-from penstock.wafer.language import Colour, MeshProgram
+from penstock.wafer.language import Code, Colour, MeshProgram
 from penstock.wafer.mesh import MeshReport, TraceOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
@@ -134,6 +134,8 @@ def entry_words(
     """Return the words that enter a row of cores: entries, and a control word after each output
     feature. They are the values, the places of features, and which are control words.
 
+    Entries without indices are the words of a dense weight, whose cores count the places.
+
     Args:
         values: of the weight [outputs, inputs]; None if the indices alone enter.
         words_each: 2 if an index and a value do not fit in one word.
@@ -161,18 +163,49 @@ def entry_stream(
     weight: np.ndarray | None,
     *,
     last_control: bool = True,
+    is_indexed: bool = True,
 ) -> Colour:
     """Route the entries of a weight, or of a mask alone, from the edge along the rows of cores that
-    have their features; return their colour."""
+    have their features; return their colour.
+
+    Args:
+        is_indexed: whether 32-bit values are preceded by a word with their index; a 16-bit value
+            shares its word with the index.
+    """
     entries = program.colour("entries")
     program.route(entries, program.cores(None, slice(0, -1)), "west", ("east", "ramp"))
     program.route(entries, program.cores(None, -1), "west", "ramp")
     values = None if weight is None else program.rounded(weight)
-    words_each = 1 if program.pack == 2 or weight is None else 2
+    words_each = 2 if is_indexed and program.pack == 1 and weight is not None else 1
     for row in range(program.mesh.rows):
         words = entry_words(spread, row, values, words_each, last_control)
         program.feed(entries, int(program.cores(row, 0)[0]), "west", *words)
     return entries
+
+
+class EntryPlaces:
+    """Where a core finds the place of an arriving entry's feature: in the entry's index, or, for a
+    dense weight of 32-bit values, by counting the entries since the last control word.
+
+    Attributes:
+        place: the register with the place.
+    """
+
+    def __init__(self, program: MeshProgram, entries: Colour, data: Code, is_indexed: bool) -> None:
+        self.is_counted = not is_indexed and program.pack == 1
+        self.place = program.register("place") if self.is_counted else data.index
+        if program.pack == 1 and not self.is_counted:
+            data.take(entries)  # the value follows its index in a word of its own
+
+    def next_entry(self, data: Code) -> None:
+        """Go on to the next feature, after an entry."""
+        if self.is_counted:
+            data.advance(self.place)
+
+    def next_output(self, end: Code) -> None:
+        """Go back to the first feature, after a control word."""
+        if self.is_counted:
+            end.set(self.place, 0)
 
 
 def gradient_stream(program: MeshProgram, spread: Spread, gradients: np.ndarray) -> Colour:
@@ -202,9 +235,14 @@ def kept_entries(weight: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
 
 def closed_form_of(
-    spread: Spread, run: Run
+    spread: Spread, run: Run, *, is_indexed: bool = True
 ) -> tuple[StreamedProduct, MaskCounts, StreamingOptions]:
-    """Return what the closed form is to be asked for the same product, mask and options."""
+    """Return what the closed form is to be asked for the same product, mask and options.
+
+    Args:
+        is_indexed: whether values travel with their indices, as all but those of dense weights of
+            32-bit values do.
+    """
     counts = np.zeros((spread.outputs, run.mesh.rows), np.int64)
     outputs, inputs = np.nonzero(spread.mask)
     np.add.at(counts, (outputs, spread.rows[inputs]), 1)
@@ -213,6 +251,7 @@ def closed_form_of(
         spread.inputs,
         spread.all_tokens,
         max(float(spread.mask.mean()), 1e-12),
+        is_indexed=is_indexed,
         element_bytes=run.element_bytes,
     )
     return product, MaskCounts(counts, spread.inputs), replace(run.options)

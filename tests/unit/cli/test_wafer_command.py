@@ -48,9 +48,9 @@ def test_product_prints_the_closed_form_of_the_best_layout(density, core):
 def test_table_of_a_product_says_what_it_is_in_80_columns():
     lines = wafer("product", *LAYER, "--density", 0.1, "--layout", "plain").stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0] == "90.0% sparse 96 x 64 with 48 tokens, 2 bytes each"
-    assert lines[1] == "4x6 cores (sim); closed form"
-    assert lines[2] == "layout: tokens over 6 columns, features over 4 parts"
+    assert lines[0] == "90% sparse 96 x 64 with 48 tokens, 2 bytes each"
+    assert lines[1] == "4x6 cores (sim), 1.1 GHz; closed form"
+    assert lines[2] == "layout: tokens over 6 columns, features over 4 rows"
     parts = step_cycles(StreamedProduct(96, 64, 48, 0.1), PLAIN, SIM)
     cells = {line[:24].strip(): line.split()[-3:] for line in lines[4:]}
     assert cells["cycles"] == [f"{part.total:,.0f}" for part in parts]
@@ -79,7 +79,7 @@ def test_simulated_products_are_near_the_closed_form_for_the_same_mask():
         assert 1 <= one["greatest queue"] <= SIM.queue_words
     page = wafer("product", *LAYER, "--density", 0.3, "--simulate").stdout
     cycles = found[0]["simulated cycles"]
-    assert f"forward{cycles:>25,.0f}" in page
+    assert f"forward{cycles:>24,.0f}" in page
     assert max(map(len, page.splitlines())) <= 80
 
 
@@ -98,7 +98,7 @@ def test_stages_of_a_program_are_printed_by_kind():
         assert sum(row["by_work"].values()) == pytest.approx(sum(row["cycles"].values()))
     total = sum(row["stages"] * sum(row["cycles"].values()) for row in found["kinds"])
     page = wafer(*arguments).stdout
-    assert f"in all {total:,.0f} cycles, {1e3 * total / 1.1e9:.3g} ms\n" in page
+    assert f"\nall 4 stages: {total:,.0f} cycles, {1e3 * total / 1.1e9:.3g} ms at 1.1 GHz\n" in page
     assert "32x32 cores (sim), 1.1 GHz; closed form\n" in page
     assert max(map(len, page.splitlines())) <= 80
 
@@ -108,31 +108,53 @@ def test_stages_of_a_program_are_printed_by_kind():
     [
         (
             ["product", *LAYER, "--mesh", "0x6"],
-            "mesh: expected rows from 1 up, got 0; a CS-2 has 750 rows and 994 columns, for "
+            "--mesh: expected rows from 1 up, got 0; a CS-2 has 750 rows and 994 columns, for "
             "example mesh: 750x994",
         ),
         (
             ["product", *LAYER, "--mesh", "32"],
-            "mesh: expected rows and columns such as 32x32, got '32'; a CS-2 has 750x994",
+            "--mesh: expected rows and columns such as 32x32, got '32'; a CS-2 has 750x994",
         ),
         (
             ["product", *LAYER, "--cores", "silicone"],
-            "expected core parameters, sim or silicon, or the path of a file that ends in .yaml, "
-            "got 'silicone' (did you mean 'silicon'?)",
+            "--cores: expected core parameters, sim or silicon, or the path of a file that ends in "
+            ".yaml, got 'silicone' (did you mean 'silicon'?)",
         ),
         (
             ["product", *LAYER, "--bytes", "3"],
-            "product: expected element_bytes of 2 or 4, got 3",
+            "--bytes: expected 2 or 4, got 3",
+        ),
+        (
+            ["product", *LAYER, "--density", "1e-4"],
+            "--density: expected at least one kept entry of 6,144, got 0.0001, which keeps less "
+            "than one",
+        ),
+        (
+            ["product", *LAYER, "--tokens", "0"],
+            "product: expected tokens from 1 up, got 0",
+        ),
+        (
+            ["product", *LAYER, "--inputs", "100000000"],
+            "product: expected at most 4,194,304 inputs, got 100,000,000",
+        ),
+        (
+            ["product", *LAYER, "--mesh", "9999x9999"],
+            "--mesh: expected at most 10,000,000 cores, got 9999 x 9999 = 99,980,001; a CS-2 has "
+            "750 x 994",
+        ),
+        (
+            ["layers", TINY, "--mesh", "32x"],
+            "--mesh: expected rows and columns such as 32x32, got '32x'; a CS-2 has 750x994",
         ),
         (
             ["product", *LAYER, "--mesh", "1x1", "--tokens", "4096", "--layout", "plain"],
             "layer: 96 x 64 with 4096 tokens on 1x1 cores needs 2,699,344 bytes per core "
             "(activations 2,621,440, sums 73,728, program 4,176), a core has 49,152; at most 68 "
-            "tokens fit; lower batch.micro or take a larger mesh",
+            "tokens fit; give fewer tokens (a smaller batch.micro) or take a larger mesh",
         ),
         (
             ["product", *LAYER, *WIDE, "--mesh", "64x64", "--tokens", "64", "--simulate"],
-            "--simulate: expected at most 100,000,000 entries that arrive at a core, got "
+            "--simulate: expected at most 100,000,000 entries that arrive at cores, got "
             "4,294,967,296 (67,108,864 entries in 64 columns of cores); give a smaller layer or "
             "mesh, or leave --simulate out",
         ),
@@ -143,8 +165,8 @@ def test_stages_of_a_program_are_printed_by_kind():
         ),
         (
             ["figure", "ring", "--cores", "gold"],
-            "expected core parameters, sim or silicon, or the path of a file that ends in .yaml, "
-            "got 'gold'",
+            "--cores: expected core parameters, sim or silicon, or the path of a file that ends in "
+            ".yaml, got 'gold'",
         ),
         (
             ["figure", "ring", "--out", "ring.pdf"],
@@ -169,7 +191,8 @@ def test_impossible_core_file_is_refused_line_by_line(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nsimd_half: 0\nword_cycles: 0.5\n")
     assert refused("product", *LAYER, "--cores", file) == (
-        f"{file}:2: simd_half: expected a whole number from 1 up (multiply-adds per cycle), got 0\n"
+        f"--cores: {file}:2: simd_half: expected a whole number from 1 up (multiply-adds per "
+        "cycle), got 0\n"
         f"{file}:3: word_cycles: expected a number from 1 up (cycles), got 0.5"
     )
 

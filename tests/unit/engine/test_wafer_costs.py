@@ -54,7 +54,7 @@ def test_gradient_of_every_element_is_a_dense_product_over_tokens():
 def test_dense_kinds_have_the_costs_of_the_compiler():
     program = compiled(Net(), ROWS)
     kind = program.stages[-1].kind
-    assert costs_at(kind, "turn", 6, {}) is kind.costs["turn"]
+    assert costs_at(kind, "turn", 6, {}) == kind.costs["turn"]
 
 
 def test_tokens_are_the_rows_with_which_products_have_whole_weights():
@@ -81,4 +81,4 @@ def test_stage_beyond_the_cores_memory_is_named(cycles):
         plan_wafer(program, WaferOptions(Mesh(2, 2), SIM, cycles))
     text = str(refused.value)
     assert text.startswith(f"engine.mesh: stage {name}: 24 x 8 with 4096 tokens on 2x2 cores needs")
-    assert text.endswith("lower batch.micro or take a larger mesh")
+    assert text.endswith("give fewer tokens (a smaller batch.micro) or take a larger mesh")

@@ -26,6 +26,8 @@ def test_plain_layout_divides_tokens_over_columns_and_features_over_rows():
     assert (layout.features(13), layout.tokens(65)) == (3, 9)
     turned = ActivationLayout(Mesh(6, 8), "rows")
     assert (turned.feature_rows, turned.token_columns) == (8, 6)
+    assert str(layout) == "tokens over 8 columns, features over 6 rows"
+    assert str(turned) == "tokens over 6 rows, features over 8 columns"
 
 
 def test_groups_move_cores_from_one_division_to_the_other():
@@ -33,7 +35,7 @@ def test_groups_move_cores_from_one_division_to_the_other():
     assert (columns.feature_rows, columns.token_columns, columns.chain_rows) == (12, 4, 6)
     rows = ActivationLayout(Mesh(6, 8), row_groups=2)
     assert (rows.feature_rows, rows.token_columns, rows.chain_rows) == (3, 16, 3)
-    assert str(rows) == "tokens over 16 columns, features over 3 parts"
+    assert str(rows) == "tokens over 16, features over 3 parts, 2 groups"
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(3, 40), CS2_MESH], ids=str)
@@ -88,7 +90,7 @@ def test_layer_that_does_not_fit_is_refused_with_the_tokens_that_would():
     assert str(error.value) == (
         "transformer.h.0.mlp: 4096 x 1024 with 4096 tokens on 32x32 cores needs 88,400 bytes per "
         "core (activations 81,920, sums 2,304, program 4,176), a core has 49,152; at most 2176 "
-        "tokens fit; lower batch.micro or take a larger mesh"
+        "tokens fit; give fewer tokens (a smaller batch.micro) or take a larger mesh"
     )
     most = most_tokens(4096, 1024, layout, SIM)
     assert check_fits(StreamedProduct(4096, 1024, most), layout, SIM).fits

@@ -149,8 +149,9 @@ def test_replaced_figure_loses_its_source(tmp_path):
     [
         (
             "name: mine\nhop_cycle: 2\n",
-            [":2: hop_cycle: unknown key (did you mean 'hop_cycles'?); core parameters have name,"],
+            [":2: hop_cycle: unknown key (did you mean 'hop_cycles'?)"],
         ),
+        ("speed: 2\n", [":1: speed: unknown key; core parameters have name, base, clock_hz, "]),
         ("base: wse\n", [":1: base: expected sim or silicon, got 'wse'"]),
         ("name: 3\n", [":1: name: expected a text, got 3; name the set"]),
         (

@@ -22,6 +22,8 @@ from penstock.wafer import (
     worst_ratio,
 )
 from penstock.wafer.closed_form import (
+    PAID,
+    PRODUCTS,
     acceleration_curve,
     all_reduce_cycles,
     line_broadcast_cycles,
@@ -167,6 +169,43 @@ def test_page_has_the_acceleration_that_is_computed():
         assert float(ideal) == pytest.approx(plain.ideal)
         assert float(ours) == pytest.approx(plain.acceleration, rel=0.005)
         assert float(chosen) == pytest.approx(best.acceleration, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("text", "sparsities", "changes"),
+    [
+        (r"the plain layout gains (\S+) at 90 % and (\S+) at 99 %", (0.9, 0.99), "plain"),
+        (r"the best\s+layouts gain (\S+) and (\d+\.\d)", (0.9, 0.99), "best"),
+    ],
+)
+def test_page_has_the_acceleration_with_paid_sums(text, sparsities, changes):
+    [found] = re.findall(text, PAGE)
+    curve = acceleration_curve(
+        *(12288, 12288, 131072, CS2_MESH, SIM),
+        sparsities=sparsities,
+        products=("forward",),
+        layout=changes,
+        options=PAID,
+    )
+    assert [float(value) for value in found] == [round(point.acceleration, 1) for point in curve]
+
+
+@pytest.mark.parametrize(
+    ("text", "products"),
+    [(r"two dense ones: (\S+) at 90 %", ("forward",)), (r"it gains (\S+), because", PRODUCTS)],
+)
+def test_page_has_the_acceleration_of_sixteen_engines(text, products):
+    [found] = re.findall(text, PAGE)
+    [point] = acceleration_curve(
+        *(12288, 12288, 131072, CS2_MESH, SIM),
+        sparsities=(0.9,),
+        products=products,
+        layout="best",
+        engines=16,
+    )
+    assert float(found) == round(point.acceleration, 1)
+    [share] = re.findall(r"binds the dense layer at (\d+) %", PAGE)
+    assert int(share) == round(100 * point.dense[0].utilization)
 
 
 def test_example_of_the_page_prints_what_the_page_says(capsys):

@@ -12,6 +12,7 @@ from penstock.operator_cost import OperatorCost
 from penstock.wafer import SIM, CoreParameters, Mesh
 from penstock.wafer.closed_form import (
     ActivationLayout,
+    HeadShape,
     StreamedProduct,
     attention,
     candidate_layouts,
@@ -21,7 +22,9 @@ from penstock.wafer.closed_form import (
     lookup,
     memory_pass,
     norm,
+    sram_use,
     stage_cycles,
+    token_sum,
     weight_gradient,
     weight_shape,
 )
@@ -152,6 +155,74 @@ def test_norm_sums_twice_over_its_column_of_cores():
     # 8 tokens are 4 words: 28 of them meet at the last of 8 cores, and a broadcast follows.
     assert found.fill == 2 * ((28 + 5) + (4 + 7 + 5))
     assert found.arithmetic == 200
+
+
+def test_norm_sums_over_column_groups_too():
+    core = CoreParameters("x")
+    layout = ActivationLayout(Mesh(8, 8), column_groups=2)
+    found = norm(64 * 2400, 64, layout, core)
+    # 16 tokens are 8 words: a chain down 8 cores and back; then 4 columns of 8 words, divided over
+    # 8 rows, go 4 hops to the other group and back.
+    column = min(7 * 8 + 5, 8 + 7 + 7 * 5) + (8 + 7 + 5)
+    between = 4 + 4 + 5
+    assert found.fill == 2 * (column + 2 * between)
+
+
+def test_sum_over_tokens_has_a_word_for_each_feature_of_a_core():
+    core = CoreParameters("x")
+    # 64 tokens of 32 features in 2 bytes: 4 features in each of 8 rows, summed over 8 columns.
+    found = token_sum(2 * 64 * 32, 64, LAYOUT, core)
+    assert found.fill == min(7 * 4 + 5, 4 + 7 + 7 * 5)
+    assert found.arithmetic == 2 * 64 * 32 / 64 / 24
+
+
+def head_cost(tokens, flops, times=1):
+    name = "linear_cross_entropy" if times == 1 else "linear_cross_entropy_turn"
+    return OperatorCost(name, "head", "bfloat16", "any", tokens, times * flops, 10**6)
+
+
+@pytest.mark.parametrize("gradient", ["kept", "all", "none"])
+def test_head_that_is_given_has_its_shape_entries_and_gradient(gradient):
+    tokens, shape, capacity, kept = 64, (500, 32), 1600, 1000
+    head = HeadShape(*shape, capacity, kept, is_sparse=True, gradient=gradient)
+    cost = head_cost(tokens, 2 * tokens * capacity, 3)
+    other = HeadShape.dense(100, 8)
+    stage = stage_cycles([cost], tokens, LAYOUT, SIM, executable="turn", heads=(other, head))
+    sparse = StreamedProduct(*shape, tokens, density=kept / (500 * 32))
+    whole = StreamedProduct(*shape, tokens, is_indexed=False)
+    expected = [forward(sparse, LAYOUT, SIM), data_gradient(sparse, LAYOUT, SIM)]
+    expected += {
+        "kept": [weight_gradient(sparse, LAYOUT, SIM)],
+        "all": [weight_gradient(whole, LAYOUT, SIM)],
+        "none": [],
+    }[gradient]
+    *found, softmax = stage.operators[0].parts
+    assert found == expected
+    # 11 operations on every logit, of 64 tokens over 500 labels, 24 bytes per core and cycle.
+    assert softmax.arithmetic == pytest.approx(11 * 2 * 2 * 64 * 500 / 64 / 24)
+
+
+def test_logits_of_a_head_are_once_in_the_memory_and_decide_the_refusal():
+    tokens, mesh = 512, Mesh(2, 2)
+    cost = head_cost(tokens, 2 * tokens * 500 * 8)
+    heads = (HeadShape.dense(500, 8),)
+    product = StreamedProduct(500, 8, tokens, is_indexed=False)
+    use = sram_use(product, ActivationLayout(mesh), SIM, in_place=True)
+    assert use.outputs == 256 * 2 * 250
+    assert sram_use(product, ActivationLayout(mesh), SIM).outputs == 2 * use.outputs
+    with pytest.raises(BudgetError) as refused:
+        choose_stage_layout({"forward": [cost]}, tokens, mesh, SIM, heads=heads)
+    # 256 tokens in a core, of 2 bytes: 2 x 4 features, 250 logits, and 9 sums.
+    assert str(refused.value) == (
+        "stage: 500 x 8 with 512 tokens on 2x2 cores needs 140,880 bytes per core (activations "
+        "132,096, sums 4,608, program 4,176), a core has 49,152; at most 168 tokens fit; give "
+        "fewer tokens (a smaller batch.micro) or take a larger mesh"
+    )
+
+
+def test_product_without_a_whole_weight_does_not_count_in_the_memory():
+    [cost] = costs_of(torch.bmm, (6, 512, 640), (6, 640, 512))
+    assert choose_stage_layout({"forward": [cost]}, 64, Mesh(2, 2), SIM).considered > 0
 
 
 def test_lookup_crosses_the_host_link_once():

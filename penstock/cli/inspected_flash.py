@@ -1,0 +1,92 @@
+"""What `penstock inspect` says of a store on flash, and its repair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from penstock.cli.inspected_weights import sparse_lines
+from penstock.progress import show_bytes, show_count
+
+if TYPE_CHECKING:
+    from penstock.errors import CorruptionError
+    from penstock.store.flash import Repaired
+
+
+def repair_flash(flash: Path | None) -> None:
+    """Roll a store back to its newest intact durable step, and print what was discarded.
+
+    Raises:
+        ConfigError: the run has no store on flash.
+    """
+    from penstock.errors import ConfigError
+    from penstock.store.flash import repair
+
+    if flash is None:
+        raise ConfigError(
+            "--repair: expected a run with a store on flash, this run has none; its checkpoints "
+            "need no repair: use an undamaged one"
+        )
+    found = repair(flash)
+    typer.echo(f"{flash} is at step {found.step}, all checksums match")
+    typer.echo(f"discarded: {_discarded(found)}")
+
+
+def _discarded(found: Repaired) -> str:
+    damaged = [step for step in found.discarded if step > found.step]
+    older = [step for step in found.discarded if step < found.step]
+    parts = []
+    for steps, why in ((damaged, "damaged"), (older, "older, to be overwritten next")):
+        if steps:
+            name = "step" if len(steps) == 1 else "steps"
+            parts.append(f"{name} {', '.join(map(str, steps))} ({why})")
+    if found.damaged_journal:
+        parts.append("damaged records of the journal")
+    return "; ".join(parts) or "nothing: no byte is damaged"
+
+
+def flash_hash(flash: Path) -> str:
+    """Return the hash of the weights of the newest durable step."""
+    from penstock.store.flash import open_reader
+
+    with open_reader(flash) as reader:
+        reader.verify(reader.newest)
+        return reader.content_hash(reader.newest)
+
+
+def show_flash(flash: Path) -> CorruptionError | None:
+    """Print the durable steps on flash; return the damage of the newest that is not whole."""
+    from penstock.errors import CorruptionError, StorageError
+    from penstock.store.flash import open_reader
+
+    damage: CorruptionError | None = None
+    try:
+        opened = open_reader(flash)
+    except StorageError as error:
+        typer.echo(f"flash        not checked: {error}")
+        return None
+    with opened as reader:
+        typer.echo(
+            f"flash        {flash}: {show_bytes(reader.bytes)}, of which "
+            f"{show_bytes(reader.state_bytes)} per step; {show_count(reader.parameters)} "
+            f"parameters in {reader.weights} weights{_shards(reader.shards)}"
+        )
+        for step in reader.steps:
+            try:
+                reader.verify(step)
+                whole = "all checksums match"
+            except CorruptionError as error:
+                damage, whole = error, "DAMAGED"
+            newest = " (newest)" if step == reader.steps[-1] else ""
+            typer.echo(f"durable      step {step}  {whole}{newest}")
+        if damage is None and reader.steps:
+            typer.echo(f"weights      {reader.content_hash(reader.steps[-1])}")
+            for line in sparse_lines(reader.sparse, reader.kept):
+                typer.echo(line)
+    return damage
+
+
+def _shards(count: int) -> str:
+    return f", in {count} shards" if count > 1 else ""
