@@ -58,9 +58,9 @@ def program(
 
     from rich.console import Console
 
-    from penstock.planning import build_program
+    from penstock.planning import outline_program
 
-    built = build_program(
+    built = outline_program(
         config,
         micro_batch=micro_batch,
         sequence_length=sequence_length or config.data.sequence_length,

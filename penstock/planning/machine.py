@@ -7,7 +7,7 @@ micro-batch receive a `Machine` as an argument, so a run can be planned for anot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.engine import target_of, thread_count
 from penstock.kernels.processor import Processor
@@ -58,6 +58,15 @@ class Machine:
             KeyError: a device has no memory of its own, or was not requested.
         """
         return min(self.devices[name].free for name in devices)
+
+    def holding(self, resident_bytes: int) -> Machine:
+        """Return the machine once this process has at least so much resident memory."""
+        more = min(max(0, resident_bytes - self.resident_bytes), self.available_bytes)
+        return replace(
+            self,
+            resident_bytes=self.resident_bytes + more,
+            available_bytes=self.available_bytes - more,
+        )
 
     @classmethod
     def here(cls, devices: Sequence[str] = ()) -> Machine:
