@@ -6,6 +6,7 @@ large models.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 SEQUENCE = 2048
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+FIXED_BATCH = 192
+"""Sequences of the batch that the picture `gpus` holds fixed."""
+FIXED_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192)
 _COMPARED = ("1.3B", "13B", "175B")
 _MOST_SEQUENCES = 64  # per engine
 _LEAST_SHOWN = 600  # bars beside each other, of a picture
@@ -134,23 +138,31 @@ def _scaled(
     planner: Planner, machine: MachineDescription, name: str
 ) -> Iterator[tuple[int, Prediction]]:
     """Yield the predictions of a model on more and more engines, with the largest batch per engine
-    that fits two of them and more: there, the share of a lost engine needs room as well."""
+    that fits beside the share of a lost engine, or one sequence if that fits alone."""
     most = machine.engine.most or ENGINES[-1]
-    memory = {} if machine.engine.memory is None else {"memory": int(machine.engine.memory)}
 
     def planned(engines: int, each: int) -> Prediction:
-        batch = {"size": each * engines, "micro": 1}
-        return planner.plan(gpt(name, engines=engines, batch=batch, engine=memory), machine)
+        return _planned(planner, machine, name, engines, each * engines)
 
     each = _MOST_SEQUENCES
     while each:
-        try:
-            planned(min(2, most), each)
-            break
-        except BudgetError:
-            each //= 2
+        with contextlib.suppress(BudgetError):
+            several = min(2, most)
+            has_room = planned(several, each).plan.least_engines < several
+            if has_room or several == 1 or each == 1:
+                break
+        each //= 2
     for count in (count for count in ENGINES if each and count <= most):
         yield count, planned(count, each)
+
+
+def _planned(
+    planner: Planner, machine: MachineDescription, name: str, engines: int, sequences: int
+) -> Prediction:
+    """Return the prediction of a model, with micro-batches of one sequence and all the memory."""
+    memory = {} if machine.engine.memory is None else {"memory": int(machine.engine.memory)}
+    batch = {"size": sequences, "micro": 1}
+    return planner.plan(gpt(name, engines=engines, batch=batch, engine=memory), machine)
 
 
 def draw_timing(paths: Sequence[Path], prediction: Prediction) -> None:
@@ -184,30 +196,50 @@ def draw_gpus(
     machine: MachineDescription,
     cluster: GpuCluster,
 ) -> None:
-    """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines."""
+    """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines, for a
+    batch of fixed size. A line begins at the fewest engines that hold the batch. A cross stands at
+    the first number of engines whose time no number of GPUs reaches."""
     figure, axes = new_figure()
-    styles = iter(_APART)
+    ratio, styles = 0.0, iter(_APART)
     for name in _COMPARED:
-        engines, gpus, each = [], [], 0
-        for count, found in _scaled(planner, machine, name):
-            each = found.config.batch.size // count
-            try:
-                run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
-            except ConfigError:  # no number of GPUs is as fast
-                continue
-            engines.append(count)
-            gpus.append(run.division.gpus)
-        if engines:
-            style, size = next(styles)
-            label = f"{name}, {each} x {SEQUENCE} tokens"
-            axes.plot(engines, gpus, style, markersize=size, label=label)
+        points, out_of_reach = _equal_gpus(planner, machine, cluster, name)
+        if not points:
+            continue
+        style, size = next(styles)
+        [line] = axes.plot(*zip(*points, strict=True), style, markersize=size, label=name)
+        ratio = ratio or points[0][1] / points[0][0]
+        if out_of_reach is not None:
+            place = (out_of_reach, points[-1][1] * out_of_reach / points[-1][0])
+            axes.plot(*place, "x", color=line.get_color(), markersize=size + 3)
+    counts = [count for count in FIXED_COUNTS if count <= (machine.engine.most or count)]
+    proportional = [ratio * count for count in counts]
+    axes.plot(counts, proportional, "--", color="gray", label=f"{ratio:.0f} for each engine")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
+    axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
     axes.set_xlabel(f"engines of {machine.name}, data-parallel")
     axes.set_ylabel(f"GPUs of {cluster.name} for the same time")
-    axes.legend(title="model, batch per engine")
+    axes.legend(title=f"model, {FIXED_BATCH} x {SEQUENCE} tokens in all")
     axes.grid(alpha=0.3)
     save(figure, *paths)
+
+
+def _equal_gpus(
+    planner: Planner, machine: MachineDescription, cluster: GpuCluster, name: str
+) -> tuple[list[tuple[int, int]], int | None]:
+    """Return pairs of engines and GPUs that take the same time for the fixed batch, and the first
+    number of engines whose time no number of GPUs reaches."""
+    points: list[tuple[int, int]] = []
+    for count in FIXED_COUNTS:
+        try:
+            found = _planned(planner, machine, name, count, FIXED_BATCH)
+        except (BudgetError, ConfigError):  # too few engines for the batch, or more than it has
+            continue
+        try:
+            run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
+        except ConfigError:
+            return points, count
+        points.append((count, run.division.gpus))
+    return points, None
