@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from penstock.calibration import ENOUGH_RUNS, is_kept
 from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 from penstock.progress import (
@@ -87,6 +88,8 @@ def _speed(prediction: Prediction) -> str:
     if interval is not None:
         low, high = map(show_duration, interval)
         between = f" (nine of ten measured runs: {low} to {high})"
+    elif is_kept(prediction.machine):
+        between = f" (no interval yet: fewer than {ENOUGH_RUNS} runs were measured on this host)"
     else:
         between = " (not compared with measured runs on this machine)"
     rate = prediction.flops / prediction.step_seconds
