@@ -31,7 +31,8 @@ class Machine:
         cores: the number of cores that this process may use.
         resident_bytes: resident host memory of this process: libraries and compiled programs.
         available_bytes: memory that this process can still allocate before the system, a control
-            group or a limit of the process stops it.
+            group or a limit of the process stops it; below 0 on a described machine that has less
+            than `resident_bytes`.
         is_measurable: whether the system reports the resident memory of a process.
         devices: the requested devices that have memory of their own, by name.
         micro_batch_tokens: tokens of a micro-batch beyond which products are no faster; None: those
@@ -61,7 +62,7 @@ class Machine:
 
     def holding(self, resident_bytes: int) -> Machine:
         """Return the machine once this process has at least so much resident memory."""
-        more = min(max(0, resident_bytes - self.resident_bytes), self.available_bytes)
+        more = max(0, resident_bytes - self.resident_bytes)
         return replace(
             self,
             resident_bytes=self.resident_bytes + more,

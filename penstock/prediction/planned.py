@@ -193,7 +193,14 @@ def _holding(model: ModelFacts, machine: Machine) -> Machine:
 
 
 def _as_on(machine: MachineDescription, config: Config) -> Config:
-    """Return the configuration with its engines where the machine has them."""
+    """Return the configuration with its engines where the machine has them.
+
+    The memory of a wafer belongs to the engine alone; of other engines' own memory, training takes
+    a part.
+    """
+    if machine.kind == "wafer" and config.engine.memory == "auto" and machine.engine.memory:
+        whole = config.engine.model_copy(update={"memory": machine.engine.memory})
+        config = config.model_copy(update={"engine": whole})
     if machine.link is None or config.cluster.start != "none":
         return config
     cluster = config.cluster.model_copy(update={"start": "listen"})
@@ -212,7 +219,7 @@ def _machine_of(machine: MachineDescription) -> Machine:
         _PROCESSOR,
         cores=machine.store.cores,
         resident_bytes=here,
-        available_bytes=max(0, memory - here),
+        available_bytes=memory - here,
         devices=devices,
         micro_batch_tokens=machine.engine.micro_batch_tokens,
     )

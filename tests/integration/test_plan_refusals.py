@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("machines")
     (folder / "desk.yaml").write_text(HOST)
     (folder / "rack.yaml").write_text(RACK)
+    (folder / "small.yaml").write_text(HOST.replace("24GiB", "1KiB"))
     (folder / "broken.yaml").write_text(HOST.replace("1e11", "-1e11").replace("24GiB", "24 rooms"))
     return folder
 
@@ -33,6 +34,13 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
+        (
+            (*TINY, "--machine", "small.yaml"),
+            5,
+            r"this run needs at least \S+ MiB, this machine has 1\.00 KiB \(store \(\S+ parameters\): "
+            r"\S+ MiB; .*\); make the model smaller, or set store\.flash\.path to a folder on a "
+            r"fast disk",
+        ),
         (
             (*TINY, "engines=0", "--machine", "cs2"),
             2,
@@ -80,7 +88,16 @@ def folder(tmp_path_factory):
             r"run\.steps, or choose another machine",
         ),
     ],
-    ids=["zero engines", "no disk", "impossible machine", "one", "four", "any", "too slow"],
+    ids=[
+        "small",
+        "zero engines",
+        "no disk",
+        "impossible machine",
+        "one",
+        "four",
+        "any",
+        "too slow",
+    ],
 )
 def test_run_that_cannot_be_is_refused(folder, arguments, code, text):
     done = penstock("plan", *arguments, cwd=folder)
