@@ -15,6 +15,7 @@ from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.machines import GpuCluster, MachineDescription
 from penstock.pictures import new_figure, save
+from penstock.prediction.gpu_cluster import Division
 from penstock.prediction.planned import Planner
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 
@@ -197,20 +198,29 @@ def draw_gpus(
     cluster: GpuCluster,
 ) -> None:
     """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines, for a
-    batch of fixed size. A line begins at the fewest engines that hold the batch. A cross stands at
-    the first number of engines whose time no number of GPUs reaches."""
+    batch of fixed size. A line begins at the fewest engines that hold the batch, and ends where no
+    number of GPUs is as fast. At its end stand the degrees of parallelism of the GPUs."""
     figure, axes = new_figure()
     ratio, styles = 0.0, iter(_APART)
     for name in _COMPARED:
-        points, out_of_reach = _equal_gpus(planner, machine, cluster, name)
-        if not points:
+        found = list(_equal_gpus(planner, machine, cluster, name))
+        if not found:
             continue
+        points = [(count, division.gpus) for count, division in found]
         style, size = next(styles)
         [line] = axes.plot(*zip(*points, strict=True), style, markersize=size, label=name)
-        ratio = ratio or points[0][1] / points[0][0]
-        if out_of_reach is not None:
-            place = (out_of_reach, points[-1][1] * out_of_reach / points[-1][0])
-            axes.plot(*place, "x", color=line.get_color(), markersize=size + 3)
+        ratio = max(ratio, *(gpus / count for count, gpus in points))
+        degrees = found[-1][1].degrees
+        axes.annotate(
+            f"{name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}",
+            points[-1],
+            xytext=(4, 8 if name == _COMPARED[0] else -12 * _COMPARED.index(name)),
+            textcoords="offset points",
+            ha="right",
+            va="bottom" if name == _COMPARED[0] else "top",
+            color=line.get_color(),
+            fontsize="small",
+        )
     counts = [count for count in FIXED_COUNTS if count <= (machine.engine.most or count)]
     proportional = [ratio * count for count in counts]
     axes.plot(counts, proportional, "--", color="gray", label=f"{ratio:.0f} for each engine")
@@ -228,10 +238,9 @@ def draw_gpus(
 
 def _equal_gpus(
     planner: Planner, machine: MachineDescription, cluster: GpuCluster, name: str
-) -> tuple[list[tuple[int, int]], int | None]:
-    """Return pairs of engines and GPUs that take the same time for the fixed batch, and the first
-    number of engines whose time no number of GPUs reaches."""
-    points: list[tuple[int, int]] = []
+) -> Iterator[tuple[int, Division]]:
+    """Yield numbers of engines with the fewest GPUs that take the same time for the fixed batch,
+    until no number of GPUs is as fast."""
     for count in FIXED_COUNTS:
         try:
             found = _planned(planner, machine, name, count, FIXED_BATCH)
@@ -240,6 +249,5 @@ def _equal_gpus(
         try:
             run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
         except ConfigError:
-            return points, count
-        points.append((count, run.division.gpus))
-    return points, None
+            return
+        yield count, run.division

@@ -37,9 +37,9 @@ def folder(tmp_path_factory):
         (
             (*TINY, "--machine", "small.yaml"),
             5,
-            r"this run needs at least \S+ MiB, this machine has 1\.00 KiB \(store \(\S+ parameters\): "
-            r"\S+ MiB; .*\); make the model smaller, or set store\.flash\.path to a folder on a "
-            r"fast disk",
+            r"this run needs at least \S+ MiB, this machine has 1\.00 KiB \(store "
+            r"\(\S+ parameters\): \S+ MiB; .*\); make the model smaller, or set "
+            r"store\.flash\.path to a folder on a fast disk",
         ),
         (
             (*TINY, "engines=0", "--machine", "cs2"),
