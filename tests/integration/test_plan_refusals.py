@@ -42,6 +42,16 @@ def folder(tmp_path_factory):
             r"store\.flash\.path to a folder on a fast disk",
         ),
         (
+            (*TINY, "--machine", "rack.yaml", "--sweep", "engines=1,2", "--csv", "no/folder.csv"),
+            2,
+            r"--csv: expected a file in a folder that exists, got no/folder\.csv",
+        ),
+        (
+            (*TINY, "--machine", "rack.yaml", "--sweep", "engines=1,2", "--plot", "plot.jpg"),
+            2,
+            r"plot\.jpg: expected a name that ends in \.png or \.svg, got '\.jpg'",
+        ),
+        (
             (*TINY, "engines=0", "--machine", "cs2"),
             2,
             r"command line, engines=0: engines: expected a number from 1 up, got 0; for "
@@ -78,7 +88,7 @@ def folder(tmp_path_factory):
         (
             (*TINY, "engine.memory=100KB", "--machine", "rack.yaml", "--target", "3 days"),
             5,
-            r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), .*",
+            r"the engine needs (\S+) MiB for a step of 1 micro-batch\(es\), .*",
         ),
         (
             (*TINY, "run.steps=100000000", "--machine", "rack.yaml", "--target", "1 second"),
@@ -90,6 +100,8 @@ def folder(tmp_path_factory):
     ],
     ids=[
         "small",
+        "no folder",
+        "no picture",
         "zero engines",
         "no disk",
         "impossible machine",
