@@ -61,13 +61,9 @@ class Machine:
         return min(self.devices[name].free for name in devices)
 
     def holding(self, resident_bytes: int) -> Machine:
-        """Return the machine once this process has at least so much resident memory."""
-        more = max(0, resident_bytes - self.resident_bytes)
-        return replace(
-            self,
-            resident_bytes=self.resident_bytes + more,
-            available_bytes=self.available_bytes - more,
-        )
+        """Return the same machine as seen by a process that has so much resident memory."""
+        available = self.memory_bytes - resident_bytes
+        return replace(self, resident_bytes=resident_bytes, available_bytes=available)
 
     @classmethod
     def here(cls, devices: Sequence[str] = ()) -> Machine:

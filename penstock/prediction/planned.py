@@ -21,7 +21,6 @@ from penstock.planning import (
     Machine,
     ModelFacts,
     OutlinedModels,
-    RememberedModel,
     plan_execution,
     selected_weights,
     store_factory,
@@ -95,7 +94,7 @@ class Planner:
             "cpu" if machine.engine.is_host else _DESCRIBED,
             self._length(config, source),
             notice=self._notice_once,
-            read_machine=lambda devices: _holding(
+            read_machine=lambda devices: self._holding(
                 source, Machine.here(devices) if is_here else _machine_of(machine)
             ),
             compile_source=self._outlined.program,
@@ -149,6 +148,12 @@ class Planner:
     def _source(self, config: Config) -> ModelFacts:
         return self._given if self._given is not None else self._outlined.model(config)
 
+    def _holding(self, model: ModelFacts, machine: Machine) -> Machine:
+        """Return the machine as training sees it, which has loaded libraries that a remembered
+        model spares, and has not compiled."""
+        resident = self._outlined.resident_bytes(model)
+        return machine if resident is None else machine.holding(resident)
+
     def _record(self, config: Config) -> ModelSource:
         from penstock.planning import builders
 
@@ -183,13 +188,6 @@ def _compile_source(source: ModelSource, **options: Any) -> Program:
     from penstock.planning import builders  # which imports all that traces
 
     return builders.compile_source(source, **options)
-
-
-def _holding(model: ModelFacts, machine: Machine) -> Machine:
-    """Return the machine with the libraries that training loads, and a remembered model spares."""
-    if not isinstance(model, RememberedModel):
-        return machine
-    return machine.holding(model.resident_bytes)
 
 
 def _as_on(machine: MachineDescription, config: Config) -> Config:

@@ -55,6 +55,7 @@ class OutlinedModels:
         self._configs: dict[int, Config] = {}
         self._programs: dict[str, Program] = {}
         self._keys: dict[int, str | None] = {}
+        self._resident: dict[int, int] = {}
 
     def model(self, config: Config) -> ModelFacts:
         """Return the model of a configuration; its errors are those of recording it."""
@@ -66,6 +67,13 @@ class OutlinedModels:
             self._models[name] = model
             self._configs[id(model)], self._keys[id(model)] = config, key
         return self._models[name]
+
+    def resident_bytes(self, model: ModelFacts) -> int | None:
+        """Return the resident memory of a process that has recorded a model and not compiled it, as
+        training that reads the program from the cache; None if that program is not cached."""
+        if isinstance(model, RememberedModel):
+            return model.resident_bytes
+        return self._resident.get(id(model))
 
     def program(self, model: ModelFacts, **options: Any) -> Program:
         """Return the program of a model, or its outline.
@@ -108,7 +116,8 @@ class OutlinedModels:
     def _recorded(self, config: Config, key: str | None) -> ModelSource:
         source = self._record(config)
         if key is not None:
-            _remember(key, source)
+            resident = self._resident[id(source)] = process_memory.resident_bytes()
+            _remember(key, source, resident)
         return source
 
 
@@ -140,8 +149,8 @@ def _recalled(key: str) -> RememberedModel | None:
     return model
 
 
-def _remember(key: str, source: ModelSource) -> None:
-    model = RememberedModel.of(key, source, process_memory.resident_bytes())
+def _remember(key: str, source: ModelSource, resident_bytes: int) -> None:
+    model = RememberedModel.of(key, source, resident_bytes)
     if model is None or not source.from_library:
         return
     names = {

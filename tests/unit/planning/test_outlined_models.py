@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm_start
 
 from penstock.compiler.serialization import MalformedError, read_outline, write_outline
 from penstock.config import Config
@@ -230,8 +231,8 @@ def test_a_plan_from_the_cache_imports_no_library_that_models_or_traces(tmp_path
     arguments = ["plan", "tiny", "batch.size=4", "--machine", "desk.yaml", "--json"]
     command = [sys.executable, "-c", PLAN, json.dumps(arguments)]
     said = []
-    for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    for run in (warm_start.run, subprocess.run):  # the first one imports everything anyway
+        done = run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         said.append(done.stdout.splitlines())
     first, second = (set(json.loads(lines[-1])) for lines in said)
     assert first >= {"transformers", "penstock.models.source", "penstock.compiler.build"}
@@ -241,7 +242,4 @@ def test_a_plan_from_the_cache_imports_no_library_that_models_or_traces(tmp_path
     ours = {"penstock.models.source", "penstock.compiler.build", "penstock.planning.builders"}
     assert second & ours == set()
     plans = [json.loads(lines[0]) for lines in said]
-    for plan in plans:  # of the libraries' memory, which is measured, and what follows from it
-        for key in ("memory_bytes", "peak_memory_bytes"):
-            del plan[key]
-    assert plans[0] == plans[1]
+    assert plans[0] == plans[1]  # also the memory of libraries that the second has not imported
