@@ -2,7 +2,8 @@
 
 Measures this host as `penstock calibrate` does, then predicts and trains runs that differ in model,
 batch, sequence, type, sparsity, store, shards, engines and adapters (24; two small ones with
---quick). Each run is predicted and trained in a process of its own.
+--quick). Each run is predicted in one process and trained in another, as `penstock plan` and
+`penstock train` are: what the first has in memory does not count for the second.
 
     python benchmarks/planner.py [--quick] [--folder FOLDER] [--only TEXT]
 
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from side_by_side import peak_rss_bytes
 
 TARGET, TOLERANCE = 0.9, 0.15
 STEPS, WARM = 6, 2
+WORK = ("predict", "train")  # of a worker
 VOCABULARY = 8192
 GPT2 = {"preset": "gpt2", "vocab_size": VOCABULARY}
 SMALL = {**GPT2, "n_layer": 4, "n_embd": 512, "n_head": 8}
@@ -99,11 +102,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two small runs")
     parser.add_argument("--folder", type=Path, default=None, help="where all files are made")
     parser.add_argument("--only", default="", help="the runs whose name contains this text")
-    parser.add_argument("--worker", nargs=3, metavar=("CASE", "MACHINE", "FOLDER"))
+    parser.add_argument("--worker", nargs=4, metavar=("WORK", "CASE", "MACHINE", "FOLDER"))
     options = parser.parse_args()
     if options.worker:
-        case, machine, place = options.worker
-        print(json.dumps(predict_and_train(CASES[case], Path(machine), Path(place))))
+        work, case, machine, place = options.worker
+        if work == "predict":
+            print(json.dumps(predicted(CASES[case], Path(machine), Path(place))))
+        else:
+            print(json.dumps(trained(CASES[case], Path(place))))
         return
     names = [name for name in (QUICK if options.quick else CASES) if options.only in name]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -124,9 +130,8 @@ def measure(folder: Path, names: list[str], seconds: float) -> dict[str, Any]:
     for number, name in enumerate(names):
         place = folder / f"run{number}"
         place.mkdir()
-        command = [sys.executable, __file__, "--worker", name, str(described), str(place)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        row = found[name] = json.loads(done.stdout.splitlines()[-1])
+        before, after = (_in_a_process(work, name, described, place) for work in WORK)
+        row = found[name] = compared(CASES[name], before, after)
         print(
             f"{name:34} {row['predicted_seconds']:8.2f} s {row['seconds']:6.2f} s "
             f"{row['error']:+7.1%} {_shown(row['memory_error'])}  "
@@ -148,26 +153,56 @@ def measure(folder: Path, names: list[str], seconds: float) -> dict[str, Any]:
     }
 
 
+def _in_a_process(work: str, name: str, described: Path, place: Path) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", work, name, str(described), str(place)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
 def predict_and_train(case: dict[str, Any], described: Path, folder: Path) -> dict[str, Any]:
-    """Predict a run and train it; return both."""
+    """Predict a run and train it in this process; return both."""
+    return compared(case, predicted(case, described, folder), trained(case, folder))
+
+
+def settings_of(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the configuration of a run in a folder."""
+    settings: dict[str, Any] = json.loads(
+        json.dumps(case).replace('"FLASH"', json.dumps(str(folder / "flash")))
+    )
+    return settings | {
+        "evaluation": {"every": None},
+        "checkpoint": {"every": None},
+        "run": {"dir": str(folder / "run"), "steps": STEPS},
+    }
+
+
+def predicted(case: dict[str, Any], described: Path, folder: Path) -> dict[str, Any]:
+    """Return the prediction of a run."""
+    from penstock.config import Config
+    from penstock.machines import load_machine
+    from penstock.prediction import Planner, predicted_step
+
+    config = Config.from_mapping(settings_of(case, folder))
+    prediction = Planner().plan(config, load_machine(described), is_here=True)
+    return {
+        "seconds": prediction.step_seconds,
+        "memory_bytes": prediction.peak_memory_bytes,
+        "parts": vars(predicted_step(prediction)),
+    }
+
+
+def trained(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train a run; return what was measured."""
     import numpy as np
 
     from penstock import Trainer
     from penstock.config import Config
     from penstock.data import ArraySource
-    from penstock.machines import load_machine
-    from penstock.prediction import Planner, predicted_step
-    from penstock.telemetry import StepDone
+    from penstock.telemetry import PredictedStep, StepDone
 
-    settings = json.loads(json.dumps(case).replace('"FLASH"', json.dumps(str(folder / "flash"))))
-    settings |= {
-        "evaluation": {"every": None},
-        "checkpoint": {"every": None},
-        "run": {"dir": str(folder / "run"), "steps": STEPS},
-    }
+    settings = settings_of(case, folder)
     config = Config.from_mapping(settings)
-    prediction = Planner().plan(config, load_machine(described), is_here=True)
-    expected = predicted_step(prediction)
     rows, length = config.batch.size * STEPS, config.data.sequence_length or 1
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (rows, length + 1))
     steps: list[StepDone] = []
@@ -180,32 +215,37 @@ def predict_and_train(case: dict[str, Any], described: Path, folder: Path) -> di
     trainer.train()
     trainer.close()
     warm = steps[WARM:]
-    seconds = statistics.median(step.seconds for step in warm)
-    peak = peak_rss_bytes()
-    bytes_ = {
-        "streamed": (expected.streamed_bytes, warm[-1].streamed_bytes),
-        "gradients": (expected.gradient_bytes, warm[-1].gradient_bytes),
-        "flash read": (expected.flash_read_bytes, _mean(s.flash_read_bytes for s in warm)),
-        "flash written": (expected.flash_written_bytes, _mean(s.flash_written_bytes for s in warm)),
-    }
+    parts = [field.name for field in fields(PredictedStep) if hasattr(warm[0], field.name)]
     return {
-        "predicted_seconds": prediction.step_seconds,
-        "seconds": seconds,
-        "error": seconds / prediction.step_seconds - 1,
-        "predicted_parts": vars(expected),
-        "parts": {
-            key: statistics.median(getattr(step, key) for step in warm)
-            for key in vars(expected)
-            if hasattr(warm[0], key)
+        "seconds": statistics.median(step.seconds for step in warm),
+        "memory_bytes": peak_rss_bytes(),
+        "parts": {key: statistics.median(getattr(step, key) for step in warm) for key in parts},
+        "bytes": {
+            "streamed_bytes": warm[-1].streamed_bytes,
+            "gradient_bytes": warm[-1].gradient_bytes,
+            "flash_read_bytes": _mean(step.flash_read_bytes for step in warm),
+            "flash_written_bytes": _mean(step.flash_written_bytes for step in warm),
         },
-        "predicted_memory_bytes": prediction.peak_memory_bytes,
-        "memory_bytes": peak,
+    }
+
+
+def compared(case: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return a prediction and what was measured, with the errors."""
+    bytes_ = {key: (before["parts"][key], size) for key, size in after["bytes"].items()}
+    return {
+        "predicted_seconds": before["seconds"],
+        "seconds": after["seconds"],
+        "error": after["seconds"] / before["seconds"] - 1,
+        "predicted_parts": before["parts"],
+        "parts": after["parts"],
+        "predicted_memory_bytes": before["memory_bytes"],
+        "memory_bytes": after["memory_bytes"],
         # Of several processes, which share pages, no sum is measured.
         "memory_error": None
-        if settings.get("cluster")
-        else peak / prediction.peak_memory_bytes - 1,
+        if case.get("cluster")
+        else after["memory_bytes"] / before["memory_bytes"] - 1,
         "bytes": bytes_,
-        "is_exact": all(before == after for before, after in bytes_.values()),
+        "is_exact": all(expected == found for expected, found in bytes_.values()),
     }
 
 

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from penstock.calibration.host_key import HostKey, kept_file
     from penstock.calibration.host_measurement import calibrate
     from penstock.calibration.kept_measurements import (
+        is_kept,
         keep,
         kept_machine,
         this_host,
     )
     from penstock.calibration.measured_runs import (
+        ENOUGH_RUNS,
         MeasuredRun,
         accuracy_of,
         keep_run,
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from penstock.calibration.repetitions import OnProgress
 
 __all__ = [
+    "ENOUGH_RUNS",
     "HostKey",
     "MeasuredRun",
     "OnProgress",
     "accuracy_of",
     "calibrate",
+    "is_kept",
     "keep",
     "keep_run",
     "kept_file",
@@ -42,11 +46,13 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "ENOUGH_RUNS": "measured_runs",
         "HostKey": "host_key",
         "MeasuredRun": "measured_runs",
         "OnProgress": "repetitions",
         "accuracy_of": "measured_runs",
         "calibrate": "host_measurement",
+        "is_kept": "kept_measurements",
         "keep": "kept_measurements",
         "keep_run": "measured_runs",
         "kept_file": "host_key",

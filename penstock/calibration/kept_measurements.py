@@ -91,6 +91,11 @@ def kept_machine(key: HostKey) -> MachineDescription | None:
     return machine.model_copy(update={"accuracy": accuracy})
 
 
+def is_kept(machine: MachineDescription) -> bool:
+    """Tell whether a description is the kept one of a host, to which runs add their times."""
+    return KEY in machine.sources
+
+
 def this_host(
     *,
     budget_seconds: float = 30,

@@ -63,12 +63,20 @@ def configuration(model: str, overrides: list[str] | None) -> Config:
 
 
 def build(
-    config: Config, micro_batch: int, sequence_length: int | None, precision: Precision | None
+    config: Config,
+    micro_batch: int,
+    sequence_length: int | None,
+    precision: Precision | None,
+    with_graphs: bool = True,
 ) -> Program:
-    """Return the program of a configuration; options that are given replace its keys."""
-    from penstock.planning import build_program
+    """Return the program of a configuration; options that are given replace its keys.
 
-    return build_program(
+    Without graphs it is read and built faster (`outline_program`).
+    """
+    from penstock.planning import build_program, outline_program
+
+    build_or_outline = build_program if with_graphs else outline_program
+    return build_or_outline(
         config,
         micro_batch=micro_batch,
         sequence_length=sequence_length or config.data.sequence_length,

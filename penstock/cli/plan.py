@@ -81,6 +81,7 @@ def plan(
     Decisions and refusals are those of `penstock train`. Nothing is trained, and no weights are
     created.
     """
+    from penstock.pictures import check_name
     from penstock.prediction import Sweep, parse_deadline
 
     settings = configuration(config, overrides)
@@ -89,6 +90,10 @@ def plan(
     for name, file in (("--csv", csv), ("--plot", plot)):
         if file is not None and swept is None:
             raise ConfigError(f"{name}: expected --sweep beside it, got none")
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{name}: expected a file in a folder that exists, got {file}")
+    if plot is not None:
+        check_name(plot)
     if swept and target:
         raise ConfigError("--target: expected no --sweep beside it; use one of them")
     if swept and len(machine or ()) > 1:

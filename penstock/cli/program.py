@@ -40,7 +40,8 @@ def program(
 
     No weights are created, so this works for a model of any size.
     """
-    built = build(configuration(model, overrides), micro_batch, sequence_length, precision)
+    config = configuration(model, overrides)
+    built = build(config, micro_batch, sequence_length, precision, with_graphs=False)
 
     from rich.console import Console
 

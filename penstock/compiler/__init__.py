@@ -1,20 +1,28 @@
-"""The compiler: a PyTorch module becomes a program."""
+"""The compiler: a PyTorch module becomes a program.
 
-from penstock.compiler.build import CompileOptions, compile_module
-from penstock.compiler.capture import Precision, tensor_attributes
-from penstock.compiler.fused_head import Head
-from penstock.compiler.hooks import refuse_gradient_hooks
-from penstock.compiler.operator_costs import operator_costs
-from penstock.compiler.products import (
-    PRODUCTS,
-    Products,
-    choose_products,
-    has_onednn,
-    products_for,
-    uses_onednn,
-    widens,
-)
-from penstock.compiler.selection import select_trainable
+A name is imported at first use: reading a compiled program needs no part of PyTorch that traces.
+"""
+
+from typing import TYPE_CHECKING
+
+from penstock.front_door import lazily
+
+if TYPE_CHECKING:
+    from penstock.compiler.build import CompileOptions, compile_module
+    from penstock.compiler.capture import Precision, tensor_attributes
+    from penstock.compiler.counted_costs import operator_costs
+    from penstock.compiler.fused_head import Head
+    from penstock.compiler.hooks import refuse_gradient_hooks
+    from penstock.compiler.products import (
+        PRODUCTS,
+        Products,
+        choose_products,
+        has_onednn,
+        products_for,
+        uses_onednn,
+        widens,
+    )
+    from penstock.compiler.selection import select_trainable
 
 __all__ = [
     "PRODUCTS",
@@ -33,3 +41,24 @@ __all__ = [
     "uses_onednn",
     "widens",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "CompileOptions": "build",
+        "Head": "fused_head",
+        "PRODUCTS": "products",
+        "Precision": "capture",
+        "Products": "products",
+        "choose_products": "products",
+        "compile_module": "build",
+        "has_onednn": "products",
+        "operator_costs": "counted_costs",
+        "products_for": "products",
+        "refuse_gradient_hooks": "hooks",
+        "select_trainable": "selection",
+        "tensor_attributes": "capture",
+        "uses_onednn": "products",
+        "widens": "products",
+    },
+)

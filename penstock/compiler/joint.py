@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiler.operator_costs import operator_costs, total_flops
+from penstock.compiler.counted_costs import operator_costs, total_flops
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.products import Products, choose_products
 from penstock.compiler.recompute_cheap import keep_costly, make_late

@@ -63,8 +63,11 @@ class Origin:
 def explain(error: ValidationError, root: type[BaseModel], origin: Origin) -> str:
     """Return one line per problem of a failed validation, in the order of the file."""
     lines: list[tuple[tuple[int, int], str]] = []
-    for number, problem in enumerate(error.errors(include_url=False)):
-        path = _key_path(problem)
+    problems = error.errors(include_url=False)
+    paths = [_key_path(problem) for problem in problems]
+    for number, (problem, path) in enumerate(zip(problems, paths, strict=True)):
+        if problem["type"] == "too_short" and any(p[:-1] == path for p in paths if p):
+            continue  # pydantic does not count the wrong values of the list, which are named
         key = dotted(path) if path else _name_of(root)
         text = f"{origin.place(path)}{key}: {_text(problem, path, root)}"
         lines.append(((origin.line(path), number), text))
@@ -151,9 +154,10 @@ def _expected(kind: str, context: dict[str, Any]) -> str | None:
     if kind in bounds:
         words, key = bounds[kind]
         return f"{words} {context[key]:g}" + (" up" if key == "ge" else "")
-    if kind in ("too_short", "too_long"):
-        limit = context.get("min_length", context.get("max_length"))
-        return f"a list of {limit}"
+    if kind == "too_short":
+        return f"a list of at least {context['min_length']}"
+    if kind == "too_long":
+        return f"a list of at most {context['max_length']}"
     if kind == "literal_error":
         return "one of " + context["expected"].replace("'", "").replace(" or ", ", ")
     return {

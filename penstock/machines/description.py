@@ -267,6 +267,14 @@ class MachineDescription(Section):
                     "{weights: ..., gradients: ...} in bytes/s, or set engine.is_host: true",
                 )
             )
+        if self.engine.is_host and self.engine.memory is not None:
+            problems.append(
+                refuse(
+                    "engine.memory",
+                    "expected null for an engine that is the host (engine.is_host: true), which "
+                    "computes in store.memory; remove engine.memory, or set engine.is_host: false",
+                )
+            )
         if not self.engine.is_host and self.engine.memory is None:
             problems.append(
                 refuse(

@@ -11,7 +11,7 @@ from penstock.models.kept import KEPT, keep_small_files, verify_kept
 if TYPE_CHECKING:
     from penstock.models.embeddings import embeddings_and_heads
     from penstock.models.given import require_clear
-    from penstock.models.inputs import InputSpec
+    from penstock.models.inputs import TOKENS, InputSpec
     from penstock.models.lora import Adapter
     from penstock.models.modes import parts_in_eval_mode
     from penstock.models.source import ModelSource
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEPT",
+    "TOKENS",
     "Adapter",
     "InputSpec",
     "ModelSource",
@@ -34,10 +35,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Adapter", "ModelSource", "InputSpec"):
+    if name in ("Adapter", "ModelSource"):
         from penstock.models import source
 
         return getattr(source, name)
+    if name in ("TOKENS", "InputSpec"):
+        from penstock.models import inputs
+
+        return getattr(inputs, name)
     if name == "embeddings_and_heads":
         from penstock.models.embeddings import embeddings_and_heads
 

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from penstock.planning.execution_plan import ExecutionPlan, plan_execution
     from penstock.planning.machine import DeviceMemory, Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes
+    from penstock.planning.model_facts import ModelFacts, RememberedModel
+    from penstock.planning.program_cache import OutlinedModels
+    from penstock.planning.program_outline import outline_program
     from penstock.planning.sparse_products import (
         make_inference_engine,
         measure_current,
@@ -21,13 +24,18 @@ __all__ = [
     "DeviceMemory",
     "ExecutionPlan",
     "Machine",
+    "ModelFacts",
+    "OutlinedModels",
+    "RememberedModel",
     "SparsePlan",
     "build_program",
     "builders",
     "make_inference_engine",
     "mask_rule_of",
     "measure_current",
+    "outline_program",
     "plan_execution",
+    "selected_weights",
     "store_factory",
     "transfer_buffer_bytes",
     "wafer_options",
@@ -41,11 +49,15 @@ __getattr__ = lazily(
         "DeviceMemory": "machine",
         "ExecutionPlan": "execution_plan",
         "Machine": "machine",
+        "ModelFacts": "model_facts",
+        "OutlinedModels": "program_cache",
+        "RememberedModel": "model_facts",
         "SparsePlan": "sparse_weights",
         "build_program": "builders",
         "make_inference_engine": "sparse_products",
         "mask_rule_of": "sparse_weights",
         "measure_current": "sparse_products",
+        "outline_program": "program_outline",
         "plan_execution": "execution_plan",
         "transfer_buffer_bytes": "memory_budget",
         "wafer_options": "wafer",

@@ -19,7 +19,6 @@ from penstock.compiler import (
     Products,
     compile_module,
     refuse_gradient_hooks,
-    select_trainable,
 )
 from penstock.config import (
     Config,
@@ -43,7 +42,7 @@ from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.memory_budget import MemoryShares
 from penstock.planning.program_cache import cached_program
-from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
+from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_of
 from penstock.program import Program
 from penstock.store import Base, ReadBase
 
@@ -151,43 +150,6 @@ def _base_of(
     if config.model is None:
         raise ConfigError("model: expected a preset or a mapping; from Python, Trainer(model=...)")
     return model_source(config.model, config.run.dir / KEPT if is_resumed else None, needs_base)
-
-
-def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
-    """Return the names of the weights that a run trains.
-
-    **Raises:** `ConfigError` for a pattern of `train` or `freeze` that has no effect.
-    """
-    aliases: dict[str, list[str]] = {name: [] for name in source.shapes()}
-    for other, first in source.aliases.items():
-        if first in aliases:  # buffers may be tied too
-            aliases[first].append(other)
-    return select_trainable(
-        aliases,
-        source.trainable,
-        train=config.train,
-        freeze=config.freeze,
-        adapters=source.adapter_weights,
-    )
-
-
-def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
-    """Return the weights that a new run stores as bfloat16: frozen and bfloat16 at their source."""
-    if not source.bfloat16:
-        return frozenset()
-    return source.bfloat16 - trained_weights(config, source)
-
-
-def sparse_weights_of(
-    config: Config, source: ModelSource, recorded: Mapping[str, int] | None = None
-) -> SparsePlan | None:
-    """Return the sparse weights of a run; errors are those of `plan_sparse_weights`.
-
-    **Arguments:** `recorded` are the entries at the start of a resumed run, by weight.
-    """
-    if config.sparsity.method is None:
-        return None
-    return plan_sparse_weights(config, source, trained_weights(config, source), recorded)
 
 
 def compile_source(

@@ -11,8 +11,7 @@ from penstock.compiler import Products
 from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, SparseWeights, predict_bytes, target_of
 from penstock.errors import BudgetError, ConfigError
-from penstock.models import ModelSource
-from penstock.planning import builders, store_factory
+from penstock.planning import selected_weights, store_factory
 from penstock.planning.machine import Machine, ReadMachine
 from penstock.planning.memory_budget import (
     Budget,
@@ -21,6 +20,7 @@ from penstock.planning.memory_budget import (
     computes_dense_gradients,
 )
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
+from penstock.planning.model_facts import ModelFacts
 from penstock.planning.plausibility import refuse_implausible
 from penstock.planning.sparse_weights import SparsePlan
 from penstock.planning.step_flops import StepFlops
@@ -75,7 +75,7 @@ class ExecutionPlan:
 
 def plan_execution(
     config: Config,
-    source: ModelSource,
+    source: ModelFacts,
     device: str,
     length: int,
     recorded_micro_batch: int | None = None,
@@ -100,11 +100,11 @@ def plan_execution(
     **Raises:** `BudgetError` if the engines cannot execute a step; the errors of
     `refuse_implausible`.
     """
-    frozen = builders.kept_as_bfloat16(config, source) if bfloat16 is None else bfloat16
-    sparse = builders.sparse_weights_of(config, source, recorded_entries)
+    frozen = selected_weights.kept_as_bfloat16(config, source) if bfloat16 is None else bfloat16
+    sparse = selected_weights.sparse_weights_of(config, source, recorded_entries)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
-        return (compile_source or builders.compile_source)(
+        return (compile_source or _compile_source())(
             source,
             micro_batch=micro_batch,
             length=length,
@@ -149,7 +149,19 @@ def plan_execution(
         raise BudgetError(f"{error}\n{_why(config, division)}") from None
     if division.is_for_many and config.batch.micro == "auto" and recorded_micro_batch is None:
         notice(_why(config, division))
+    if config.cluster.start != "none" and layout.least_engines == config.engines > 1:
+        notice(
+            f"engines: if one of {config.engines} is lost, a step waits until it has been "
+            "replaced, since the others have no memory for its share; to go on with fewer, raise "
+            "engine.memory or engines, or lower batch.size"
+        )
     return layout
+
+
+def _compile_source() -> Callable[..., Program]:
+    from penstock.planning import builders  # which imports all that traces
+
+    return builders.compile_source
 
 
 def _why(config: Config, division: MicroBatchPlan) -> str:
@@ -185,7 +197,7 @@ def _planned(
     machine: Machine,
 ) -> ExecutionPlan:
     """Return the execution plan of a division for the configured engines."""
-    program, micro_batch = division.program, division.micro_batch
+    micro_batch = division.micro_batch
     micro_batches = config.batch.size // micro_batch
     if micro_batches < config.engines:
         key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
@@ -193,49 +205,47 @@ def _planned(
             f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
             f"of {micro_batch}; set batch.micro to {_largest_shared(config)}, or lower {key}"
         )
+    half = -(-config.engines // 2)
+    if config.cluster.start == "none" or half == config.engines:
+        return _planned_for(config.engines, config, division, device, length, devices, machine)
+    try:
+        return _planned_for(half, config, division, device, length, devices, machine)
+    except BudgetError:  # no room for the shares of lost engines, which must then be replaced
+        return _planned_for(config.engines, config, division, device, length, devices, machine)
+
+
+def _planned_for(
+    engines: int,
+    config: Config,
+    division: MicroBatchPlan,
+    device: str,
+    length: int,
+    devices: Sequence[str],
+    machine: Machine,
+) -> ExecutionPlan:
+    """Return the execution plan of a step that fits so many of the configured engines."""
+    program, micro_batches = division.program, config.batch.size // division.micro_batch
     dense = computes_dense_gradients(config)
     sharing = Sharing(len(devices), micro_batches, dense) if devices else None
-    least = _least_engines(config)
-    per_engine = -(-micro_batches // least)
+    per_engine = -(-micro_batches // engines)
     roles = store_factory.optimizer_of(config).roles
     budget = Budget(config, program, per_engine, device, roles, machine, devices, sharing)
     engine_bytes = budget.engine_bytes()
-    try:
-        plan = budget.plan(engine_bytes)
-        shares = budget.divide(plan, engine_bytes)
-    except BudgetError as error:
-        if least == config.engines:
-            raise
-        raise BudgetError(f"{error}\n{_why_fewer(config.engines, least, micro_batches)}") from None
-    least = _fewest(program, plan, micro_batches, least, device, engine_bytes)
-    slots = division.slot_bytes
+    plan = budget.plan(engine_bytes)
+    shares = budget.divide(plan, engine_bytes)
     return ExecutionPlan(
         program,
         device,
         plan,
         length,
-        micro_batch,
+        division.micro_batch,
         micro_batches,
         shares,
-        slots,
-        least,
+        division.slot_bytes,
+        _fewest(program, plan, micro_batches, engines, device, engine_bytes),
         budget.room(shares),
         memory=budget.parts(shares),
         memory_limit=budget.limit_bytes,
-    )
-
-
-def _least_engines(config: Config) -> int:
-    """Return the number of engines with which a step must fit: half, if engines may be lost."""
-    return config.engines if config.cluster.start == "none" else -(-config.engines // 2)
-
-
-def _why_fewer(engines: int, least: int, micro_batches: int) -> str:
-    """Explain why an engine has more micro-batches than its share."""
-    most, share = -(-micro_batches // least), -(-micro_batches // engines)
-    return (
-        f"engines: {engines} need room for the shares of lost engines, so that a step can be "
-        f"repeated with {least}: {most} micro-batch(es) each, instead of {share}"
     )
 
 

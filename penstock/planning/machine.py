@@ -7,7 +7,7 @@ micro-batch receive a `Machine` as an argument, so a run can be planned for anot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.engine import target_of, thread_count
 from penstock.kernels.processor import Processor
@@ -31,7 +31,8 @@ class Machine:
         cores: the number of cores that this process may use.
         resident_bytes: resident host memory of this process: libraries and compiled programs.
         available_bytes: memory that this process can still allocate before the system, a control
-            group or a limit of the process stops it.
+            group or a limit of the process stops it; below 0 on a described machine that has less
+            than `resident_bytes`.
         is_measurable: whether the system reports the resident memory of a process.
         devices: the requested devices that have memory of their own, by name.
         micro_batch_tokens: tokens of a micro-batch beyond which products are no faster; None: those
@@ -58,6 +59,11 @@ class Machine:
             KeyError: a device has no memory of its own, or was not requested.
         """
         return min(self.devices[name].free for name in devices)
+
+    def holding(self, resident_bytes: int) -> Machine:
+        """Return the same machine as seen by a process that has so much resident memory."""
+        available = self.memory_bytes - resident_bytes
+        return replace(self, resident_bytes=resident_bytes, available_bytes=available)
 
     @classmethod
     def here(cls, devices: Sequence[str] = ()) -> Machine:

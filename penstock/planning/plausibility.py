@@ -14,9 +14,9 @@ from typing import Any
 from penstock.config import Config, size_above
 from penstock.engine import target_of
 from penstock.errors import BudgetError, CompileError
-from penstock.models import ModelSource
 from penstock.planning import store_factory
 from penstock.planning.machine import Machine
+from penstock.planning.model_facts import ModelFacts
 from penstock.planning.sparse_weights import SparsePlan
 
 MOST_TENSORS = 1 << 16
@@ -29,7 +29,7 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 def refuse_implausible(
     config: Config,
-    source: ModelSource,
+    source: ModelFacts,
     length: int,
     device: str,
     machine: Machine,
@@ -69,7 +69,7 @@ _ADVICE = {
 
 
 def _parts(
-    config: Config, source: ModelSource, length: int, device: str, sparse: SparsePlan | None
+    config: Config, source: ModelFacts, length: int, device: str, sparse: SparsePlan | None
 ) -> list[tuple[str, int]]:
     row = sum(spec.bytes(length) for spec in source.inputs.values())
     batch = _COPIES_OF_BATCH * config.batch.size * row
@@ -86,7 +86,7 @@ def _parts(
     ]
 
 
-def _store_bytes(config: Config, source: ModelSource, sparse: SparsePlan | None) -> int:
+def _store_bytes(config: Config, source: ModelFacts, sparse: SparsePlan | None) -> int:
     """Return a lower bound on the store's memory on this host, if the store is in its memory."""
     cluster = config.cluster
     if config.store.flash.path is not None:

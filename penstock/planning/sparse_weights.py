@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from penstock.config import Config
 from penstock.errors import ConfigError, few
-from penstock.models import ModelSource, embeddings_and_heads
 from penstock.program import Program
 from penstock.sparsity import (
     Densify,
@@ -34,6 +34,9 @@ from penstock.sparsity import (
     steps_of,
 )
 from penstock.store import InitialMask, MaskRule
+
+if TYPE_CHECKING:
+    from penstock.models import ModelSource
 
 _NEAR = 0.005
 """The most by which the sparsity of a checkpoint may differ from the configured one."""
@@ -163,6 +166,8 @@ def _kept_at_start(config: Config, source: ModelSource, trained: Collection[str]
 
 
 def _names(config: Config, source: ModelSource, trained: Collection[str]) -> tuple[str, ...]:
+    from penstock.models import embeddings_and_heads
+
     section, shapes = config.sparsity, source.shapes()
     frozen = {name for name in shapes if name not in trained}
     dense = embeddings_and_heads(source) | frozen

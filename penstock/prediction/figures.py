@@ -6,6 +6,7 @@ large models.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.machines import GpuCluster, MachineDescription
 from penstock.pictures import new_figure, save
+from penstock.prediction.gpu_cluster import Division
 from penstock.prediction.planned import Planner
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 SEQUENCE = 2048
 ENGINES = (1, 2, 4, 8, 16, 32, 64, 128, 192)
+FIXED_BATCH = 192
+"""Sequences of the batch that the picture `gpus` holds fixed."""
+FIXED_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192)
 _COMPARED = ("1.3B", "13B", "175B")
 _MOST_SEQUENCES = 64  # per engine
 _LEAST_SHOWN = 600  # bars beside each other, of a picture
@@ -134,23 +139,31 @@ def _scaled(
     planner: Planner, machine: MachineDescription, name: str
 ) -> Iterator[tuple[int, Prediction]]:
     """Yield the predictions of a model on more and more engines, with the largest batch per engine
-    that fits two of them and more: there, the share of a lost engine needs room as well."""
+    that fits beside the share of a lost engine, or one sequence if that fits alone."""
     most = machine.engine.most or ENGINES[-1]
-    memory = {} if machine.engine.memory is None else {"memory": int(machine.engine.memory)}
 
     def planned(engines: int, each: int) -> Prediction:
-        batch = {"size": each * engines, "micro": 1}
-        return planner.plan(gpt(name, engines=engines, batch=batch, engine=memory), machine)
+        return _planned(planner, machine, name, engines, each * engines)
 
     each = _MOST_SEQUENCES
     while each:
-        try:
-            planned(min(2, most), each)
-            break
-        except BudgetError:
-            each //= 2
+        with contextlib.suppress(BudgetError):
+            several = min(2, most)
+            has_room = planned(several, each).plan.least_engines < several
+            if has_room or several == 1 or each == 1:
+                break
+        each //= 2
     for count in (count for count in ENGINES if each and count <= most):
         yield count, planned(count, each)
+
+
+def _planned(
+    planner: Planner, machine: MachineDescription, name: str, engines: int, sequences: int
+) -> Prediction:
+    """Return the prediction of a model, with micro-batches of one sequence and all the memory."""
+    memory = {} if machine.engine.memory is None else {"memory": int(machine.engine.memory)}
+    batch = {"size": sequences, "micro": 1}
+    return planner.plan(gpt(name, engines=engines, batch=batch, engine=memory), machine)
 
 
 def draw_timing(paths: Sequence[Path], prediction: Prediction) -> None:
@@ -184,30 +197,57 @@ def draw_gpus(
     machine: MachineDescription,
     cluster: GpuCluster,
 ) -> None:
-    """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines."""
+    """Draw how many GPUs of a cluster with 3D parallelism take the time of so many engines, for a
+    batch of fixed size. A line begins at the fewest engines that hold the batch, and ends where no
+    number of GPUs is as fast. At its end stand the degrees of parallelism of the GPUs."""
     figure, axes = new_figure()
-    styles = iter(_APART)
+    ratio, styles = 0.0, iter(_APART)
     for name in _COMPARED:
-        engines, gpus, each = [], [], 0
-        for count, found in _scaled(planner, machine, name):
-            each = found.config.batch.size // count
-            try:
-                run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
-            except ConfigError:  # no number of GPUs is as fast
-                continue
-            engines.append(count)
-            gpus.append(run.division.gpus)
-        if engines:
-            style, size = next(styles)
-            label = f"{name}, {each} x {SEQUENCE} tokens"
-            axes.plot(engines, gpus, style, markersize=size, label=label)
+        found = list(_equal_gpus(planner, machine, cluster, name))
+        if not found:
+            continue
+        points = [(count, division.gpus) for count, division in found]
+        style, size = next(styles)
+        [line] = axes.plot(*zip(*points, strict=True), style, markersize=size, label=name)
+        ratio = max(ratio, *(gpus / count for count, gpus in points))
+        degrees = found[-1][1].degrees
+        axes.annotate(
+            f"{name}: tensor {degrees.tensor} x pipeline {degrees.pipeline} x data {degrees.data}",
+            points[-1],
+            xytext=(4, 8 if name == _COMPARED[0] else -12 * _COMPARED.index(name)),
+            textcoords="offset points",
+            ha="right",
+            va="bottom" if name == _COMPARED[0] else "top",
+            color=line.get_color(),
+            fontsize="small",
+        )
+    counts = [count for count in FIXED_COUNTS if count <= (machine.engine.most or count)]
+    proportional = [ratio * count for count in counts]
+    axes.plot(counts, proportional, "--", color="gray", label=f"{ratio:.0f} for each engine")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xticks(ENGINES, [str(count) for count in ENGINES])
+    axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
     axes.set_xlabel(f"engines of {machine.name}, data-parallel")
     axes.set_ylabel(f"GPUs of {cluster.name} for the same time")
-    axes.legend(title="model, batch per engine")
+    axes.legend(title=f"model, {FIXED_BATCH} x {SEQUENCE} tokens in all")
     axes.grid(alpha=0.3)
     save(figure, *paths)
+
+
+def _equal_gpus(
+    planner: Planner, machine: MachineDescription, cluster: GpuCluster, name: str
+) -> Iterator[tuple[int, Division]]:
+    """Yield numbers of engines with the fewest GPUs that take the same time for the fixed batch,
+    until no number of GPUs is as fast."""
+    for count in FIXED_COUNTS:
+        try:
+            found = _planned(planner, machine, name, count, FIXED_BATCH)
+        except (BudgetError, ConfigError):  # too few engines for the batch, or more than it has
+            continue
+        try:
+            run = planner.plan_on_gpus(found.config, cluster, found.run_seconds)
+        except ConfigError:
+            return
+        yield count, run.division

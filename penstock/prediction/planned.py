@@ -9,20 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
 from penstock.engine import plan_engine, predict_bytes, target_of
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.machines import GpuCluster, MachineDescription
-from penstock.models import ModelSource
-from penstock.planning import DeviceMemory, Machine, builders, plan_execution, store_factory
+from penstock.planning import (
+    DeviceMemory,
+    Machine,
+    ModelFacts,
+    OutlinedModels,
+    plan_execution,
+    selected_weights,
+    store_factory,
+)
 from penstock.prediction.gpu_run import GpuRun, gpu_run
 from penstock.prediction.model_figures import figures_of
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
+
+if TYPE_CHECKING:
+    from penstock.models import ModelSource
 
 _DESCRIBED = "described"  # the target of engines that are known by their description alone
 _PROCESSOR = Processor("x86_64", "GenuineIntel")  # of a described machine's host
@@ -54,8 +64,7 @@ class Planner:
         self._notice = notice
         self._noticed: set[str] = set()
         self._given = source
-        self._sources: dict[str, ModelSource] = {}
-        self._programs: dict[str, Program] = {}
+        self._outlined = OutlinedModels(self._record, _compile_source)
 
     def plan(
         self, config: Config, machine: MachineDescription, *, is_here: bool = False
@@ -85,8 +94,10 @@ class Planner:
             "cpu" if machine.engine.is_host else _DESCRIBED,
             self._length(config, source),
             notice=self._notice_once,
-            read_machine=Machine.here if is_here else lambda devices: _machine_of(machine),
-            compile_source=self._compile,
+            read_machine=lambda devices: self._holding(
+                source, Machine.here(devices) if is_here else _machine_of(machine)
+            ),
+            compile_source=self._outlined.program,
         )
         return predict(config, plan, machine)
 
@@ -134,20 +145,26 @@ class Planner:
             largest_stage(program, lambda weight: weight.stream_bytes)[1],
         )
 
-    def _source(self, config: Config) -> ModelSource:
-        if self._given is not None:
-            return self._given
-        key = repr((config.model, config.lora))
-        if key not in self._sources:
-            self._sources[key] = builders.source_of(config, None, False, self._notice_once)
-        return self._sources[key]
+    def _source(self, config: Config) -> ModelFacts:
+        return self._given if self._given is not None else self._outlined.model(config)
 
-    def _length(self, config: Config, source: ModelSource) -> int:
+    def _holding(self, model: ModelFacts, machine: Machine) -> Machine:
+        """Return the machine as training sees it, which has loaded libraries that a remembered
+        model spares, and has not compiled."""
+        resident = self._outlined.resident_bytes(model)
+        return machine if resident is None else machine.holding(resident)
+
+    def _record(self, config: Config) -> ModelSource:
+        from penstock.planning import builders
+
+        return builders.source_of(config, None, False, self._notice_once)
+
+    def _length(self, config: Config, source: ModelFacts) -> int:
         return config.data.sequence_length or source.max_sequence_length or _SEQUENCE
 
-    def _program(self, config: Config, source: ModelSource, micro_batch: int) -> Program:
+    def _program(self, config: Config, source: ModelFacts, micro_batch: int) -> Program:
         """Return the program as `plan_execution` compiles it for a described engine."""
-        return self._compile(
+        return self._outlined.program(
             source,
             micro_batch=micro_batch,
             length=self._length(config, source),
@@ -156,16 +173,10 @@ class Planner:
             products=target_of(_DESCRIBED).products_as_recorded(None, _PROCESSOR),
             train=config.train,
             freeze=config.freeze,
-            bfloat16=builders.kept_as_bfloat16(config, source),
+            bfloat16=selected_weights.kept_as_bfloat16(config, source),
             sparse=None,
             slot_bytes=None,
         )
-
-    def _compile(self, source: ModelSource, **options: Any) -> Program:
-        key = repr((id(source), sorted(options.items(), key=lambda item: item[0])))
-        if key not in self._programs:
-            self._programs[key] = builders.compile_source(source, **options)
-        return self._programs[key]
 
     def _notice_once(self, text: str) -> None:
         if text not in self._noticed:
@@ -173,8 +184,21 @@ class Planner:
             self._notice(text)
 
 
+def _compile_source(source: ModelSource, **options: Any) -> Program:
+    from penstock.planning import builders  # which imports all that traces
+
+    return builders.compile_source(source, **options)
+
+
 def _as_on(machine: MachineDescription, config: Config) -> Config:
-    """Return the configuration with its engines where the machine has them."""
+    """Return the configuration with its engines where the machine has them.
+
+    The memory of a wafer belongs to the engine alone; of other engines' own memory, training takes
+    a part.
+    """
+    if machine.kind == "wafer" and config.engine.memory == "auto" and machine.engine.memory:
+        whole = config.engine.model_copy(update={"memory": machine.engine.memory})
+        config = config.model_copy(update={"engine": whole})
     if machine.link is None or config.cluster.start != "none":
         return config
     cluster = config.cluster.model_copy(update={"start": "listen"})
@@ -193,7 +217,7 @@ def _machine_of(machine: MachineDescription) -> Machine:
         _PROCESSOR,
         cores=machine.store.cores,
         resident_bytes=here,
-        available_bytes=max(0, memory - here),
+        available_bytes=memory - here,
         devices=devices,
         micro_batch_tokens=machine.engine.micro_batch_tokens,
     )

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from penstock.calibration import ENOUGH_RUNS, is_kept
 from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 from penstock.progress import (
@@ -87,6 +88,8 @@ def _speed(prediction: Prediction) -> str:
     if interval is not None:
         low, high = map(show_duration, interval)
         between = f" (nine of ten measured runs: {low} to {high})"
+    elif is_kept(prediction.machine):
+        between = f" (no interval yet: fewer than {ENOUGH_RUNS} runs were measured on this host)"
     else:
         between = " (not compared with measured runs on this machine)"
     rate = prediction.flops / prediction.step_seconds
@@ -174,8 +177,18 @@ def _decisions(prediction: Prediction) -> str:
     )
     return (
         f"As training decides: {plan.micro_batches} micro-batches of {plan.micro_batch} x "
-        f"{plan.sequence_length}; {stages} stages; {repeated}."
+        f"{plan.sequence_length}; {stages} stages; {repeated}.{_after_a_loss(prediction)}"
     )
+
+
+def _after_a_loss(prediction: Prediction) -> str:
+    """Return what happens if engines are lost; nothing if they end with the run."""
+    engines, least = prediction.config.engines, prediction.plan.least_engines
+    if engines == 1 or prediction.config.cluster.start == "none":
+        return ""
+    if least == engines:
+        return " If an engine is lost, a step waits until it has been replaced."
+    return f" If engines are lost, {least:,} or more of {engines:,} go on."
 
 
 def _price(prediction: Prediction) -> str:
@@ -215,6 +228,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "sequence_length": plan.sequence_length,
         "recomputed_stages": len(plan.plan.recompute),
+        "least_engines": plan.least_engines,
         "memory_bytes": dict(plan.memory),
         "memory_limit_bytes": plan.memory_limit,
         "peak_memory_bytes": prediction.peak_memory_bytes,

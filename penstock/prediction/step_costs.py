@@ -88,6 +88,7 @@ def step_costs(
     """
     pending = {name for name, weight in program.weights.items() if weight.trainable}
     found = []
+    seconds_of: dict[tuple[int, str], float] = {}  # equal stages take equal time
     for operation in schedule.operations:
         names = program.stages[operation.stage].weights
         updated = tuple(name for name in names if name in pending)
@@ -102,6 +103,7 @@ def step_costs(
                 gradient_width,
                 store_share,
                 updated,
+                seconds_of,
             )
         )
     speed, state = machine.store.speed, tuple(roles)
@@ -122,11 +124,14 @@ def _operation_cost(
     gradient_width: int,
     store_share: float,
     updated: tuple[str, ...],
+    seconds_of: dict[tuple[int, str], float],
 ) -> OperationCost:
-    kind = program.stages[operation.stage].kind
-    costs = kind.costs[executable_of(operation, plan)]
-    engine = machine.engine
-    one = sum(operator_seconds(cost, engine) for cost in costs) + engine.stage_seconds
+    kind, engine = program.stages[operation.stage].kind, machine.engine
+    executable = executable_of(operation, plan)
+    key = id(kind), executable
+    if key not in seconds_of:
+        seconds_of[key] = sum(operator_seconds(cost, engine) for cost in kind.costs[executable])
+    one = seconds_of[key] + engine.stage_seconds
     one += _dense_gradient_seconds(program, operation, engine)
     # Gradients of micro-batches are added in pairs: two are read, one is written.
     sums = (micro_batches - 1) * 3 * operation.gradient_bytes

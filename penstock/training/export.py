@@ -18,7 +18,7 @@ from penstock.config import Config, HuggingFaceModel, PresetModel
 from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
 from penstock.errors import ConfigError, few
 from penstock.models import KEPT, ModelSource, other_files, tokenizer_files
-from penstock.planning import builders
+from penstock.planning import builders, selected_weights
 from penstock.store import (
     MAX_SHARD_BYTES,
     MergedWeights,
@@ -134,7 +134,7 @@ def export_adapters(
         raise ConfigError(
             f"{source.name} was trained without adapters (lora.rank is null); export the model"
         )
-    others = sorted(builders.trained_weights(config, source) - source.adapter_weights)
+    others = sorted(selected_weights.trained_weights(config, source) - source.adapter_weights)
     if others:
         raise ConfigError(
             f"training changed more than the adapters: {few(others)}; export the whole model, "

@@ -25,7 +25,7 @@ from penstock.distributed.worker import roles
 from penstock.engine import set_threads
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import builders
+from penstock.planning import builders, selected_weights
 from penstock.store import (
     checkpoint_bytes,
     checkpoint_hash,
@@ -333,7 +333,7 @@ def test_run_of_an_older_release_resumes_unchanged(folders, tmp_path, monkeypatc
     shutil.copytree(folders["llama"][0], model)
     expected = trained(settings(model, tmp_path / "unbroken", 4))
     with monkeypatch.context() as before:
-        before.setattr(builders, "kept_as_bfloat16", lambda *_: frozenset())
+        before.setattr(selected_weights, "kept_as_bfloat16", lambda *_: frozenset())
         before.setattr(ModelSource, "folder_weights", frozenset())
         first = trained(settings(model, run, 2))
     content = sealed_json.unseal(find_checkpoint(run / "checkpoints", "latest") / "state.json")

@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("machines")
     (folder / "desk.yaml").write_text(HOST)
     (folder / "rack.yaml").write_text(RACK)
+    (folder / "small.yaml").write_text(HOST.replace("24GiB", "1KiB"))
     (folder / "broken.yaml").write_text(HOST.replace("1e11", "-1e11").replace("24GiB", "24 rooms"))
     return folder
 
@@ -33,6 +34,23 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
+        (
+            (*TINY, "--machine", "small.yaml"),
+            5,
+            r"this run needs at least \S+ MiB, this machine has 1\.00 KiB \(store "
+            r"\(\S+ parameters\): \S+ MiB; .*\); make the model smaller, or set "
+            r"store\.flash\.path to a folder on a fast disk",
+        ),
+        (
+            (*TINY, "--machine", "rack.yaml", "--sweep", "engines=1,2", "--csv", "no/folder.csv"),
+            2,
+            r"--csv: expected a file in a folder that exists, got no/folder\.csv",
+        ),
+        (
+            (*TINY, "--machine", "rack.yaml", "--sweep", "engines=1,2", "--plot", "plot.jpg"),
+            2,
+            r"plot\.jpg: expected a name that ends in \.png or \.svg, got '\.jpg'",
+        ),
         (
             (*TINY, "engines=0", "--machine", "cs2"),
             2,
@@ -61,18 +79,16 @@ def folder(tmp_path_factory):
             r"lower batch\.micro, batch\.size or data\.sequence_length\.",
         ),
         (
-            (*TINY, "engines=4", "engine.memory=1MB", "--machine", "rack.yaml"),
+            (*TINY, "engines=4", "engine.memory=100KB", "--machine", "rack.yaml"),
             5,
-            r"the engine needs (\S+) MiB for a step of 4 micro-batch\(es\), the budget is "
-            r"0\.96 MiB; the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or "
-            r"lower batch\.micro, batch\.size or data\.sequence_length\.\n"
-            r"engines: 4 need room for the shares of lost engines, so that a step can be repeated "
-            r"with 2: 4 micro-batch\(es\) each, instead of 2",
+            r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), the budget is "
+            r"97\.66 KiB; the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or "
+            r"lower batch\.micro, batch\.size or data\.sequence_length\.",
         ),
         (
             (*TINY, "engine.memory=100KB", "--machine", "rack.yaml", "--target", "3 days"),
             5,
-            r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), .*",
+            r"the engine needs (\S+) MiB for a step of 1 micro-batch\(es\), .*",
         ),
         (
             (*TINY, "run.steps=100000000", "--machine", "rack.yaml", "--target", "1 second"),
@@ -82,7 +98,18 @@ def folder(tmp_path_factory):
             r"run\.steps, or choose another machine",
         ),
     ],
-    ids=["zero engines", "no disk", "impossible machine", "one", "four", "any", "too slow"],
+    ids=[
+        "small",
+        "no folder",
+        "no picture",
+        "zero engines",
+        "no disk",
+        "impossible machine",
+        "one",
+        "four",
+        "any",
+        "too slow",
+    ],
 )
 def test_run_that_cannot_be_is_refused(folder, arguments, code, text):
     done = penstock("plan", *arguments, cwd=folder)

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from penstock.compiler.serialization import fields
-from penstock.compiler.serialization.fields import MalformedError
-from penstock.compiler.serialization.targets import NotSerializableError
+from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 
 _NODE, _LIST, _TUPLE, _DICT, _DTYPE, _DEVICE, _LAYOUT, _MEMORY_FORMAT = range(8)
 _PLAIN = (type(None), bool, int, float, str)

@@ -10,9 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.compiler.serialization import fields
-from penstock.compiler.serialization.fields import MalformedError
+from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 from penstock.compiler.serialization.kinds import read_spec, write_spec
-from penstock.compiler.serialization.targets import NotSerializableError
 from penstock.program import TensorSpec, nbytes
 
 MOST_BYTES = 128 << 20

@@ -27,6 +27,10 @@ _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 62
 
 
+class NotSerializableError(Exception):
+    """A program contains something that has no written form; the text names it."""
+
+
 class MalformedError(Exception):
     """Bytes are not those of a program; the text says what was expected."""
 

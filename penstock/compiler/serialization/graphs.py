@@ -16,8 +16,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen
 
 from penstock.compiler.serialization import arguments, fields
-from penstock.compiler.serialization.fields import MalformedError
-from penstock.compiler.serialization.targets import NotSerializableError, function_of, name_of
+from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
+from penstock.compiler.serialization.targets import function_of, name_of
 
 _PLACEHOLDER, _CALL, _OUTPUT = range(3)
 _VAL = "val"  # in the meta of nodes: a fake tensor like the node's result

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import fx
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.compiler.serialization import fields
-from penstock.compiler.serialization.fields import MalformedError
-from penstock.compiler.serialization.graphs import GraphReader, GraphWriter
-from penstock.compiler.serialization.targets import NotSerializableError
+from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
+from penstock.errors import ProgramError
 from penstock.operator_cost import OperatorCost
-from penstock.program import Kind, SavedTensor, SparseUse, TensorSpec
+from penstock.program import Kind, Program, SavedTensor, SparseUse, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from penstock.compiler.serialization.graphs import GraphReader, GraphWriter
 
 _EXECUTABLES = ("forward", "infer", "backward", "recompute", "turn")
 _NUMBERS = (
@@ -55,8 +57,28 @@ def read_spec(value: Any) -> TensorSpec:
     return TensorSpec(fields.shape(shape), fields.dtype(dtype))
 
 
-def write_kind(kind: Kind, graphs: GraphWriter) -> dict[str, Any]:
-    """Return a kind as JSON.
+def distinct_kinds(program: Program) -> tuple[list[Kind], list[int]]:
+    """Return the kinds of a program, each once, and for each stage the number of its kind."""
+    numbers: dict[int, int] = {}
+    kinds: list[Kind] = []
+    for stage in program.stages:
+        if id(stage.kind) not in numbers:
+            numbers[id(stage.kind)] = len(kinds)
+            kinds.append(stage.kind)
+    return kinds, [numbers[id(stage.kind)] for stage in program.stages]
+
+
+def not_executable(*arguments: Any) -> NoReturn:
+    """Stand for an executable of an outline.
+
+    Raises:
+        ProgramError: always.
+    """
+    raise ProgramError("the outline of a program has no executables")
+
+
+def write_kind(kind: Kind, graphs: GraphWriter | None) -> dict[str, Any]:
+    """Return a kind as JSON, without its graphs if there is nothing to write them.
 
     Raises:
         NotSerializableError: an executable is more than its graph.
@@ -80,25 +102,27 @@ def write_kind(kind: Kind, graphs: GraphWriter) -> dict[str, Any]:
             [place, use.capacity, list(use.product_tokens), list(use.dense_readers)]
             for place, use in kind.sparse.items()
         ],
-        "graphs": [graphs.executable(getattr(kind, n), kind.graphs[n]) for n in _EXECUTABLES],
+        "graphs": None
+        if graphs is None
+        else [graphs.executable(getattr(kind, n), kind.graphs[n]) for n in _EXECUTABLES],
         "costs": [[_write_cost(cost) for cost in kind.costs[n]] for n in _EXECUTABLES],
     }
 
 
-def read_kind(value: Any, graphs: GraphReader) -> Kind:
-    """Return the kind of its written form.
+def read_kind(value: Any, graphs: GraphReader | None) -> Kind:
+    """Return the kind of its written form, without executables if there is nothing to read them.
 
     Raises:
         MalformedError: it is not the written form of a kind.
     """
     have = fields.mapping(value, _KEYS)
     name = fields.text(have["name"])
-    modules = {
-        executable: graphs.executable(lines, f"{executable}_{name}".replace(".", "_"))
-        for executable, lines in zip(
-            _EXECUTABLES, fields.items(have["graphs"], len(_EXECUTABLES)), strict=True
-        )
-    }
+    modules: dict[str, Any] = dict.fromkeys(_EXECUTABLES, not_executable)
+    if graphs is not None:
+        lines = fields.items(have["graphs"], len(_EXECUTABLES))
+        for executable, each in zip(_EXECUTABLES, lines, strict=True):
+            called = f"{executable}_{name}".replace(".", "_")
+            modules[executable] = graphs.executable(each, called)
     costs = fields.items(have["costs"], len(_EXECUTABLES))
     rest: dict[str, Any] = {**modules, **{key: fields.number(have[key]) for key in _NUMBERS}}
     kind = Kind(
@@ -114,14 +138,15 @@ def read_kind(value: Any, graphs: GraphReader) -> Kind:
         backward_weights=fields.numbers(have["backward_weights"]),
         draws_dropout=fields.flag(have["draws_dropout"]),
         sparse=dict(map(_read_sparse, fields.items(have["sparse"]))),
-        graphs={executable: module.graph for executable, module in modules.items()},
+        graphs={} if graphs is None else {name: each.graph for name, each in modules.items()},
         costs={
             executable: tuple(map(_read_cost, fields.items(lines)))
             for executable, lines in zip(_EXECUTABLES, costs, strict=True)
         },
         **rest,
     )
-    _require_arity(kind)
+    if graphs is not None:
+        _require_arity(kind)
     return kind
 
 

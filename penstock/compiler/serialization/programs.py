@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, cast
+from typing import Any
 
 from penstock.compiler.serialization import fields
 from penstock.compiler.serialization.constants import read_constants, write_constants
-from penstock.compiler.serialization.fields import MalformedError
+from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 from penstock.compiler.serialization.graphs import GraphReader, GraphWriter
-from penstock.compiler.serialization.kinds import (
-    arity,
-    read_kind,
-    read_spec,
-    write_kind,
-    write_spec,
+from penstock.compiler.serialization.kinds import arity, distinct_kinds, read_kind, write_kind
+from penstock.compiler.serialization.parts import (
+    read_stage,
+    read_value,
+    read_weight,
+    write_stage,
+    write_value,
+    write_weight,
 )
-from penstock.compiler.serialization.targets import NotSerializableError
 from penstock.errors import ProgramError
-from penstock.program import Kind, Program, Stage, ValueSpec, WeightSpec, verify
-from penstock.weight_formats import FORMATS
+from penstock.program import Program, verify
 
 _LENGTH_BYTES = 8
-_SOURCES = ("input", "constant", "prelude", "stage")
 _KEYS = (
     "name",
     "stages",
@@ -79,18 +78,13 @@ def deserialize(data: bytes | memoryview) -> Program:
 
 def _written(program: Program) -> bytes:
     graphs = GraphWriter()
-    kinds: dict[int, int] = {}
-    distinct: list[Kind] = []
-    for stage in program.stages:
-        if id(stage.kind) not in kinds:
-            kinds[id(stage.kind)] = len(distinct)
-            distinct.append(stage.kind)
+    distinct, kinds = distinct_kinds(program)
     constants, values = write_constants(program.constants)
     content: dict[str, Any] = {
         "name": program.name,
-        "stages": [_write_stage(stage, kinds[id(stage.kind)]) for stage in program.stages],
-        "weights": [_write_weight(name, spec) for name, spec in program.weights.items()],
-        "values": [_write_value(name, spec) for name, spec in program.values.items()],
+        "stages": [write_stage(stage, kinds[stage.index]) for stage in program.stages],
+        "weights": [write_weight(name, spec) for name, spec in program.weights.items()],
+        "values": [write_value(name, spec) for name, spec in program.values.items()],
         "inputs": list(program.inputs),
         "constants": constants,
         "prelude": None if program.prelude is None else graphs.executable(program.prelude),
@@ -121,9 +115,9 @@ def _program(have: dict[str, Any], data: memoryview) -> Program:
         raise MalformedError(f"the prelude has {takes} values")
     return Program(
         name=fields.text(have["name"]),
-        stages=tuple(_read_stage(index, stage, kinds) for index, stage in stages),
-        weights={s.name: s for s in map(_read_weight, fields.items(have["weights"]))},
-        values={s.name: s for s in map(_read_value, fields.items(have["values"]))},
+        stages=tuple(read_stage(index, stage, kinds) for index, stage in stages),
+        weights={s.name: s for s in map(read_weight, fields.items(have["weights"]))},
+        values={s.name: s for s in map(read_value, fields.items(have["values"]))},
         inputs=fields.texts(have["inputs"]),
         constants=read_constants(have["constants"], data),
         prelude=prelude,
@@ -131,73 +125,4 @@ def _program(have: dict[str, Any], data: memoryview) -> Program:
         prelude_outputs=prelude_outputs,
         results=fields.texts(have["results"]),
         graph_digest=fields.text(have["graph_digest"]),
-    )
-
-
-def _write_stage(stage: Stage, kind: int) -> list[Any]:
-    names = list(stage.weights), list(stage.inputs), list(stage.outputs)
-    return [stage.name, kind, *names, stage.first_dropout]
-
-
-def _read_stage(index: int, value: Any, kinds: list[Kind]) -> Stage:
-    name, kind, weights, inputs, outputs, first_dropout = fields.items(value, 6)
-    if fields.number(kind) >= len(kinds):
-        raise MalformedError(f"a stage has kind {kind} of {len(kinds)}")
-    return Stage(
-        index=index,
-        name=fields.text(name),
-        kind=kinds[kind],
-        weights=fields.texts(weights),
-        inputs=fields.texts(inputs),
-        outputs=fields.texts(outputs),
-        first_dropout=fields.number(first_dropout),
-    )
-
-
-def _write_weight(name: str, spec: WeightSpec) -> list[Any]:
-    if spec.name != name or FORMATS.get(spec.format.name) is not spec.format:
-        raise NotSerializableError(f"weight {name} is {spec}")
-    return [
-        name,
-        list(spec.shape),
-        spec.format.name,
-        spec.trainable,
-        list(spec.aliases),
-        spec.begin,
-        spec.capacity,
-        spec.index_bytes,
-    ]
-
-
-def _read_weight(value: Any) -> WeightSpec:
-    name, shape, kept, trainable, aliases, begin, capacity, index = fields.items(value, 8)
-    if fields.text(kept) not in FORMATS:
-        raise MalformedError(f"expected the format of a weight, got {kept!r:.80}")
-    return WeightSpec(
-        name=fields.text(name),
-        shape=fields.shape(shape),
-        format=FORMATS[kept],
-        trainable=fields.flag(trainable),
-        aliases=fields.texts(aliases),
-        begin=fields.number(begin),
-        capacity=fields.number(capacity),
-        index_bytes=fields.number(index),
-    )
-
-
-def _write_value(name: str, spec: ValueSpec) -> list[Any]:
-    if spec.name != name:
-        raise NotSerializableError(f"value {name} is {spec}")
-    return [name, write_spec(spec.tensor), spec.source, spec.requires_grad]
-
-
-def _read_value(value: Any) -> ValueSpec:
-    name, tensor, source, requires_grad = fields.items(value, 4)
-    if fields.text(source) not in _SOURCES:
-        raise MalformedError(f"expected the source of a value, got {source!r:.80}")
-    return ValueSpec(
-        name=fields.text(name),
-        tensor=read_spec(tensor),
-        source=cast(Literal["input", "constant", "prelude", "stage"], source),
-        requires_grad=fields.flag(requires_grad),
     )

@@ -19,7 +19,7 @@ from penstock.compiler import (
     sparse_calls,
     sparse_ops,  # noqa: F401
 )
-from penstock.compiler.serialization.fields import MalformedError
+from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 
 _NAMESPACES = frozenset({"aten", "mkldnn", "penstock", "prims", "transformers"})
 _OPERATOR = re.compile(r"([a-z]+)::([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
@@ -36,10 +36,6 @@ _FUNCTIONS: dict[str, Any] = {
     "linear_cross_entropy_turn": sparse_calls.linear_cross_entropy_turn,
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
-
-
-class NotSerializableError(Exception):
-    """A program contains something that has no written form; the text names it."""
 
 
 def name_of(target: Any) -> str:

@@ -3,8 +3,19 @@
 An entry is found by a digest of everything that determines the program (`key.py`). Only models that
 the installed `transformers` builds from a configuration are cached: a user's own code can change
 without any sign of it. Entries are in the user's cache folder; deleting the folder is always safe.
+
+Plans and tables need no graphs. Models and outlines of programs are kept beside the programs, and
+are read without `transformers` (`outlined.py`).
 """
 
-from penstock.planning.program_cache.cached import cached_program
+from typing import TYPE_CHECKING
 
-__all__ = ["cached_program"]
+from penstock.front_door import lazily
+
+if TYPE_CHECKING:
+    from penstock.planning.program_cache.cached import cached_program
+    from penstock.planning.program_cache.outlined import OutlinedModels
+
+__all__ = ["OutlinedModels", "cached_program"]
+
+__getattr__ = lazily(__name__, {"OutlinedModels": "outlined", "cached_program": "cached"})

@@ -1,4 +1,5 @@
-"""The files of the cache: one for each program, in `programs` of the user's cache folder.
+"""The files of the cache: one for each program in `programs` of the user's cache folder, and one
+for each model and each outline in `outlines`.
 
 A file has a checksum of its content and of its name, so damaged files and renamed files are
 recognised, removed, and written anew. Several processes may write the same entry at once: each
@@ -16,26 +17,29 @@ import secrets
 import stat
 import time
 from pathlib import Path
+from typing import Literal
 
 from penstock.io import durable, read_plain
 from penstock.user_folders import cache_folder
 
+Kind = Literal["programs", "outlines"]
+
 MOST_BYTES = 1 << 30
-"""Of all entries together; beyond that, the entries that were least recently used are removed."""
+"""Of all entries of a folder; beyond that, the least recently used ones are removed."""
 _MOST_ENTRY_BYTES = 256 << 20
 _MAGIC = b"penstock program 1\n"
 _CHECKSUM_BYTES = 32
 _STALE_SECONDS = 3600  # a temporary file of this age was left by a process that was killed
 
 
-def folder() -> Path:
-    """Return the folder of the entries. It may not exist yet."""
-    return cache_folder() / "programs"
+def folder(kind: Kind = "programs") -> Path:
+    """Return the folder of the entries of a kind. It may not exist yet."""
+    return cache_folder() / kind
 
 
-def read_entry(key: str) -> memoryview | None:
+def read_entry(key: str, kind: Kind = "programs") -> memoryview | None:
     """Return the content of an entry; None if there is none. A damaged entry is removed."""
-    path = folder() / key
+    path = folder(kind) / key
     try:
         if not _is_own(path):
             return None
@@ -46,17 +50,17 @@ def read_entry(key: str) -> memoryview | None:
     begin = len(_MAGIC) + _CHECKSUM_BYTES
     content = memoryview(data)[begin:]
     if data[:begin] != _MAGIC + _checksum(key, content):
-        remove_entry(key)
+        remove_entry(key, kind)
         return None
     return content
 
 
-def write_entry(key: str, content: bytes) -> None:
+def write_entry(key: str, content: bytes, kind: Kind = "programs") -> None:
     """Write an entry, and remove the least recently used ones beyond the cache's size."""
     size = len(_MAGIC) + _CHECKSUM_BYTES + len(content)
     if size > _MOST_ENTRY_BYTES:
         return
-    path = folder() / key
+    path = folder(kind) / key
     temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}-{key}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,10 +75,10 @@ def write_entry(key: str, content: bytes) -> None:
         _remove_oldest(path.parent)
 
 
-def remove_entry(key: str) -> None:
+def remove_entry(key: str, kind: Kind = "programs") -> None:
     """Remove an entry, if there is one."""
     with contextlib.suppress(OSError):
-        (folder() / key).unlink()
+        (folder(kind) / key).unlink()
 
 
 def _is_own(path: Path) -> bool:

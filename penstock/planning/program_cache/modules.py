@@ -8,16 +8,16 @@ complete description. A model of which something else can be said has none.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from penstock.planning.program_cache.versions import file_digest
 
 _LIBRARIES = frozenset({"torch", "transformers", "penstock"})
 # Further libraries whose functions and classes these modules import.
@@ -124,11 +124,6 @@ def _global(value: Any) -> str:
     return f"{module}.{name}"
 
 
-@functools.cache
-def _file_digest(path: str) -> str:
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-
-
 def _class(owner: type) -> str:
     """Return the names of a class and its bases, with digests of the files of their code."""
     lines = []
@@ -160,7 +155,7 @@ def _module_digest(name: str) -> str:
                 _refuse_foreign(name, attribute, function)
         else:
             _refuse_foreign(name, attribute, value)
-    return _file_digest(str(module.__file__)) if module.__file__ else ""
+    return file_digest(str(module.__file__)) if module.__file__ else ""
 
 
 def _refuse_foreign(module: str, name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ from penstock.kernels.processor import Processor
 def code_digest() -> str:
     """Return a digest of the sources of this package, of the versions of the libraries, and of the
     kind of processor, for which PyTorch chooses operators."""
-    import transformers
-
     processor = Processor.here()
     digest = hashlib.blake2b(digest_size=32)
     for part in (
         torch.__version__,
         str(torch.version.git_version),
-        transformers.__version__,
+        metadata.version("transformers"),  # not imported: reading a program needs none of it
         sys.version,
         platform.system(),
         processor.architecture,
@@ -39,6 +38,12 @@ def code_digest() -> str:
         digest.update(f"{source.relative_to(root)}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+@functools.cache
+def file_digest(path: str) -> str:
+    """Return a digest of a file of a library."""
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
 def torch_settings(device: str) -> dict[str, Any]:

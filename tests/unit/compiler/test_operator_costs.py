@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiler.operator_costs import _WORK_OF_OPERATORS, operator_costs, total_flops
+from penstock.compiler.counted_costs import _WORK_OF_OPERATORS, operator_costs, total_flops
 from penstock.machines import Work
 
 aten = torch.ops.aten

@@ -139,8 +139,23 @@ def test_the_file_that_the_others_change_is_a_machine(tmp_path):
         (
             "most: 4",
             "is_host: true",
+            "m.yaml:5: engine.memory: expected null for an engine that is the host "
+            "(engine.is_host: true), which computes in store.memory; remove engine.memory, or set "
+            "engine.is_host: false\n"
             "m.yaml:14: link: expected null for an engine that is the host (engine.is_host: true); "
             "remove link, or set engine.is_host: false",
+        ),
+        (
+            "[{work: update, rates: [1e10]}]",
+            "[{work: update, rates: []}]",
+            "m.yaml:13: store.rates[0].rates: expected a list of at least 1, got []; for example "
+            "store.rates.rates: [200000000000.0, 400000000000.0, 500000000000.0]",
+        ),
+        (
+            "[{work: update, rates: [1e10]}]",
+            "[{work: update, rates: [.nan]}]",
+            "m.yaml:13: store.rates[0].rates[0]: expected a finite number, got .nan; for example "
+            "store.rates.rates: [200000000000.0, 400000000000.0, 500000000000.0]",
         ),
         ("  memory: 1TiB\n", "", "m.yaml:11: store.memory: missing key; add it"),
         (

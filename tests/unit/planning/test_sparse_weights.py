@@ -10,7 +10,7 @@ from tiny_models import FIELDS
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import builders
+from penstock.planning import builders, selected_weights
 from penstock.planning.sparse_weights import plan_sparse_weights
 from penstock.sparsity import MaskSize
 
@@ -29,7 +29,9 @@ def plan(source=None, recorded=None, steps=STEPS, **keys):
         {"model": model, "sparsity": keys, "run": {"steps": steps}, **sections}
     )
     source = builders.with_adapters(source, config.lora)
-    return plan_sparse_weights(config, source, builders.trained_weights(config, source), recorded)
+    return plan_sparse_weights(
+        config, source, selected_weights.trained_weights(config, source), recorded
+    )
 
 
 def test_a_run_without_a_method_has_no_sparse_weights():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiler.operator_costs import operator_costs
+from penstock.compiler.counted_costs import operator_costs
 from penstock.errors import BudgetError, ConfigError
 from penstock.operator_cost import OperatorCost
 from penstock.wafer import SIM, CoreParameters, Mesh

@@ -1,0 +1,50 @@
+"""The weights of a model that a run trains, stores as bfloat16, or prunes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.compiler import select_trainable
+from penstock.config import Config
+from penstock.planning.model_facts import ModelFacts
+from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
+
+
+def trained_weights(config: Config, source: ModelFacts) -> frozenset[str]:
+    """Return the names of the weights that a run trains.
+
+    **Raises:** `ConfigError` for a pattern of `train` or `freeze` that has no effect.
+    """
+    aliases: dict[str, list[str]] = {name: [] for name in source.shapes()}
+    for other, first in source.aliases.items():
+        if first in aliases:  # buffers may be tied too
+            aliases[first].append(other)
+    return select_trainable(
+        aliases,
+        source.trainable,
+        train=config.train,
+        freeze=config.freeze,
+        adapters=source.adapter_weights,
+    )
+
+
+def kept_as_bfloat16(config: Config, source: ModelFacts) -> frozenset[str]:
+    """Return the weights that a new run stores as bfloat16: frozen and bfloat16 at their source."""
+    if not source.bfloat16:
+        return frozenset()
+    return source.bfloat16 - trained_weights(config, source)
+
+
+def sparse_weights_of(
+    config: Config, source: ModelFacts, recorded: Mapping[str, int] | None = None
+) -> SparsePlan | None:
+    """Return the sparse weights of a run; errors are those of `plan_sparse_weights`.
+
+    **Arguments:** `recorded` are the entries at the start of a resumed run, by weight.
+    """
+    if config.sparsity.method is None:
+        return None
+    from penstock.models import ModelSource
+
+    assert isinstance(source, ModelSource)  # a remembered model has no sparse weights
+    return plan_sparse_weights(config, source, trained_weights(config, source), recorded)

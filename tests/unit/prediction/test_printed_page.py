@@ -1,0 +1,78 @@
+"""What the page of a prediction says about its accuracy and about lost engines."""
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from penstock.calibration import HostKey, MeasuredRun, keep, keep_run, kept_machine
+from penstock.config import Config
+from penstock.machines import MachineDescription
+from penstock.prediction import Planner, page
+
+RATES = [{"work": "product", "rates": [1e11]}, {"work": "pointwise", "rates": [1e10]}]
+STORE = {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}]}
+DESK = {"name": "desk", "kind": "host", "engine": {"is_host": True, "rates": RATES}, "store": STORE}
+RACK = {
+    "name": "rack",
+    "kind": "cluster",
+    "engine": {"memory": "1GiB", "rates": RATES},
+    "store": STORE,
+    "link": {"weights": 1e9, "gradients": 1e9},
+}
+KEY = HostKey("a processor", 2, "1", "2", "3")
+TINY = {"model": "tiny", "batch": {"size": 8, "micro": 1}, "data": {"sequence_length": 32}}
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def shown(prediction):
+    console = Console(width=400)
+    with console.capture() as capture:
+        console.print(page(prediction, ()))
+    return capture.get()
+
+
+def planned(machine, notice=lambda text: None, **changes):
+    description = MachineDescription.model_validate(machine)
+    return Planner(notice).plan(Config.from_mapping({**TINY, **changes}), description)
+
+
+def test_interval_is_printed_from_the_tenth_measured_run_on():
+    keep(MachineDescription.model_validate(DESK), KEY)
+    prediction = planned(DESK)
+    for number in range(10):
+        text = shown(dataclasses.replace(prediction, machine=kept_machine(KEY)))
+        assert "(no interval yet: fewer than 10 runs were measured on this host)" in text
+        assert "nine of ten" not in text
+        keep_run(MeasuredRun("2026-11-23", "tiny", 1.0, 0.9 + number / 45, 10, 10), KEY)
+    prediction = dataclasses.replace(prediction, machine=kept_machine(KEY))
+    assert "(nine of ten measured runs: " in shown(prediction)
+    low, high = prediction.step_interval
+    inside = [0.9 + n / 45 for n in range(10) if low < (0.9 + n / 45) * prediction.step_seconds]
+    inside = [ratio for ratio in inside if ratio * prediction.step_seconds < high]
+    assert len(inside) >= 8  # the two outermost of ten lie at its ends
+
+
+def test_described_machine_says_that_no_runs_were_compared():
+    assert "(not compared with measured runs on this machine)" in shown(planned(DESK))
+
+
+def test_page_says_what_happens_when_an_engine_is_lost():
+    never = {"recompute": "never"}
+    roomy = planned(RACK, engines=2, engine=never)
+    assert roomy.plan.least_engines == 1
+    assert "If engines are lost, 1 or more of 2 go on." in shown(roomy)
+    notices = []
+    tight = {**never, "memory": roomy.plan.shares.engine_peak - 1}  # of twice its share
+    least = planned(RACK, engines=2, engine=tight, notice=notices.append)
+    assert least.plan.least_engines == 2
+    assert "If an engine is lost, a step waits until it has been replaced." in shown(least)
+    assert notices == [
+        "engines: if one of 2 is lost, a step waits until it has been replaced, since the others "
+        "have no memory for its share; to go on with fewer, raise engine.memory or engines, or "
+        "lower batch.size"
+    ]
