@@ -50,8 +50,8 @@ from penstock.sparsity import (
     input_gradient,
     weight_gradient,
 )
-from penstock.sparsity.choice import Product
-from penstock.sparsity.measurement import cache_bytes
+from penstock.sparsity.product_choice import Product
+from penstock.sparsity.product_measurement import cache_bytes
 
 SHAPES = ((2048, 2048), (768, 3072), (2048, 8192))  # outputs and inputs
 TOKENS = (256, 1024, 4096)

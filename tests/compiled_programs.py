@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from penstock.compiler import products as matrix_products
+from penstock.compiler import matmul_backend
 from penstock.models import ModelSource
 from penstock.program import Kind, Program
 
@@ -62,7 +62,7 @@ def sharing_kinds(make_kind: MakeKind) -> MakeKind:
         name: str, digest: str, graph: Any, signature: Any, device: str, products: str
     ) -> Kind:
         # A test may change the size from which a library is chosen.
-        key = (name, digest, signature, device, products, matrix_products._LEAST_FLOPS)
+        key = (name, digest, signature, device, products, matmul_backend._LEAST_FLOPS)
         if key not in kinds:
             kinds[key] = make_kind(name, digest, graph, signature, device, products)
         return kinds[key]
@@ -87,7 +87,7 @@ def _key(source: ModelSource, arguments: dict[str, Any]) -> str | None:
         "adapters": repr(source.adapters),
         "trainable": sorted(source.trainable),
         "arguments": {**arguments, "known": id(arguments.get("known"))},
-        "least FLOPs": matrix_products._LEAST_FLOPS,  # which a test may change
+        "least FLOPs": matmul_backend._LEAST_FLOPS,  # which a test may change
     }
     return json.dumps(parts, sort_keys=True, default=repr)
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from penstock.engine import SparseProducts
-from penstock.engine.sparse_products import Measure
+from penstock.engine.product_choices import Measure
 from penstock.sparsity import Choice, DenseTiles, SparseKernel
 
 
@@ -31,5 +31,5 @@ def chosen(measure: Measure = kernels) -> Iterator[None]:
         def __init__(self, choices=None, ignored=None):
             super().__init__(choices, measure)
 
-    with mock.patch("penstock.planning.sparse_products.SparseProducts", Chosen):
+    with mock.patch("penstock.planning.product_choices.SparseProducts", Chosen):
         yield

@@ -240,7 +240,7 @@ def _table(key: str, points: list[Point]) -> Table:
         "memory": lambda one: show_bytes(row(one)["engine_bytes"]),
     }
     columns.pop(key, None)  # the first column has it
-    if any(one.cost_per_hour is not None for one in found):
+    if any(one.price.dollars_per_hour is not None for one in found):
         columns["dollars"] = lambda one: (
             "" if (cost := row(one)["cost"]) is None else show_dollars(cost)
         )

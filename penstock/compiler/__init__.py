@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.compiler.counted_costs import operator_costs
     from penstock.compiler.fused_head import Head
     from penstock.compiler.hooks import refuse_gradient_hooks
-    from penstock.compiler.products import (
+    from penstock.compiler.matmul_backend import (
         PRODUCTS,
         Products,
         choose_products,
@@ -47,18 +47,18 @@ __getattr__ = lazily(
     {
         "CompileOptions": "build",
         "Head": "fused_head",
-        "PRODUCTS": "products",
+        "PRODUCTS": "matmul_backend",
         "Precision": "capture",
-        "Products": "products",
-        "choose_products": "products",
+        "Products": "matmul_backend",
+        "choose_products": "matmul_backend",
         "compile_module": "build",
-        "has_onednn": "products",
+        "has_onednn": "matmul_backend",
         "operator_costs": "counted_costs",
-        "products_for": "products",
+        "products_for": "matmul_backend",
         "refuse_gradient_hooks": "hooks",
         "select_trainable": "selection",
         "tensor_attributes": "capture",
-        "uses_onednn": "products",
-        "widens": "products",
+        "uses_onednn": "matmul_backend",
+        "widens": "matmul_backend",
     },
 )

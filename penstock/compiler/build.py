@@ -19,9 +19,8 @@ from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, make_kind
+from penstock.compiler.matmul_backend import Products
 from penstock.compiler.nodes import source_line, value_of
-from penstock.compiler.opening import open_weight
-from penstock.compiler.products import Products
 from penstock.compiler.retarget_devices import move, on_device
 from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
 from penstock.compiler.selection import select_trainable
@@ -30,6 +29,7 @@ from penstock.compiler.sparse_substitution import (
     sparse_sizes,
     substitute_products,
 )
+from penstock.compiler.weight_conversion import open_weight
 from penstock.errors import CompileError, NoTrainingError, few
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
 from penstock.weight_formats import format_of
@@ -42,7 +42,7 @@ class CompileOptions:
     `train`, `freeze` and `adapters` select the trained weights (`selection.py`). `bfloat16` names
     frozen weights that the store keeps and streams as bfloat16 in every precision. `sparse` maps
     the names of sparse weights to the most entries that their masks may keep. `device` is the
-    engine's device, and `products` the library for its matrix products (`products.py`).
+    engine's device, and `products` the library for its matrix products (`matmul_backend.py`).
     `slot_bytes` limits the weights of one stage. `weight_prefix` is removed from the parameters'
     names (it belongs to the wrapper that adds the loss). `training` programs return a scalar loss;
     other programs only run forward.

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
-from penstock.compiler.products import onednn_flops
+from penstock.compiler.matmul_backend import onednn_flops
 from penstock.compiler.sparse_lowering import share_of
 from penstock.operator_cost import OperatorCost
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.compiler.products import product
+from penstock.compiler.matmul_backend import product
 from penstock.kernels import cross_entropy as kernels
 
 # Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk
@@ -60,7 +60,7 @@ class HeadWeight(Protocol):
 
 
 class _DenseWeight:
-    """A dense weight [vocabulary, width]; `products` are those of `products.py`."""
+    """A dense weight [vocabulary, width]; `products` are those of `matmul_backend.py`."""
 
     def __init__(self, weight: Tensor, products: str) -> None:
         self.vocabulary, self.gradient_dtype = weight.shape[0], weight.dtype
@@ -160,7 +160,7 @@ def loss_sum(
 
     **Arguments:** `hidden` [tokens, width]; `weight` [vocabulary, width]; `bias` [vocabulary] or
     None; `labels` int64 [tokens], entries equal to `ignore_index` are ignored; `products` says who
-    multiplies (`products.py`).
+    multiplies (`matmul_backend.py`).
     """
     return Head(hidden, _DenseWeight(weight, products), bias, labels, ignore_index).loss_sum()
 

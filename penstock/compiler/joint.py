@@ -22,8 +22,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.counted_costs import operator_costs, total_flops
+from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
-from penstock.compiler.products import Products, choose_products
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import lower, mark_sparse
 from penstock.errors import ProgramError

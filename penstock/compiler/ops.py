@@ -92,7 +92,7 @@ def _(
 
 
 def _save_head(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # The library is chosen in the traced graph (`products.py`), after autograd.
+    # The library is chosen in the traced graph (`matmul_backend.py`), after autograd.
     hidden, weight, bias, labels, ctx.ignore_index, _ = inputs
     ctx.save_for_backward(hidden, weight, bias, labels)
 

@@ -164,7 +164,7 @@ def _prediction_beside(loss: fx.Node, logits: fx.Node) -> fx.Node | None:
     """Return the `argmax` over the vocabulary, after the loss, if it is the only other reader of
     the logits.
 
-    An evaluation program contains it (`models/objective.py`).
+    An evaluation program contains it (`models/task_losses.py`).
     """
     others = [node for node in logits.users if node is not loss]
     if len(others) != 1 or others[0].target is not aten.argmax.default or others[0] < loss:

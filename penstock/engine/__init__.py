@@ -6,6 +6,7 @@ from penstock.engine.host_memory import KEPT_OVER_USED, keep_freed_pages, return
 from penstock.engine.interface import Batch, Engine, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine
+from penstock.engine.product_choices import ProductCase, SparseProducts, measured_sparsity
 from penstock.engine.recompute_planner import (
     bytes_of_choice,
     can_fit,
@@ -16,7 +17,6 @@ from penstock.engine.recompute_planner import (
 from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
-from penstock.engine.sparse_products import ProductCase, SparseProducts, measured_sparsity
 from penstock.engine.sparse_weights import SparseWeights
 from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
 from penstock.engine.threads import set_threads, thread_count

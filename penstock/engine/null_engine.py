@@ -16,8 +16,8 @@ from penstock.collectives import PartialSum
 from penstock.engine.expanded_weights import most_bitmap_bytes
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients, compute
 from penstock.engine.memory import MemoryAccount
+from penstock.engine.product_choices import SparseProducts
 from penstock.engine.slots import Arrived
-from penstock.engine.sparse_products import SparseProducts
 from penstock.engine.sparse_weights import (
     EmptySparse,
     SparseWeights,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.engine.sparse_products import SparseProducts
+from penstock.engine.product_choices import SparseProducts
 from penstock.engine.sparse_weights import PreparedSparse
 from penstock.sparsity import SparseLayout, SparseWeight, matrix_shape
 from penstock.wafer import WaferOptions

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
+from penstock.engine.product_choices import SparseProducts
 from penstock.engine.sparse_operand import BaseSparseOperand
-from penstock.engine.sparse_products import SparseProducts
 from penstock.errors import ConfigError, few
 from penstock.program import Program, WeightSpec, extra_gradient_bytes
 from penstock.sparsity import (

@@ -2,7 +2,7 @@
 
 The arithmetic is that of `torch.optim.AdamW`, operation by operation in float32; scalars are
 computed in float64 and rounded once. Entries of a sparse weight may differ in the number of their
-updates (`sparsity/ages.py`): the corrections of the moments' bias are then looked up by age.
+updates (`sparsity/update_counts.py`): the bias corrections are then looked up by that number.
 """
 
 import functools

@@ -6,11 +6,11 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.models.folder import other_files, tokenizer_files
-from penstock.models.kept import KEPT, keep_small_files, verify_kept
+from penstock.models.kept_folder import KEPT, keep_small_files, verify_kept
 
 if TYPE_CHECKING:
     from penstock.models.embeddings import embeddings_and_heads
-    from penstock.models.given import require_clear
+    from penstock.models.given_module import require_clear
     from penstock.models.inputs import TOKENS, InputSpec
     from penstock.models.lora import Adapter
     from penstock.models.modes import parts_in_eval_mode
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
         return parts_in_eval_mode
     if name == "require_clear":
-        from penstock.models.given import require_clear
+        from penstock.models.given_module import require_clear
 
         return require_clear
     if name == "WeightFiles":

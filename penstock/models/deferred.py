@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from penstock.errors import CompileError, ConfigError, did_you_mean
+from penstock.models.constructor_log import RecordedOperation, Window
 from penstock.models.recording import recording
 from penstock.models.replay import Replay, plan
 from penstock.models.shared_memory import refuse_shared_memory
-from penstock.models.tape import RecordedOperation, Window
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex

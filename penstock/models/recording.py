@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from penstock.errors import CompileError
-from penstock.models.replay import Replay, plan
-from penstock.models.tape import (
+from penstock.models.constructor_log import (
     BEFORE_FIRST_DRAW,
     DEFAULT_GENERATOR,
     Constant,
@@ -32,6 +31,7 @@ from penstock.models.tape import (
     RecordedOperation,
     Window,
 )
+from penstock.models.replay import Replay, plan
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from penstock.errors import CompileError
-from penstock.models.tape import (
+from penstock.models.constructor_log import (
     BEFORE_FIRST_DRAW,
     DEFAULT_GENERATOR,
     Constant,

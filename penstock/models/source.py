@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.config import resolve_preset
 from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
-from penstock.models.built import Built
+from penstock.models.built_model import Built
 from penstock.models.deferred import record
 from penstock.models.huggingface_config import (
     find_task,
@@ -30,7 +30,10 @@ from penstock.models.huggingface_config import (
 from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, specs_of
 from penstock.models.lora import Adapter, adapt
 from penstock.models.modes import put_in_train_mode
-from penstock.models.objective import (
+from penstock.models.origin import WeightSource
+from penstock.models.pretrained import Pretrained
+from penstock.models.reference import load_reference
+from penstock.models.task_losses import (
     WEIGHT_PREFIX,
     CausalLMLoss,
     CustomLoss,
@@ -39,9 +42,6 @@ from penstock.models.objective import (
     Outputs,
     Scores,
 )
-from penstock.models.origin import WeightSource
-from penstock.models.pretrained import Pretrained
-from penstock.models.reference import load_reference
 from penstock.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import xxhash
 from penstock.errors import ConfigError, CorruptionError
 from penstock.io import Extent, header_length, parse_header
 from penstock.kernels.memory import allocate
-from penstock.models.finite import refuse_non_finite
+from penstock.models.finite_weights import refuse_non_finite
 from penstock.models.folder import cannot_read, open_file, read_json
 from penstock.models.packed_tensors import (
     PackedTensor,

@@ -12,7 +12,7 @@ from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, SparseWeights, predict_bytes, target_of
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning import selected_weights, store_factory
-from penstock.planning.machine import Machine, ReadMachine
+from penstock.planning.machine_limits import Machine, ReadMachine
 from penstock.planning.memory_budget import (
     Budget,
     HostCapacity,

@@ -28,7 +28,7 @@ from penstock.engine import (
     target_of,
 )
 from penstock.errors import BudgetError, ConfigError
-from penstock.planning.machine import Machine
+from penstock.planning.machine_limits import Machine
 from penstock.planning.sparse_weights import mask_rule_of
 from penstock.planning.store_factory import (
     assembly_of,

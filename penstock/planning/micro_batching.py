@@ -16,7 +16,7 @@ from penstock.config import ClusterConfig, Config
 from penstock.engine import can_fit, least_kept_bytes, target_of
 from penstock.errors import BudgetError
 from penstock.planning import store_factory
-from penstock.planning.machine import Machine, ReadMachine
+from penstock.planning.machine_limits import Machine, ReadMachine
 from penstock.planning.memory_budget import Budget, computes_dense_gradients
 from penstock.program import Program, largest_stage
 

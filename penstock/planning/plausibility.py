@@ -15,7 +15,7 @@ from penstock.config import Config, size_above
 from penstock.engine import target_of
 from penstock.errors import BudgetError, CompileError
 from penstock.planning import store_factory
-from penstock.planning.machine import Machine
+from penstock.planning.machine_limits import Machine
 from penstock.planning.model_facts import ModelFacts
 from penstock.planning.sparse_weights import SparsePlan
 

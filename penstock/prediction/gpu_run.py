@@ -11,6 +11,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.machines import GpuCluster
 from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures
 from penstock.prediction.parallel_search import best_division, fewest_gpus
+from penstock.prediction.run_price import RunPrice, price_of_gpus
 from penstock.progress import show_bytes, show_count, show_duration
 
 THREE_D = (0, 1)
@@ -51,16 +52,9 @@ class GpuRun:
         return self.figures.batch_tokens / self.step_seconds
 
     @property
-    def cost_per_hour(self) -> float | None:
-        """Price of all GPUs in US dollars per hour; None if it is not known."""
-        price = self.cluster.gpu.price
-        return None if price is None else price * self.division.gpus
-
-    @property
-    def watts(self) -> float | None:
-        """Power of all GPUs; None if it is not known."""
-        watts = self.cluster.gpu.watts
-        return None if watts is None else watts * self.division.gpus
+    def price(self) -> RunPrice:
+        """What the GPUs cost and draw."""
+        return price_of_gpus(self.cluster, self.division.gpus)
 
     @property
     def engine_bytes(self) -> int:
@@ -99,8 +93,8 @@ class GpuRun:
             "gpu_bytes": self.engine_bytes,
             "gpu_limit_bytes": self.division.limit_bytes,
             "parts": self.parts,
-            "cost_per_hour": self.cost_per_hour,
-            "watts": self.watts,
+            "cost_per_hour": self.price.dollars_per_hour,
+            "watts": self.price.watts,
         }
 
     def lines(self) -> list[str]:

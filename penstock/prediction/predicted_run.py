@@ -10,7 +10,8 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.machines import MachineDescription
 from penstock.planning import ExecutionPlan, mask_rule_of, store_factory
-from penstock.prediction.step_costs import StepCosts, step_costs
+from penstock.prediction.operation_times import StepCosts, step_costs
+from penstock.prediction.run_price import RunPrice, price_of_engines
 from penstock.prediction.step_tasks import Arrangement, StepTasks
 from penstock.prediction.timeline import simulate
 from penstock.spans import Span
@@ -164,20 +165,9 @@ class Prediction:
         return max(busy, key=lambda name: busy[name])
 
     @property
-    def cost_per_hour(self) -> float | None:
-        """Price of all engines and the store in US dollars per hour; None if it is not known."""
-        engine, store = self.machine.engine.price, self.machine.store.price
-        if engine is None and store is None:
-            return None
-        return (engine or 0.0) * self.config.engines + (store or 0.0)
-
-    @property
-    def watts(self) -> float | None:
-        """Power of all engines and the store; None if it is not known."""
-        engine, store = self.machine.engine.watts, self.machine.store.watts
-        if engine is None and store is None:
-            return None
-        return (engine or 0.0) * self.config.engines + (store or 0.0)
+    def price(self) -> RunPrice:
+        """What the engines and the store cost and draw."""
+        return price_of_engines(self.machine, self.config.engines)
 
 
 def predict(

@@ -193,13 +193,13 @@ def _after_a_loss(prediction: Prediction) -> str:
 
 def _price(prediction: Prediction) -> str:
     found = []
-    hours = prediction.run_seconds / 3600
-    if prediction.cost_per_hour is not None:
-        per_hour = prediction.cost_per_hour
-        cost = show_dollars(hours * per_hour)
-        found.append(f"costs {cost} US dollars at {show_dollars(per_hour)} per hour")
-    if prediction.watts is not None:
-        found.append(f"takes {show_energy(hours * prediction.watts / 1000)}")
+    price, seconds = prediction.price, prediction.run_seconds
+    dollars, energy = price.dollars(seconds), price.kilowatt_hours(seconds)
+    if dollars is not None and price.dollars_per_hour is not None:
+        rate = show_dollars(price.dollars_per_hour)
+        found.append(f"costs {show_dollars(dollars)} US dollars at {rate} per hour")
+    if energy is not None:
+        found.append(f"takes {show_energy(energy)}")
     return f"The run {' and '.join(found)}." if found else ""
 
 
@@ -246,7 +246,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "flash_bytes": None if flash is None else flash.flash_bytes,
         "busy": prediction.busy,
         "binding": {sweep: prediction.binding(sweep) for sweep in prediction.busy},
-        "cost_per_hour": prediction.cost_per_hour,
-        "watts": prediction.watts,
+        "cost_per_hour": prediction.price.dollars_per_hour,
+        "watts": prediction.price.watts,
         "advice": [{"text": item.text, "gain": item.gain} for item in advice],
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.distributed.protocol import CHUNK_BYTES
 from penstock.machines import LinkPart, MachineDescription, Work
-from penstock.prediction.step_costs import OperationCost, StepCosts
+from penstock.prediction.operation_times import OperationCost, StepCosts
 from penstock.prediction.timeline import Task
 from penstock.store.flash import FlashForecast
 

@@ -116,15 +116,14 @@ def run_sweep(
 def row(prediction: Prediction | GpuRun) -> dict[str, Any]:
     """Return the figures of a prediction that a table compares, by column; None where a GPU cluster
     has no such figure."""
-    hours = prediction.run_seconds / 3600
-    price, watts = prediction.cost_per_hour, prediction.watts
+    price, seconds = prediction.price, prediction.run_seconds
     found: dict[str, Any] = dict.fromkeys(COLUMNS)
     found |= {
         "tokens_per_second": prediction.tokens_per_second,
         "step_seconds": prediction.step_seconds,
-        "run_seconds": prediction.run_seconds,
-        "cost": None if price is None else price * hours,
-        "kilowatt_hours": None if watts is None else watts * hours / 1000,
+        "run_seconds": seconds,
+        "cost": price.dollars(seconds),
+        "kilowatt_hours": price.kilowatt_hours(seconds),
     }
     if isinstance(prediction, GpuRun):
         return found | {"engine_bytes": prediction.engine_bytes, "binding": prediction.binding}

@@ -6,7 +6,7 @@ from rich.console import Console, RenderableType
 
 from penstock.progress.log import event_lines
 from penstock.progress.panel import panel
-from penstock.progress.redrawn import RedrawnLines
+from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View
 from penstock.telemetry import Evaluated, Event

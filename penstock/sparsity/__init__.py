@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.sparsity.ages import age_type, correction_ends, updates_by_age
-    from penstock.sparsity.choice import Choice, DenseTiles, SparseKernel
     from penstock.sparsity.compact_index import (
         compact_bytes,
         index_from_compact,
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
         require_exact,
         require_not_empty,
     )
-    from penstock.sparsity.measurement import choose_product
     from penstock.sparsity.packed_index import (
         PackedIndex,
         empty_index,
@@ -67,6 +64,8 @@ if TYPE_CHECKING:
         exchanging,
         gradual_magnitude,
     )
+    from penstock.sparsity.product_choice import Choice, DenseTiles, SparseKernel
+    from penstock.sparsity.product_measurement import choose_product
     from penstock.sparsity.product_memory import (
         max_building_bytes,
         max_layout_bytes,
@@ -106,6 +105,7 @@ if TYPE_CHECKING:
         StreamedWeight,
         matrix_shape,
     )
+    from penstock.sparsity.update_counts import age_type, correction_ends, updates_by_age
     from penstock.sparsity.weight_patterns import sparse_weights
 
 __all__ = [
@@ -193,7 +193,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "choice": ("Choice", "DenseTiles", "SparseKernel"),
+    "product_choice": ("Choice", "DenseTiles", "SparseKernel"),
     "expanded_products": (
         "MaskBitmap",
         "bitmap_bytes",
@@ -207,7 +207,7 @@ _MODULES = {
         "selection_bytes",
     ),
     "layout": ("SparseLayout",),
-    "measurement": ("choose_product",),
+    "product_measurement": ("choose_product",),
     "product_memory": ("max_building_bytes", "max_layout_bytes", "product_bytes"),
     "products": (
         "entries_of",
@@ -217,7 +217,7 @@ _MODULES = {
         "weight_gradient",
     ),
     "compact_index": ("compact_bytes", "index_from_compact", "max_compact_bytes"),
-    "ages": (
+    "update_counts": (
         "age_type",
         "correction_ends",
         "updates_by_age",

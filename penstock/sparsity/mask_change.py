@@ -107,7 +107,7 @@ class Remap:
 
     def move_and_count(self, values: np.ndarray, increment: int) -> np.ndarray:
         """Like `move`, with `increment` added to every entry that stays; the sum stops at the
-        greatest number of the type (`ages.py`)."""
+        greatest number of the type (`update_counts.py`)."""
         require_flat("values", values, self._kept_before, values.dtype.type)
         if values.dtype.itemsize not in _UNSIGNED:
             raise ValueError(f"values: expected 1, 2 or 4 bytes per entry, got {values.dtype.name}")

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from penstock.sparsity.choice import LEAST_BLOCK_COLUMNS, LEAST_TILE_ROWS, TILE_BYTES, panel_sizes
+from penstock.sparsity.product_choice import (
+    LEAST_BLOCK_COLUMNS,
+    LEAST_TILE_ROWS,
+    TILE_BYTES,
+    panel_sizes,
+)
 
 _COLUMN, _POSITION, _START, _LOCAL_COLUMN = 4, 4, 8, 2  # bytes
 _CACHE_LINE = 64

@@ -16,8 +16,8 @@ from penstock.kernels.sparse_expansion import collect, expand, expand_marked, ha
 from penstock.kernels.sparse_products import gather
 from penstock.kernels.sparse_vector_product import multiply_vector
 from penstock.sparsity.activations import ACTIVATION_TYPES, check_activations, flat
-from penstock.sparsity.choice import Choice, DenseTiles
 from penstock.sparsity.layout import Rows, SparseLayout
+from penstock.sparsity.product_choice import Choice, DenseTiles
 
 _TILES = threading.local()
 

@@ -33,7 +33,7 @@ from penstock.store.part_masks import PartMasks
 from penstock.store.portions import Portions
 from penstock.store.roles import AGE, MASTER, Stored
 from penstock.store.snapshot import Snapshot
-from penstock.store.unchanged import UnchangedWeights
+from penstock.store.unchanged_weights import UnchangedWeights
 from penstock.store.weight_memory import WeightMemory
 
 

@@ -16,7 +16,6 @@ from penstock.kernels.split_master import Weight
 from penstock.sparsity import PackedIndex, Remap, StreamedWeight
 from penstock.store.comparing import Rotation
 from penstock.store.content_hash import hash_read
-from penstock.store.content_portions import ContentPortions
 from penstock.store.holding import Holding, home_stages
 from penstock.store.incoming import checked_weights
 from penstock.store.layout import slabs_of
@@ -27,6 +26,7 @@ from penstock.store.optimizers import Optimizer
 from penstock.store.part_masks import masks_of
 from penstock.store.portions import Portions, SlabPortions
 from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored, holds_weight, stored_of
+from penstock.store.sparse_portions import ContentPortions
 
 
 class WeightMemory:

@@ -22,12 +22,12 @@ class ResumeState:
 
     `trajectory` is the part of the configuration that decides the result. `micro_batch` decides the
     order of sums. `slot_bytes` decides the cut into stages, and so the layout of files on flash.
-    `products` is the library of matrix products (`compiler/products.py`). `data`, `weights` (of a
-    folder) and `values` (of a module) are fingerprints of the run's initial inputs, None if absent.
-    `architecture` describes the computation of a model of the user's own code
+    `products` is the library of matrix products (`compiler/matmul_backend.py`). `data`, `weights`
+    (of a folder) and `values` (of a module) are fingerprints of the run's initial inputs, None if
+    absent. `architecture` describes the computation of a model of the user's own code
     (`same_run.Architecture`). `sparse_entries` are the numbers of entries that the sparse weights
-    had at the start, `sparse_products` the ways of their products (`engine.SparseProducts`); None
-    for a run without sparse weights.
+    had at the start, `sparse_products` the algorithms of their products (`engine.SparseProducts`);
+    None for a run without sparse weights.
     """
 
     trajectory: Mapping[str, Any]

@@ -34,7 +34,6 @@ from penstock.telemetry import (
     broadcast,
     open_run_files,
 )
-from penstock.training.cautions import cautions
 from penstock.training.checkpoint_backends import make_checkpoint_backend
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
 from penstock.training.early_stop import EarlyStop
@@ -52,6 +51,7 @@ from penstock.training.run_assembly import (
 )
 from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
+from penstock.training.startup_notices import cautions
 
 if TYPE_CHECKING:
     from penstock.distributed.control import ClusterManager

@@ -15,7 +15,7 @@ from penstock.data import ArraySource
 from penstock.errors import BudgetError, CompileError, ConfigError
 from penstock.kernels.processor import Processor
 from penstock.models import ModelSource
-from penstock.planning.machine import Machine
+from penstock.planning.machine_limits import Machine
 from penstock.planning.plausibility import MOST_TENSORS, refuse_implausible
 from penstock.telemetry import process_memory
 

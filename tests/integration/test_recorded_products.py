@@ -23,7 +23,7 @@ def on_machine(monkeypatch, tmp_path):
         processor = Processor("x86_64", MACHINES[products])
         monkeypatch.setattr(Processor, "here", classmethod(lambda cls: processor))
         # What the tests' models multiply is too small for a library to matter.
-        monkeypatch.setattr("penstock.compiler.products._LEAST_FLOPS", 0)
+        monkeypatch.setattr("penstock.compiler.matmul_backend._LEAST_FLOPS", 0)
 
     return move
 

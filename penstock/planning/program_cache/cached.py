@@ -15,9 +15,9 @@ from penstock.compiler.serialization import (
     serialize,
 )
 from penstock.models import ModelSource
+from penstock.planning.program_cache.compile_messages import noticing
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
 from penstock.planning.program_cache.key import program_key
-from penstock.planning.program_cache.noticed import noticing
 from penstock.program import Program
 
 _WHOLE, _DIGEST = b"p", b"d"  # the first byte of an entry: a program, or its graph's digest alone

@@ -27,8 +27,8 @@ from penstock.compiler.serialization import (
 from penstock.config import Config, PresetModel
 from penstock.engine import target_of
 from penstock.planning.model_facts import ModelFacts, RememberedModel
+from penstock.planning.program_cache.compile_messages import noticing
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
-from penstock.planning.program_cache.noticed import noticing
 from penstock.planning.program_cache.versions import code_digest, file_digest, torch_settings
 from penstock.program import Program
 from penstock.telemetry import process_memory

@@ -17,17 +17,17 @@ from penstock.io import Extent, open_plain
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
 from penstock.store.checkpoint.index import read_index
-from penstock.store.checkpoint.pieces import (
-    holds_header,
-    read_into,
-    require_checksum,
-    unreadable,
-)
 from penstock.store.checkpoint.reader import SavedWeights
 from penstock.store.checkpoint.state import (
     CheckpointState,
     read_state,
     tensor_name,
+)
+from penstock.store.checkpoint.verified_pieces import (
+    holds_header,
+    read_into,
+    require_checksum,
+    unreadable,
 )
 from penstock.store.codecs import values_of_saved
 from penstock.store.files import CHUNK_BYTES, FileRecord

@@ -12,13 +12,13 @@ from penstock.io import ITEM_BYTES, open_plain
 from penstock.sparsity import PackedIndex, index_from_compact
 from penstock.store import tensor_file
 from penstock.store.checkpoint.base import ReadBase
-from penstock.store.checkpoint.pieces import (
+from penstock.store.checkpoint.state import read_state, tensor_name
+from penstock.store.checkpoint.verified_pieces import (
     holds_header,
     read_into,
     require_checksum,
     unreadable,
 )
-from penstock.store.checkpoint.state import read_state, tensor_name
 from penstock.store.codecs import values_of_saved
 from penstock.store.content_hash import hash_read
 from penstock.store.files import CHUNK_BYTES

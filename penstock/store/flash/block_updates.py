@@ -17,7 +17,7 @@ from penstock.store.interface import Decision
 from penstock.store.masks import Masks
 from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
 from penstock.store.roles import AGE
-from penstock.store.unchanged import UnchangedWeights
+from penstock.store.unchanged_weights import UnchangedWeights
 
 
 class BlockUpdates:

@@ -59,7 +59,7 @@ from penstock.store.norm import GradientReport
 from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.part_masks import PartMasks, masks_of
 from penstock.store.roles import CHANGES, INDEX, MASTER, VALUES, Stored
-from penstock.store.unchanged import UnchangedWeights
+from penstock.store.unchanged_weights import UnchangedWeights
 
 
 class FlashStore:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from penstock.compiler.opening import open_weight
+from penstock.compiler.weight_conversion import open_weight
 
 aten = torch.ops.aten
 F32, BF16 = torch.float32, torch.bfloat16

@@ -10,7 +10,7 @@ from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
 from penstock.planning import builders, store_factory
-from penstock.planning.machine import Machine
+from penstock.planning.machine_limits import Machine
 from penstock.planning.memory_budget import (
     Budget,
     HostCapacity,

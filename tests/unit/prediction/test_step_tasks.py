@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from penstock.machines import MachineDescription
-from penstock.prediction.step_costs import OperationCost, StepCosts
+from penstock.prediction.operation_times import OperationCost, StepCosts
 from penstock.prediction.step_tasks import Arrangement, StepTasks
 from penstock.prediction.timeline import simulate
 from penstock.step_schedule import Operation, sweep_order

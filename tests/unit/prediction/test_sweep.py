@@ -7,6 +7,7 @@ import pytest
 from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError
 from penstock.prediction import Sweep, as_csv, fewest_engines, parse_deadline, run_sweep
+from penstock.prediction.run_price import RunPrice
 
 TINY = Config.from_mapping(
     {"model": {"preset": "tiny"}, "batch": {"size": 64}, "run": {"steps": 100}}
@@ -54,8 +55,7 @@ def figures(config, seconds):
             micro_batches=64, memory={"store": 10}, shares=SimpleNamespace(engine_peak=7)
         ),
         flash=None,
-        cost_per_hour=36.0,
-        watts=None,
+        price=RunPrice(dollars_per_hour=36.0, watts=None),
         binding=lambda sweep: "compute",
     )
 

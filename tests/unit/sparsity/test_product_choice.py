@@ -14,10 +14,10 @@ from penstock.sparsity import (
     DenseTiles,
     SparseKernel,
     choose_product,
-    measurement,
+    product_measurement,
     product_memory,
 )
-from penstock.sparsity.choice import PRODUCTS
+from penstock.sparsity.product_choice import PRODUCTS
 
 CHOICE = Choice(SparseKernel(96), SparseKernel(192, 40, 128, "dots"), DenseTiles(256))
 KERNEL = {
@@ -90,12 +90,12 @@ def clock(monkeypatch):
             distance = abs(product.block_columns - 48) + abs(product.band_rows - 64)
             now[0] += 0.1 + distance + abs(product.panel_tokens - 64) / 1000
 
-    measurement._measured.cache_clear()
-    monkeypatch.setattr(measurement._Case, "run", run)
-    monkeypatch.setattr(measurement.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measurement, "cache_bytes", lambda: (24576, 1 << 18))
+    product_measurement._measured.cache_clear()
+    monkeypatch.setattr(product_measurement._Case, "run", run)
+    monkeypatch.setattr(product_measurement.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (24576, 1 << 18))
     yield now
-    measurement._measured.cache_clear()
+    product_measurement._measured.cache_clear()
 
 
 def test_the_fastest_way_is_chosen(clock):
@@ -105,7 +105,7 @@ def test_the_fastest_way_is_chosen(clock):
 
 
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
-    monkeypatch.setattr(measurement, "cache_bytes", lambda: (1 << 20, 1 << 22))
+    monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (1 << 20, 1 << 22))
     choice = choose_product((100, 300), torch.float32, 0.5, 1000)
     assert isinstance(choice.forward, DenseTiles)
 
@@ -136,10 +136,10 @@ def test_a_choice_of_this_machine_is_one_that_products_take():
 def test_a_band_of_a_tile_covers_the_measured_part_only_if_it_covers_the_weight(
     shape, forward, input_gradient, monkeypatch
 ):
-    monkeypatch.setattr(measurement, "_MOST_FEATURES", 32)
-    for module in (measurement, product_memory):
+    monkeypatch.setattr(product_measurement, "_MOST_FEATURES", 32)
+    for module in (product_measurement, product_memory):
         monkeypatch.setattr(module, "TILE_BYTES", (16 * 128 * 4, 64 * 128 * 4))
-    case = measurement._Case(shape, torch.float32, 0.5, 8)
+    case = product_measurement._Case(shape, torch.float32, 0.5, 8)
     planned = product_memory.tile_bytes(math.prod(shape), sum(shape), torch.float32)
     for name, expected in (("forward", forward), ("input_gradient", input_gradient)):
         bands = [getattr(choice, name).band_rows for choice in case.dense_tiles(name)]
@@ -150,17 +150,17 @@ def test_a_band_of_a_tile_covers_the_measured_part_only_if_it_covers_the_weight(
 
 def test_measurements_keep_no_orders(monkeypatch):
     layouts = []
-    products = measurement._Case.run
+    products = product_measurement._Case.run
 
     def run(case, name, choice):
         layouts.append(case.layout)
         products(case, name, choice)
         assert len(case.layout._blocked) <= 1
 
-    measurement._measured.cache_clear()
-    monkeypatch.setattr(measurement._Case, "run", run)
+    product_measurement._measured.cache_clear()
+    monkeypatch.setattr(product_measurement._Case, "run", run)
     choose_product((48, 64), torch.float32, 0.9, 40)
-    measurement._measured.cache_clear()
+    product_measurement._measured.cache_clear()
     assert not layouts[-1]._blocked
 
 
@@ -183,5 +183,5 @@ def test_caches_are_read_from_the_system(tmp_path):
         folder.mkdir()
         for name, text in (("type", kind), ("level", level), ("size", size)):
             (folder / name).write_text(f"{text}\n")
-    assert measurement.cache_bytes(tmp_path) == (48 << 10, 2 << 20)
-    assert measurement.cache_bytes(tmp_path / "nothing") == (32 << 10, 1 << 20)
+    assert product_measurement.cache_bytes(tmp_path) == (48 << 10, 2 << 20)
+    assert product_measurement.cache_bytes(tmp_path / "nothing") == (32 << 10, 1 << 20)

@@ -17,7 +17,7 @@ from penstock.sparsity import (
     product_bytes,
     weight_gradient,
 )
-from penstock.sparsity.choice import panel_sizes
+from penstock.sparsity.product_choice import panel_sizes
 from penstock.sparsity.product_memory import tile_bytes
 
 SHAPE = (150, 500)

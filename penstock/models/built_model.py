@@ -13,7 +13,7 @@ from penstock.compiler import tensor_attributes
 from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_functions
 from penstock.models.deferred import TensorNames
-from penstock.models.finite import refuse_non_finite
+from penstock.models.finite_weights import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
 from penstock.models.shared_memory import refuse_shared_memory
 

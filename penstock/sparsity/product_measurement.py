@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from penstock.kernels.sparse_vectors import has_bfloat16_dot
-from penstock.sparsity.choice import (
+from penstock.sparsity.layout import SparseLayout
+from penstock.sparsity.product_choice import (
     LEAST_BLOCK_COLUMNS,
     LEAST_TILE_ROWS,
     PANEL_TOKENS,
@@ -32,7 +33,6 @@ from penstock.sparsity.choice import (
     SparseKernel,
     panel_sizes,
 )
-from penstock.sparsity.layout import SparseLayout
 from penstock.sparsity.products import forward, input_gradient, weight_gradient
 
 _MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays in a cache either way

@@ -6,7 +6,7 @@ from penstock.config import Config
 from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
 from penstock.planning import Machine, builders, plan_execution
-from penstock.planning.machine import DeviceMemory
+from penstock.planning.machine_limits import DeviceMemory
 from penstock.telemetry import process_memory
 
 MIB = 1 << 20

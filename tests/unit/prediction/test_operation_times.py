@@ -5,7 +5,7 @@ from store_programs import make_program
 
 from penstock.machines import EnginePart, MachineDescription
 from penstock.operator_cost import OperatorCost
-from penstock.prediction.step_costs import operator_seconds, update_bytes
+from penstock.prediction.operation_times import operator_seconds, update_bytes
 from penstock.prediction.step_tasks import Arrangement
 from penstock.store import AdamW
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.compiler import has_onednn, products_for
-from penstock.compiler.products import choose_products, product
+from penstock.compiler.matmul_backend import choose_products, product
 from penstock.engine import EnginePlan, TorchEngine
 from penstock.kernels import processor
 from penstock.kernels.processor import Processor
@@ -171,7 +171,7 @@ def test_small_and_bfloat16_products_use_pytorch():
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=needs_onednn)])
 def test_widened_products_are_those_of_bfloat16_to_rounding(library, monkeypatch):
-    monkeypatch.setattr("penstock.compiler.products._BAND_ELEMENTS", 3000)
+    monkeypatch.setattr("penstock.compiler.matmul_backend._BAND_ELEMENTS", 3000)
     module, batch = Net(), rows(0)
     found = {}
     for products in (library, f"{library}+float32"):
@@ -188,7 +188,7 @@ def test_widened_products_are_those_of_bfloat16_to_rounding(library, monkeypatch
 
 @pytest.mark.parametrize("shape", [(300, 20, 7), (7, 300, 20), (20, 7, 300), (1, 1, 1), (0, 4, 3)])
 def test_widened_product_is_rounded_once(shape, monkeypatch):
-    monkeypatch.setattr("penstock.compiler.products._BAND_ELEMENTS", 640)
+    monkeypatch.setattr("penstock.compiler.matmul_backend._BAND_ELEMENTS", 640)
     torch.manual_seed(0)
     left, right = (torch.randn(size).bfloat16() for size in (shape[:2], shape[1:]))
     exact = left.double() @ right.double()

@@ -9,7 +9,7 @@ from rewrapping_terminal import RewrappingTerminal
 from rich.console import Console
 
 from penstock.progress import LiveView
-from penstock.progress.redrawn import RedrawnLines
+from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.telemetry.events import Notice, Stopped
 
 
@@ -31,7 +31,7 @@ def console(terminal):
 @pytest.fixture(autouse=True)
 def drawn_on_request(monkeypatch):
     """No thread draws beside the test."""
-    monkeypatch.setattr("penstock.progress.redrawn._SECONDS", 3600.0)
+    monkeypatch.setattr("penstock.progress.redrawn_lines._SECONDS", 3600.0)
 
 
 def opened(lines):
