@@ -40,6 +40,7 @@ class Instruction:
     cycles: float = 0.0
     fields: dict[int, int] = field(default_factory=dict)
     factor: float = 1.0
+    parts: list[Part] = field(default_factory=list)
 
     def operand(self, place: int, part: Part | None, ring: int = 0) -> None:
         """Set one of the operands."""
@@ -47,6 +48,7 @@ class Instruction:
             return
         values = (part.base, part.register, part.stride, part.low, part.high, ring)
         self.fields.update({place + number: value for number, value in enumerate(values)})
+        self.parts.append(part)
 
 
 class Code:

@@ -14,8 +14,9 @@ from penstock.kernels.mesh_tables import MeshTables
 from penstock.wafer.language.arrays import Array, Counter, Register
 from penstock.wafer.language.code import COMPUTE, Code
 from penstock.wafer.language.colours import Colour, Routes, side_number
-from penstock.wafer.language.lower import Feed, Layout, Placed, Sink, lower
-from penstock.wafer.mesh import SIDES, Labels, MeshReport, Ticks, TraceOptions
+from penstock.wafer.language.layout import Feed, Layout, Placed, Sink
+from penstock.wafer.language.lower import lower
+from penstock.wafer.mesh import SIDES, MeshReport, Ticks, TraceOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 Place = int | slice | Sequence[int] | None
@@ -45,9 +46,13 @@ class MeshRun:
         """Return what left: first and second number of each word, and whether it is a control
         word."""
         sink = self._tables.sinks[drain.number]
-        span = slice(int(sink[tables.SINK_START]), int(sink[tables.SINK_NEXT]))
-        t = self._tables
-        return t.sink_values[span, 0], t.sink_values[span, 1], t.sink_kind[span] == tables.CONTROL
+        words = self._tables.sink_words[sink[tables.SINK_START] : sink[tables.SINK_NEXT]]
+        numbers = words.view(np.float32)
+        return (
+            numbers[:, tables.FIRST_NUMBER],
+            numbers[:, tables.SECOND_NUMBER],
+            words[:, tables.KIND] == tables.CONTROL,
+        )
 
 
 class MeshProgram:
@@ -231,7 +236,7 @@ class MeshProgram:
         zeros = np.zeros(len(first), np.float32)
         kinds = np.zeros(len(first), np.uint8) if controls is None else controls.astype(np.uint8)
         port = self._edge(core, side)
-        if (colour.number, core, port) not in self.routes.outputs:
+        if not self.routes.outputs[colour.number][core, port]:
             raise MeshError(
                 f"{self._place(core)}, colour {colour.name!r}, before the first cycle: a stream "
                 f"enters from the {side}, where no route takes it; add the route before it"
@@ -277,7 +282,7 @@ class MeshProgram:
         """
         from penstock.wafer.mesh import run_tables
 
-        made, instructions = lower(
+        made, labels = lower(
             self.mesh,
             self.core,
             self.ticks,
@@ -287,6 +292,4 @@ class MeshProgram:
             trace,
             most_cycles,
         )
-        names = [colour.name for colour in self.routes.colours]
-        labels = Labels(self.mesh, names, self._layout.counter_names, instructions)
         return MeshRun(run_tables(made, labels, self.ticks), made)

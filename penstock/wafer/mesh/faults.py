@@ -37,6 +37,8 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
     core, colour = int(clock[tables.FAULT_CORE]), int(clock[tables.FAULT_COLOUR])
     row, value = int(clock[tables.FAULT_ROW]), int(clock[tables.FAULT_VALUE])
     instruction = (row - int(t.integers[tables.CODE])) // tables.CODE_FIELDS
+    if fault in (tables.NO_ROUTE, tables.SINK_FULL):
+        colour = int(labels.queues[queue_number(t, row), 1])
     when = f"cycle {t.clock[tables.NOW] / ticks.per_cycle:,.10g}"
     if fault == tables.NO_ROUTE:
         router, port = divmod(core, tables.PORTS)
@@ -81,10 +83,8 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
 def _waiting(t: MeshTables, labels: Labels, ticks: Ticks) -> Iterator[str]:
     """Yield what waits although nothing can happen any more."""
     threads = t.threads
-    stuck = np.flatnonzero(threads[:, tables.PC] >= 0)
-    for thread in stuck.tolist():
-        core, which = divmod(thread, tables.THREADS)
-        row = threads[thread]
+    for core, which in np.argwhere(threads[:, :, tables.PC] >= 0).tolist():
+        row = threads[core, which]
         on = int(row[tables.WAIT_ON])
         what = {
             tables.FOR_WORD: lambda on=on: f"a word of {labels.colour(on)}",
@@ -96,19 +96,23 @@ def _waiting(t: MeshTables, labels: Labels, ticks: Ticks) -> Iterator[str]:
             f"{row[tables.SINCE] / ticks.per_cycle:,.10g}"
         )
     for feed in np.flatnonzero(t.feeds[:, tables.FEED_NEXT] < t.feeds[:, tables.FEED_END]).tolist():
-        queue = t.queues[t.feeds[feed, tables.FEED_QUEUE]]
+        core, colour, _ = labels.queues[queue_number(t, int(t.feeds[feed, tables.FEED_QUEUE]))]
         left = int(t.feeds[feed, tables.FEED_END] - t.feeds[feed, tables.FEED_NEXT])
         yield (
-            f"the stream of {labels.colour(int(queue[tables.QUEUE_COLOUR]))} into "
-            f"{labels.core(int(queue[tables.QUEUE_CORE]))} has {left} words that found no room"
+            f"the stream of {labels.colour(int(colour))} into {labels.core(int(core))} has {left} "
+            "words that found no room"
         )
-    for number in np.flatnonzero(t.queues[:, tables.COUNT] > 0).tolist():
-        queue = t.queues[number]
-        yield (
-            f"{int(queue[tables.COUNT])} words of {labels.colour(int(queue[tables.QUEUE_COLOUR]))} "
-            f"wait at {labels.core(int(queue[tables.QUEUE_CORE]))}"
-        )
+    held = np.flatnonzero(t.queues[:, tables.COUNT] > 0)
+    for number in held[np.argsort(labels.queues[held, 1], kind="stable")].tolist():
+        core, colour, _ = labels.queues[number]
+        count = int(t.queues[number, tables.COUNT])
+        yield f"{count} words of {labels.colour(int(colour))} wait at {labels.core(int(core))}"
     unfilled = t.sinks[:, tables.SINK_NEXT] < t.sinks[:, tables.SINK_END]
     for number in np.flatnonzero(unfilled).tolist():
         sink = t.sinks[number]
         yield f"drain {number} still expects {sink[tables.SINK_END] - sink[tables.SINK_NEXT]} words"
+
+
+def queue_number(t: MeshTables, place: int) -> int:
+    """Return the number of the queue at a place of the tables."""
+    return (place - int(t.integers[tables.QUEUES])) // int(t.clock[tables.QUEUE_SIZE])
