@@ -40,6 +40,7 @@ from penstock.kernels.mesh_tables import (
     WORK_SIZE,
 )
 from penstock.kernels.mesh_threads import step_thread
+from penstock.kernels.pointers import pointer_to
 
 
 @called
@@ -76,14 +77,15 @@ def serve(t, f):
 
 
 @serial_kernel
-def simulate(t, f):
+def simulate(integers, floats):
     """Run until nothing can happen any more, a fault, or the last tick allowed.
 
     What is found is in the tables: times, words, memory, what each thread waits for.
 
     Args:
-        t, f: `MeshTables.integers` and `MeshTables.floats`.
+        integers, floats: those of `MeshTables`.
     """
+    t, f = pointer_to(integers), pointer_to(floats)
     serve(t, f)
     while t[FAULT] == 0 and t[NEAR_COUNT] + t[FAR_COUNT] > 0:
         if t[NEAR_COUNT] == 0:
