@@ -76,6 +76,18 @@ def serve(t, f):
         step(t, f, event)
 
 
+@called
+def finish(t):
+    """Account the states of all cores up to the last change."""
+    t[NOW] = t[LAST_CHANGE]
+    first, size = t[BLOCKS], t[BLOCK_SIZE]
+    end = first + t[CORES] * size
+    for block in range(first, end, size):
+        t[NOW] = max(t[NOW], t[block + t[CORE_AT] + STATE_SINCE])
+    for block in range(first, end, size):
+        account(t, block, t[NOW])
+
+
 @serial_kernel
 def simulate(integers, floats):
     """Run until nothing can happen any more, a fault, or the last tick allowed.
@@ -102,15 +114,3 @@ def simulate(integers, floats):
             serve(t, f)
     if t[FAULT] == 0:
         finish(t)
-
-
-@called
-def finish(t):
-    """Account the states of all cores up to the last change."""
-    t[NOW] = t[LAST_CHANGE]
-    first, size = t[BLOCKS], t[BLOCK_SIZE]
-    end = first + t[CORES] * size
-    for block in range(first, end, size):
-        t[NOW] = max(t[NOW], t[block + t[CORE_AT] + STATE_SINCE])
-    for block in range(first, end, size):
-        account(t, block, t[NOW])

@@ -76,7 +76,7 @@ class Queues:
 
     def _check_tasks(self) -> None:
         """Refuse tasks that no word can start."""
-        arrives = (self.outputs >> tables.RAMP & 1).any(axis=2)  # [cores, colours]
+        arrives = np.any(self.outputs >> tables.RAMP & 1, axis=2)  # [cores, colours]
         for placed in self.layout.codes:
             if placed.colour < 0:
                 continue
@@ -101,7 +101,7 @@ class Queues:
     @property
     def most_outputs(self) -> int:
         """The outputs of the route that has most."""
-        bits = self.outputs[..., None] >> np.arange(tables.PORTS, dtype=np.uint8) & 1
+        bits = (self.outputs[..., None] >> np.arange(tables.PORTS, dtype=np.uint8)) & 1
         return int(bits.sum(axis=-1).max(initial=0))
 
     def fill(self, t: MeshTables) -> None:
