@@ -12,6 +12,7 @@ from penstock.kernels.mesh_tables import (
     CORE_AT,
     CORE_ENTITIES,
     CORES,
+    ENDLESS_TICK,
     EVENT_FIELDS,
     EVENT_ROWS,
     EVENT_TURN,
@@ -19,6 +20,7 @@ from penstock.kernels.mesh_tables import (
     EVENTS,
     FAR_COUNT,
     FAULT,
+    FAULT_CORE,
     FEED_FIELDS,
     FEEDS,
     FIRST,
@@ -42,6 +44,8 @@ from penstock.kernels.mesh_tables import (
 from penstock.kernels.mesh_threads import step_thread
 from penstock.kernels.pointers import pointer_to
 
+_MOST_EVENTS = 1000  # of an entity in one tick, and a thousand times that
+
 
 @called
 def step(t, f, event):
@@ -61,7 +65,9 @@ def step(t, f, event):
 
 @called
 def serve(t, f):
-    """Serve the entities that are due in this tick, and those that they wake in it."""
+    """Serve the entities that are due in this tick and those that they wake in it, and return how
+    often one was served."""
+    served, most = 0, _MOST_EVENTS * (t[WORK_SIZE] + _MOST_EVENTS)
     while t[WORK_COUNT] > 0 and t[FAULT] == 0:
         event = t[t[WORK_LIST] + t[WORK_FIRST]]
         t[WORK_FIRST] += 1
@@ -69,11 +75,17 @@ def serve(t, f):
             t[WORK_FIRST] = 0
         t[WORK_COUNT] -= 1
         t[event + STATUS] &= IN_NEAR | IN_FAR
-        t[EVENTS] += 1
-        if t[EVENTS] == EVENT_TURN:
-            t[EVENTS] = 0
-            t[EVENT_TURNS] += 1
         step(t, f, event)
+        served += 1
+        if served == most and t[FAULT] == 0:
+            t[FAULT] = ENDLESS_TICK
+            t[FAULT_CORE] = min(
+                (event - t[EVENT_ROWS]) // (EVENT_FIELDS * CORE_ENTITIES), t[CORES] - 1
+            )
+    events = t[EVENTS] + served
+    t[EVENTS] = events % EVENT_TURN
+    t[EVENT_TURNS] += events // EVENT_TURN
+    return served
 
 
 @called
@@ -89,17 +101,23 @@ def finish(t):
 
 
 @serial_kernel
-def simulate(integers, floats):
+def simulate(integers, floats, most_events):
     """Run until nothing can happen any more, a fault, or the last tick allowed.
 
     What is found is in the tables: times, words, memory, what each thread waits for.
 
     Args:
         integers, floats: those of `MeshTables`.
+        most_events: after which the call returns, at the end of a tick.
+
+    Returns:
+        Whether the run has ended; it goes on with the next call otherwise.
     """
     t, f = pointer_to(integers), pointer_to(floats)
-    serve(t, f)
+    events = serve(t, f)
     while t[FAULT] == 0 and t[NEAR_COUNT] + t[FAR_COUNT] > 0:
+        if events >= most_events:
+            return False
         if t[NEAR_COUNT] == 0:
             t[NOW] = first_far(t)
             bring_near(t)
@@ -111,6 +129,7 @@ def simulate(integers, floats):
             t[FAULT] = TOO_LONG
         elif t[t[BUCKETS] + (t[NOW] & (t[WHEEL] - 1)) * BUCKET_FIELDS + FIRST] >= 0:
             wake_due(t)
-            serve(t, f)
+            events += serve(t, f)
     if t[FAULT] == 0:
         finish(t)
+    return True

@@ -4,6 +4,8 @@ A thread that has no instruction left takes the first word of a colour for which
 instruction takes effect when it starts; the thread goes on after its ticks.
 """
 
+import numpy as np
+
 from penstock.kernels.compilation import called, inlined
 from penstock.kernels.mesh_events import wake_at
 from penstock.kernels.mesh_routers import first_word, pop
@@ -85,6 +87,7 @@ from penstock.kernels.mesh_tables import (
 )
 from penstock.kernels.mesh_vectors import address, compute
 
+_BEYOND = np.float32(2.0**31)
 _MOST_STEPS = 1_000_000  # instructions of a thread in one tick
 
 
@@ -94,7 +97,9 @@ def take_value(t, f, thread, queue):
     core = t[thread + BLOCK] + t[CORE_AT]
     word = first_word(t, queue)
     f[t[core + CELLS] + t[thread + WHICH]] = f[word + FIRST_NUMBER]
-    t[core + REGISTERS + t[thread + WHICH]] = int(f[word + SECOND_NUMBER])
+    index = f[word + SECOND_NUMBER]
+    is_whole = -_BEYOND <= index < _BEYOND  # not so where it is a second value; no array is as long
+    t[core + REGISTERS + t[thread + WHICH]] = int(index) if is_whole else -(1 << 31)
     pop(t, queue)
 
 

@@ -49,6 +49,7 @@ from penstock.kernels.mesh_tables import (
 _HALF_LEAST = np.float32(2.0**-14)  # of normal 16-bit numbers
 _HALF_PLACE = np.float32(0.75)  # a 32-bit number whose last place is that of the least 16-bit one
 _HALF_MOST = np.float32(65504.0)
+_MOST_SHOWN = (1 << 31) - 1
 _INFINITE = np.float32(np.inf)
 
 
@@ -85,7 +86,7 @@ def address(t, block, row, operand, length):
         t[FAULT] = BAD_ADDRESS
         t[FAULT_CORE] = t[block + CORE_NUMBER]
         t[FAULT_ROW] = row
-        t[FAULT_VALUE] = start - t[place + LOW]
+        t[FAULT_VALUE] = max(-_MOST_SHOWN, min(start - t[place + LOW], _MOST_SHOWN))
         return -2
     return t[block + t[CORE_AT] + CELLS] + start
 
@@ -123,7 +124,7 @@ def compute(t, f, block, row):
             f[d + i] = half(found) if rounds else found
     elif op == FILL:
         for i in range(length):
-            f[d + i] = scale
+            f[d + i] = half(scale) if rounds else scale
     elif op == DOT:
         total = np.float32(0.0)
         for i in range(length):

@@ -22,13 +22,12 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """Words that enter at an edge."""
+    """Words that enter at an edge; each has two numbers."""
 
     colour: int
     core: int
     side: int
-    first: np.ndarray
-    second: np.ndarray
+    numbers: tuple[np.ndarray, ...]
     kinds: np.ndarray
     from_host: bool
 

@@ -14,7 +14,7 @@ from penstock.wafer.language.colours import Routes
 from penstock.wafer.language.layout import Layout, Placed
 from penstock.wafer.language.queues import Queues, block_of, event_of, queue_of
 from penstock.wafer.mesh import Labels, Ticks, TraceOptions
-from penstock.wafer.mesh.labels import THREAD_NAMES
+from penstock.wafer.mesh.labels import KINDS, THREAD_NAMES
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 _NONE = (
@@ -119,7 +119,7 @@ class _Lowering:
         name = self.queues.routes.colours[placed.colour].name
         return (
             f"{place}, colour {name!r}, before the first cycle: two tasks for its "
-            f"{('data', 'control')[placed.kind]} words; join them"
+            f"{KINDS[placed.kind]} words; join them"
         )
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class _Lowering:
                 "queues": (len(queues.places), sizes[tables.QUEUE_SIZE]),
                 "edges": (len(layout.feeds),),
                 "feeds": (len(layout.feeds), tables.FEED_FIELDS),
-                "feed_words": (sum(len(f.first) for f in layout.feeds), tables.WORD_FIELDS),
+                "feed_words": (sum(len(feed.kinds) for feed in layout.feeds), tables.WORD_FIELDS),
                 "sinks": (len(layout.sinks), tables.SINK_FIELDS),
                 "sink_words": (sum(sink.words for sink in layout.sinks), tables.WORD_FIELDS),
                 "code": (len(self.instructions), tables.CODE_FIELDS),
@@ -304,7 +304,7 @@ class _Lowering:
             event = int(event_of(t, np.array(self.mesh.cores), place))
             t.queues[number, tables.UPSTREAM] = event
             link = edges.setdefault((feed.core, feed.side), len(edges))
-            end = start + len(feed.first)
+            end = start + len(feed.kinds)
             row = t.feeds[place]
             row[tables.FEED_EVENT] = event
             row[tables.FEED_QUEUE] = queue_of(t, np.array(number))
@@ -314,8 +314,8 @@ class _Lowering:
             row[tables.FEED_HOST] = feed.from_host
             words = t.feed_words[start:end]
             words[:, tables.KIND] = feed.kinds
-            words.view(np.float32)[:, tables.FIRST_NUMBER] = feed.first
-            words.view(np.float32)[:, tables.SECOND_NUMBER] = feed.second
+            for at, numbers in enumerate(feed.numbers, tables.FIRST_NUMBER):
+                words.view(np.float32)[:, at] = numbers
             start = end
 
     def fill_sinks(self, t: MeshTables) -> None:

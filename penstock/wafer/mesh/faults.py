@@ -9,10 +9,8 @@ import numpy as np
 from penstock.errors import MeshError, few
 from penstock.kernels import mesh_tables as tables
 from penstock.kernels.mesh_tables import MeshTables
-from penstock.wafer.mesh.labels import SIDES, THREAD_NAMES, Labels
+from penstock.wafer.mesh.labels import KINDS, SIDES, THREAD_NAMES, Labels
 from penstock.wafer.mesh.ticks import Ticks
-
-_KINDS = ("data", "control")
 
 
 def check_run(t: MeshTables, labels: Labels, ticks: Ticks) -> None:
@@ -58,8 +56,8 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
     where = f"{labels.core(core)}"
     if fault == tables.NO_TASK:
         return (
-            f"{where}, {labels.colour(colour)}, {when}: a {_KINDS[row]} word arrives that no task "
-            f"takes; give the colour a {_KINDS[row]} task or do not send such words"
+            f"{where}, {labels.colour(colour)}, {when}: a {KINDS[row]} word arrives that no task "
+            f"takes; give the colour a {KINDS[row]} task or do not send such words"
         )
     if fault == tables.BAD_ADDRESS:
         what = labels.instructions[instruction]
@@ -76,6 +74,17 @@ def _fault_text(t: MeshTables, labels: Labels, ticks: Ticks, fault: int) -> str:
         return (
             f"{where}, {labels.colour(colour)}, {when}: more words leave the mesh than the drain "
             "expects; correct its number of words"
+        )
+    if fault == tables.ENDLESS_TICK:
+        return (
+            f"{where}, {when}: threads wake each other without taking time, again and again; let "
+            "one of their instructions take a cycle"
+        )
+    if int(clock[tables.LAST_TICK]) == tables.MOST_TICKS:
+        most = tables.MOST_TICKS // ticks.per_cycle
+        return (
+            f"{when}: the program is still running; a run has at most {most:,} cycles of "
+            f"{ticks.per_cycle} ticks"
         )
     return f"{when}: the program is still running; give most_cycles a larger value"
 

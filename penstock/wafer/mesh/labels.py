@@ -10,6 +10,7 @@ import numpy as np
 from penstock.wafer.parameters import Mesh
 
 SIDES = ("north", "east", "south", "west", "ramp")
+KINDS = ("data", "control")
 THREAD_NAMES = ("compute", "receive", "send")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.errors import ConfigError
 from penstock.kernels import mesh_tables as tables
 from penstock.kernels.mesh_tables import MeshTables
 from penstock.wafer.mesh.labels import SIDES, Labels
@@ -17,10 +18,19 @@ class TraceOptions:
     """How the beginning of a run is recorded: `windows` of `cycles` each, and no more.
 
     Memory is windows * cores * 32 bytes.
+
+    Raises:
+        ConfigError: one of them is not a whole number from 1 up.
     """
 
     windows: int = 200
     cycles: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "cycles"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"trace: expected {name} from 1 up, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False)

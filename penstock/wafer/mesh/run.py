@@ -11,6 +11,8 @@ from penstock.wafer.mesh.labels import Labels
 from penstock.wafer.mesh.report import MeshReport, make_report
 from penstock.wafer.mesh.ticks import Ticks
 
+_EVENTS_OF_A_CALL = 1 << 24  # a second or two
+
 
 def run_tables(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshReport:
     """Simulate a program to its end; the tables then hold its memory and what left the mesh.
@@ -28,6 +30,7 @@ def run_tables(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshReport:
     t.events[begin, tables.STATUS] = tables.IN_WORK
     t.work[: len(begin)] = int(t.integers[tables.EVENT_ROWS]) + begin * tables.EVENT_FIELDS
     t.clock[tables.WORK_COUNT] = len(begin)
-    simulate(t.integers, t.floats)
+    while not simulate(t.integers, t.floats, _EVENTS_OF_A_CALL):
+        pass  # between calls a keyboard interrupt is seen
     check_run(t, labels, ticks)
     return make_report(t, labels, ticks)
