@@ -193,7 +193,7 @@ class _Lowering:
             most = tables.MOST_INSTRUCTION_TICKS // self.ticks.per_cycle
             raise MeshError(
                 f"{self.core.name} cores: expected at most {most:,} cycles for a word on a link or "
-                f"between wafer and host, got {slowest / self.ticks.per_cycle:,.10g}"
+                f"between wafer and host, got {slowest / self.ticks.per_cycle:,.12g}"
             )
         if trace:
             clock[tables.TRACE_TICKS] = trace.cycles * self.ticks.per_cycle

@@ -186,7 +186,7 @@ def test_run_that_would_overflow_the_clock_is_ended():
     with (code := p.main()).loop(p.register("turn"), 1000):
         code.work(16_777_215)
     assert refused(p.run) == (
-        "cycle 2,080,374,660: the program is still running; a run has at most 2,080,374,784 "
+        "cycle 2,097,151,875: the program is still running; a run has at most 2,080,374,784 "
         "cycles of 1 ticks"
     )
 
