@@ -11,6 +11,7 @@ from penstock.wafer_figures.over_counts import LAYER, cycles_over, finish_axes
 
 _SPARSITIES = (0.8, 0.9, 0.95)
 _COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)
+_LEVELS = (1, 2, 5, 10)  # million cycles
 _FORMS = {"ring": "o-", "chain": "--"}
 
 
@@ -30,6 +31,7 @@ def draw(path: Path, core: CoreParameters) -> None:
             label = f"{form}, {sparsity:.0%} sparse"
             axes.plot(_COUNTS, cycles, style, color=colour, label=label)
     axes.set_yscale("log")
+    axes.set_yticks(_LEVELS, [str(level) for level in _LEVELS])
     finish_axes(
         axes,
         _COUNTS,

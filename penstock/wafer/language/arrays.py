@@ -54,12 +54,6 @@ class Part:
     element_bytes: int
     cores: np.ndarray | None = field(default=None, compare=False, repr=False)
 
-    def holds(self, cores: np.ndarray) -> np.ndarray:
-        """Return which of some cores have the array."""
-        if self.cores is None:
-            return np.ones(len(cores), bool)
-        return np.isin(cores, self.cores)
-
     def part(self, start: int, length: int) -> Part:
         """Return some of these cells, from `start` on."""
         if start < 0 or length < 1 or start + length > self.length:

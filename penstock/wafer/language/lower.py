@@ -240,7 +240,11 @@ class _Lowering:
     def _check_operands(self, placed: Placed, item: Instruction) -> None:
         """Refuse an array that one of the cores does not have."""
         for part in item.parts:
-            missing = placed.cores[~part.holds(placed.cores)]
+            if part.cores is None:
+                continue
+            holds = np.zeros(self.mesh.cores, bool)
+            holds[part.cores] = True
+            missing = placed.cores[~holds[placed.cores]]
             if len(missing):
                 core = int(missing[0])
                 raise MeshError(
