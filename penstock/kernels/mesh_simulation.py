@@ -2,6 +2,7 @@
 
 from penstock.kernels.compilation import called, serial_kernel
 from penstock.kernels.mesh_events import bring_near, first_far, wake_due
+from penstock.kernels.mesh_lookahead import look_ahead
 from penstock.kernels.mesh_routers import step_feed, step_router
 from penstock.kernels.mesh_states import account
 from penstock.kernels.mesh_tables import (
@@ -29,6 +30,7 @@ from penstock.kernels.mesh_tables import (
     LAST_CHANGE,
     LAST_TICK,
     LINE,
+    LOOKS_AHEAD,
     NEAR_COUNT,
     NOW,
     STATE_SINCE,
@@ -75,6 +77,8 @@ def serve(t, f):
             t[WORK_FIRST] = 0
         t[WORK_COUNT] -= 1
         t[event + STATUS] &= IN_NEAR | IN_FAR
+        if t[LOOKS_AHEAD]:
+            look_ahead(t)
         step(t, f, event)
         served += 1
         if served == most and t[FAULT] == 0:

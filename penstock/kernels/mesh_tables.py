@@ -38,8 +38,8 @@ HOST_IN, HOST_OUT = 24, 26  # whole tick from which it is free, and the part of 
 HOST_EACH, HOST_EACH_PART = 28, 29
 # Cells of a block and a queue, and where a block's variable parts and a queue's words begin in it.
 BLOCK_SIZE, QUEUE_SIZE, THREADS_AT, CORE_AT, COUNTERS_AT = range(30, 35)
-CORE_QUEUES_AT, RAMP_QUEUES_AT, WORDS_AT = range(35, 38)
-CLOCK_FIELDS = 38
+CORE_QUEUES_AT, RAMP_QUEUES_AT, WORDS_AT, LOOKS_AHEAD = range(35, 39)
+CLOCK_FIELDS = 39
 EVENT_TURN = 1 << 30  # events after which EVENT_TURNS counts
 MOST_INSTRUCTION_TICKS = 1 << 24
 MOST_TICKS = (1 << 31) - 4 * MOST_INSTRUCTION_TICKS  # of a run; then threads end what they began

@@ -33,6 +33,7 @@ _NONE = (
 )
 """Fields of an instruction that are -1 where it has no such part."""
 _WHEEL_CYCLES = 64
+_CACHE_BYTES = 1 << 20  # of a processor core; smaller tables need no look ahead
 _NUMBER_LIMIT = 1 << 31
 
 
@@ -148,6 +149,9 @@ class _Lowering:
             tables.WORDS_AT: words_at,
             tables.QUEUE_SIZE: lines(words_at + self.core.queue_words * tables.WORD_FIELDS),
         }
+        cells_of_state = cores * sizes[tables.BLOCK_SIZE]
+        cells_of_state += len(queues.places) * sizes[tables.QUEUE_SIZE]
+        sizes[tables.LOOKS_AHEAD] = int(4 * cells_of_state > _CACHE_BYTES)
         clock[list(sizes)] = list(sizes.values())
         windows = trace.windows if trace else 0
         tasks = int((self.task_code >= 0).any(axis=-1).sum())
