@@ -66,7 +66,7 @@ def check(report, core: CoreParameters) -> None:
     core=CORES,
     options=OPTIONS,
     shape=st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 11)),
-    density=st.sampled_from([0.1, 0.4, 1.0]),
+    density=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
     element_bytes=st.sampled_from([2, 4]),
     seed=st.integers(0, 99),
 )

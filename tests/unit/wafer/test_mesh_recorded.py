@@ -105,3 +105,17 @@ def test_run_has_the_cycles_states_and_words_that_were_recorded(name):
     numbers, report = RUNS[name]()
     assert np.isfinite(numbers).all()
     assert (report.cycles, report.hops, digest(report)) == RECORDED[name]
+
+
+def test_run_in_many_calls_of_the_kernel_is_the_same(monkeypatch):
+    monkeypatch.setattr("penstock.wafer.mesh.run._EVENTS_OF_A_CALL", 1)
+    _, report = RUNS["forward"]()
+    assert (report.cycles, report.hops, digest(report)) == RECORDED["forward"]
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_looking_ahead_changes_nothing(monkeypatch, looks):
+    monkeypatch.setattr("penstock.wafer.language.lower._CACHE_BYTES", 0 if looks else 1 << 40)
+    for name in ("forward", "weight gradient", "solver"):
+        _, report = RUNS[name]()
+        assert (report.cycles, report.hops, digest(report)) == RECORDED[name]
