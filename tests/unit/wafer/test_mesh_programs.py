@@ -223,6 +223,36 @@ def test_solvers_take_the_steps_of_scipy(method, reference, coefficients):
     assert np.linalg.norm(residual) < 2e-3 * np.linalg.norm(right)
 
 
+def test_vectors_of_two_lengths_are_refused():
+    with pytest.raises(ConfigError) as error:
+        simulate_axpy(1.0, numbers(99), numbers(100), Mesh(2, 2), SIM)
+    assert str(error.value) == (
+        "vectors: expected two of one length from 1 up, got the shapes [99] and [100]"
+    )
+
+
+def test_unknown_solvers_and_no_iterations_are_refused():
+    with pytest.raises(ConfigError) as error:
+        simulate_solver("bicgstub", numbers(2, 2, 4), COEFFICIENTS, SIM, 1)
+    assert str(error.value) == (
+        "solver: expected cg or bicgstab, got 'bicgstub' (did you mean 'bicgstab'?)"
+    )
+    with pytest.raises(ConfigError) as error:
+        simulate_solver("cg", numbers(2, 2, 4), COEFFICIENTS, SIM, 0)
+    assert str(error.value) == "solver: expected iterations from 1 up, got 0"
+    with pytest.raises(ConfigError) as error:
+        simulate_solver("cg", numbers(2, 4), COEFFICIENTS, SIM, 1)
+    assert str(error.value) == (
+        "stencil: expected values [rows, columns, cells], got the shape [2, 4]"
+    )
+
+
+def test_stencil_of_no_application_is_refused():
+    with pytest.raises(ConfigError) as error:
+        simulate_stencil(numbers(2, 2, 4), COEFFICIENTS, SIM, times=0)
+    assert str(error.value) == "stencil: expected applications from 1 up, got 0"
+
+
 def test_stencil_takes_seven_coefficients():
     with pytest.raises(ConfigError) as error:
         simulate_stencil(numbers(2, 2, 4), (1.0, 2.0), SIM)
