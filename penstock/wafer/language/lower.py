@@ -17,6 +17,9 @@ from penstock.wafer.mesh import Labels, Ticks, TraceOptions
 from penstock.wafer.mesh.labels import KINDS, THREAD_NAMES
 from penstock.wafer.parameters import CoreParameters, Mesh
 
+_OPERANDS = (tables.D, tables.B, tables.C, tables.S)
+_REGISTERS = (tables.LENGTH_REGISTER, *(place + tables.REGISTER for place in _OPERANDS))
+_COUNTERS = (tables.GATE, tables.SECOND_GATE, tables.SIGNAL, tables.SECOND_SIGNAL)
 _NONE = (
     tables.LENGTH_REGISTER,
     tables.IN_COLOUR,
@@ -25,11 +28,7 @@ _NONE = (
     tables.SECOND_GATE,
     tables.SIGNAL,
     tables.SECOND_SIGNAL,
-    *(
-        operand + place
-        for operand in (tables.D, tables.B, tables.C, tables.S)
-        for place in (tables.BASE, tables.REGISTER)
-    ),
+    *(operand + place for operand in _OPERANDS for place in (tables.BASE, tables.REGISTER)),
 )
 """Fields of an instruction that are -1 where it has no such part."""
 _WHEEL_CYCLES = 64
@@ -214,6 +213,7 @@ class _Lowering:
             for place, item in enumerate(placed.code.rows, start):
                 self._check_operands(placed, item)
                 row = self._row(item)
+                self._check_numbers(item, row, t.memory.shape[1])
                 row[tables.TARGET] = code + (row[tables.TARGET] + start) * tables.CODE_FIELDS
                 t.code[place] = row
             t.code[start + len(placed.code.rows), tables.OP] = tables.END
@@ -240,6 +240,20 @@ class _Lowering:
                 "divide the work"
             )
         return self.ticks.count(item.cycles)
+
+    def _check_numbers(self, item: Instruction, row: np.ndarray, cells: int) -> None:
+        """Refuse registers, counters and arrays that this program does not have."""
+        registers = tables.THREADS + len(self.layout.registers)
+        ends = [place + tables.HIGH for place in _OPERANDS]
+        if (
+            row[list(_REGISTERS)].max() >= registers
+            or row[list(_COUNTERS)].max() >= len(self.layout.counters)
+            or row[ends].max() > cells
+        ):
+            raise MeshError(
+                f"{item.what}: a register, counter or array in it belongs to another program; make "
+                "it with the program that runs"
+            )
 
     def _check_operands(self, placed: Placed, item: Instruction) -> None:
         """Refuse an array that one of the cores does not have."""

@@ -107,6 +107,25 @@ def test_array_is_used_only_on_cores_that_have_it():
     )
 
 
+def test_parts_of_another_program_are_refused():
+    other = program()
+    for name in "abc":
+        other.register(name)
+        other.counter(name)
+    far = other.array("far", 2000)
+    for write in (
+        lambda code: code.set(other.register("d"), 0),
+        lambda code: code.post(other.counter("d")),
+        lambda code: code.fill(far.all),
+    ):
+        p = program()
+        write(p.main())
+        assert refused(p.run).endswith(
+            ": a register, counter or array in it belongs to another program; make it with the "
+            "program that runs"
+        )
+
+
 def test_cores_beyond_the_mesh_are_refused():
     p = program(2, 3)
     words = p.colour("words")
