@@ -9,46 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from penstock.errors import MeshError, did_you_mean
 from penstock.kernels import mesh_tables as tables
 from penstock.wafer.language.arrays import Counter, Part, Register
 from penstock.wafer.language.colours import Colour
+from penstock.wafer.language.instructions import Instruction, VectorOptions, check_words
 from penstock.wafer.parameters import CoreParameters
 
 COMPUTE, RECEIVE, SEND = range(3)
 _CELL_KINDS = {"add": 0, "subtract": 1, "multiply": 2, "divide": 3, "root": 4}
-
-
-class VectorOptions(TypedDict, total=False):
-    """Of a vector operation: what it takes besides its operands."""
-
-    factor: float
-    set_up: float | None
-    elements: int | None
-    after: float
-
-
-@dataclass
-class Instruction:
-    """One row of the code: fields by number, and what they are in words."""
-
-    what: str
-    op: int
-    cycles: float = 0.0
-    fields: dict[int, int] = field(default_factory=dict)
-    factor: float = 1.0
-    parts: list[Part] = field(default_factory=list)
-
-    def operand(self, place: int, part: Part | None, ring: int = 0) -> None:
-        """Set one of the operands."""
-        if part is None:
-            return
-        values = (part.base, part.register, part.stride, part.low, part.high, ring)
-        self.fields.update({place + number: value for number, value in enumerate(values)})
-        self.parts.append(part)
 
 
 class Code:
@@ -215,7 +186,7 @@ class Code:
         each = self.pack if pack is None else pack
         for part in (into, source, plus):
             if part is not None:
-                _check_words(part, each, is_whole=is_ring)
+                check_words(part, each, is_whole=is_ring)
         if set_up:
             self.work(set_up)
         row = Instruction("stream", tables.STREAM)
@@ -273,7 +244,7 @@ class Code:
             MeshError: it does not fill its last word.
         """
         each = self.pack if pack is None else pack
-        _check_words(part, each, is_whole=True)
+        check_words(part, each, is_whole=True)
         return part.length // each
 
     def send_control(self, to: Colour) -> None:
@@ -370,17 +341,3 @@ class Code:
         self.rows.append(row)
         yield
         row.fields[tables.TARGET] = len(self.rows)
-
-
-def _check_words(part: Part, each: int, *, is_whole: bool) -> None:
-    """Refuse a part whose elements do not fit words of `each` elements."""
-    if each == 2 and part.element_bytes != 2:
-        raise MeshError(
-            f"{part.name}: expected elements of 16 bits, two in a word, got elements of "
-            f"{8 * part.element_bytes} bits; pass pack=1"
-        )
-    if is_whole and part.length % each:
-        raise MeshError(
-            f"{part.name}: expected elements that fill words of {each}, got {part.length}; add "
-            "zeros (`program.padded`)"
-        )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from penstock.errors import MeshError
 from penstock.kernels import mesh_tables as tables
 from penstock.kernels.mesh_tables import MeshTables, allocate_tables, lines
-from penstock.wafer.language.code import Instruction
+from penstock.wafer.language.code_table import CodeTable
 from penstock.wafer.language.colours import Routes
 from penstock.wafer.language.layout import Layout, Placed
 from penstock.wafer.language.queues import Queues, block_of, event_of, queue_of
@@ -17,23 +15,8 @@ from penstock.wafer.mesh import Labels, Ticks, TraceOptions
 from penstock.wafer.mesh.labels import KINDS, THREAD_NAMES
 from penstock.wafer.parameters import CoreParameters, Mesh
 
-_OPERANDS = (tables.D, tables.B, tables.C, tables.S)
-_REGISTERS = (tables.LENGTH_REGISTER, *(place + tables.REGISTER for place in _OPERANDS))
-_COUNTERS = (tables.GATE, tables.SECOND_GATE, tables.SIGNAL, tables.SECOND_SIGNAL)
-_NONE = (
-    tables.LENGTH_REGISTER,
-    tables.IN_COLOUR,
-    tables.OUT_COLOUR,
-    tables.GATE,
-    tables.SECOND_GATE,
-    tables.SIGNAL,
-    tables.SECOND_SIGNAL,
-    *(operand + place for operand in _OPERANDS for place in (tables.BASE, tables.REGISTER)),
-)
-"""Fields of an instruction that are -1 where it has no such part."""
 _WHEEL_CYCLES = 64
 _CACHE_BYTES = 1 << 20  # of a processor core; smaller tables need no look ahead
-_NUMBER_LIMIT = 1 << 31
 
 
 def lower(
@@ -60,7 +43,7 @@ def lower(
     routes.check_loops()
     made = _Lowering(mesh, core, ticks, layout, Queues(routes, layout))
     t = made.allocate(cells, trace, most_cycles)
-    made.fill_code(t)
+    made.code.fill(t)
     made.fill_blocks(t)
     made.queues.fill(t)
     made.fill_tasks(t)
@@ -69,7 +52,7 @@ def lower(
     for array, placed, values in layout.values:
         t.memory[placed, array.base : array.base + array.size] = values
     names = [colour.name for colour in routes.colours]
-    return t, Labels(mesh, names, layout.counter_names, made.instructions, made.queues.places)
+    return t, Labels(mesh, names, layout.counter_names, made.code.names, made.queues.places)
 
 
 class _Lowering:
@@ -80,15 +63,7 @@ class _Lowering:
     ) -> None:
         self.mesh, self.core, self.ticks = mesh, core, ticks
         self.layout, self.queues = layout, queues
-        self.instructions = [
-            name
-            for placed in layout.codes
-            for name in (*(row.what for row in placed.code.rows), "end")
-        ]
-        sizes = [len(placed.code.rows) + 1 for placed in layout.codes]
-        self.starts = np.cumsum([0, *sizes])[:-1]  # of each code, in instructions
-        factors = {float(row.factor) for placed in layout.codes for row in placed.code.rows}
-        self.factors = {factor: place for place, factor in enumerate(sorted(factors))}
+        self.code = CodeTable(mesh, core, ticks, layout)
         self._place_codes()
 
     def _place_codes(self) -> None:
@@ -97,7 +72,7 @@ class _Lowering:
         colours = self.queues.consumers.shape[1]
         self.main = np.full(shape, -1, np.int64)
         self.task_code = np.full((*shape, colours, 2), -1, np.int64)
-        for placed, start in zip(self.layout.codes, self.starts.tolist(), strict=True):
+        for placed, start in zip(self.layout.codes, self.code.starts.tolist(), strict=True):
             thread = placed.code.thread
             if placed.colour < 0:
                 chosen = self.main[:, thread]
@@ -167,12 +142,12 @@ class _Lowering:
                 "feed_words": (sum(len(feed.kinds) for feed in layout.feeds), tables.WORD_FIELDS),
                 "sinks": (len(layout.sinks), tables.SINK_FIELDS),
                 "sink_words": (sum(sink.words for sink in layout.sinks), tables.WORD_FIELDS),
-                "code": (len(self.instructions), tables.CODE_FIELDS),
+                "code": (len(self.code.names), tables.CODE_FIELDS),
                 "tasks": (tasks, tables.TASK_FIELDS),
                 "trace_states": (windows, cores, 3),
                 "trace_links": (windows, cores, tables.PORTS),
                 "memory": (cores, cells),
-                "factors": (len(self.factors),),
+                "factors": (len(self.code.factors),),
             },
         )
 
@@ -202,74 +177,6 @@ class _Lowering:
             clock[tables.TRACE_TICKS] = trace.cycles * self.ticks.per_cycle
             clock[tables.TRACE_WINDOWS] = trace.windows
         return clock
-
-    # --- code -------------------------------------------------------------------------------------
-
-    def fill_code(self, t: MeshTables) -> None:
-        """Write the instructions of all codes and the factors in them."""
-        t.factors[:] = list(self.factors)
-        code = int(t.integers[tables.CODE])
-        for placed, start in zip(self.layout.codes, self.starts.tolist(), strict=True):
-            for place, item in enumerate(placed.code.rows, start):
-                self._check_operands(placed, item)
-                row = self._row(item)
-                self._check_numbers(item, row, t.memory.shape[1])
-                row[tables.TARGET] = code + (row[tables.TARGET] + start) * tables.CODE_FIELDS
-                t.code[place] = row
-            t.code[start + len(placed.code.rows), tables.OP] = tables.END
-
-    def _row(self, item: Instruction) -> np.ndarray:
-        """Return an instruction, whose target is counted from the beginning of its code."""
-        row = np.zeros(tables.CODE_FIELDS, np.int64)
-        row[list(_NONE)] = -1
-        row[tables.OP] = item.op
-        row[tables.TICKS] = self._instruction_ticks(item)
-        row[tables.INTERVAL] = self.ticks.count(self.core.word_cycles)
-        row[tables.FACTOR] = self.factors[float(item.factor)]
-        for place, value in item.fields.items():
-            if not -_NUMBER_LIMIT <= value < _NUMBER_LIMIT:
-                raise MeshError(f"{item.what}: expected a number of 32 bits, got {value}")
-            row[place] = value
-        return row
-
-    def _instruction_ticks(self, item: Instruction) -> int:
-        most = (tables.MOST_INSTRUCTION_TICKS - 1) / self.ticks.per_cycle
-        if not (math.isfinite(item.cycles) and 0 <= item.cycles <= most):
-            raise MeshError(
-                f"{item.what}: expected from 0 to {most:,.0f} cycles, got {item.cycles:,.10g}; "
-                "divide the work"
-            )
-        return self.ticks.count(item.cycles)
-
-    def _check_numbers(self, item: Instruction, row: np.ndarray, cells: int) -> None:
-        """Refuse registers, counters and arrays that this program does not have."""
-        registers = tables.THREADS + len(self.layout.registers)
-        ends = [place + tables.HIGH for place in _OPERANDS]
-        if (
-            row[list(_REGISTERS)].max() >= registers
-            or row[list(_COUNTERS)].max() >= len(self.layout.counters)
-            or row[ends].max() > cells
-        ):
-            raise MeshError(
-                f"{item.what}: a register, counter or array in it belongs to another program; make "
-                "it with the program that runs"
-            )
-
-    def _check_operands(self, placed: Placed, item: Instruction) -> None:
-        """Refuse an array that one of the cores does not have."""
-        for part in item.parts:
-            if part.cores is None:
-                continue
-            holds = np.zeros(self.mesh.cores, bool)
-            holds[part.cores] = True
-            missing = placed.cores[~holds[placed.cores]]
-            if len(missing):
-                core = int(missing[0])
-                raise MeshError(
-                    f"core ({core // self.mesh.columns}, {core % self.mesh.columns}), before the "
-                    f"first cycle: {item.what} needs {part.name!r}, which is not on that core; "
-                    "place the array there or the code elsewhere"
-                )
 
     # --- cores ------------------------------------------------------------------------------------
 
