@@ -74,7 +74,8 @@ def prepared(side: int, inputs: int, outputs: int) -> Any:
 
     weight, mask, activations = product(side, inputs, outputs)
     run = Run(Mesh(side, side), SIM, StreamingOptions(inbox_rows=8), rounds=False)
-    return Forward(Spread(mask, len(activations), run), run, weight, activations)
+    spread = Spread(mask, len(activations), run)
+    return Forward(spread, run, weight, activations, is_indexed=True)
 
 
 def simulate(side: int, inputs: int, outputs: int) -> tuple[Any, np.ndarray, float]:
