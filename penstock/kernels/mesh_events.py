@@ -4,122 +4,128 @@ Each entity has at most one event; an earlier one replaces it. Events of one tic
 order in which they were made, so that a run depends on nothing but its tables.
 """
 
-from penstock.kernels.compilation import called
+from penstock.kernels.compilation import called, inlined
 from penstock.kernels.mesh_tables import (
     AFTER,
     BEFORE,
-    BUCKET,
-    BUCKET_FIRST,
-    BUCKET_LAST,
-    CORE_FIELDS,
-    CORE_ROWS,
-    CORES,
+    BUCKET_FIELDS,
+    BUCKETS,
     DUE,
-    ENTITIES,
-    EVENT_FIELDS,
-    EVENT_ROWS,
     FAR_COUNT,
+    FIRST,
+    IN_FAR,
+    IN_NEAR,
     IN_WORK,
+    LAST,
     NEAR_COUNT,
     NOW,
-    STATE,
-    STATE_SINCE,
-    STATE_SUMS,
-    TRACE_STATES,
-    TRACE_TICKS,
-    TRACE_WINDOWS,
+    STATUS,
     WHEEL,
     WORK_COUNT,
     WORK_FIRST,
     WORK_LIST,
+    WORK_SIZE,
 )
 
 
-@called
-def wake(t, entity):
+@inlined
+def wake(t, event):
     """Have an entity served in this tick."""
-    row = t[EVENT_ROWS] + entity * EVENT_FIELDS
-    if t[row + IN_WORK]:
-        return
-    t[row + IN_WORK] = 1
-    place = t[WORK_FIRST] + t[WORK_COUNT]
-    if place > t[ENTITIES]:
-        place -= t[ENTITIES] + 1
-    t[t[WORK_LIST] + place] = entity
-    t[WORK_COUNT] += 1
+    if t[event + STATUS] & IN_WORK == 0:
+        t[event + STATUS] |= IN_WORK
+        place = t[WORK_FIRST] + t[WORK_COUNT]
+        if place >= t[WORK_SIZE]:
+            place -= t[WORK_SIZE]
+        t[t[WORK_LIST] + place] = event
+        t[WORK_COUNT] += 1
+
+
+@inlined
+def bucket_of(t, time):
+    """Return the bucket of a tick; that of far events is behind the wheel."""
+    wheel = t[WHEEL]
+    place = time & (wheel - 1) if time - t[NOW] < wheel else wheel
+    return t[BUCKETS] + place * BUCKET_FIELDS
 
 
 @called
-def remove(t, entity):
+def remove(t, event):
     """Take back the event of an entity that has one."""
-    rows = t[EVENT_ROWS]
-    row = rows + entity * EVENT_FIELDS
-    bucket, before, after = t[row + BUCKET], t[row + BEFORE], t[row + AFTER]
-    if before >= 0:
-        t[rows + before * EVENT_FIELDS + AFTER] = after
-    else:
-        t[t[BUCKET_FIRST] + bucket] = after
-    if after >= 0:
-        t[rows + after * EVENT_FIELDS + BEFORE] = before
-    else:
-        t[t[BUCKET_LAST] + bucket] = before
-    t[row + BUCKET] = -1
-    if bucket == t[WHEEL]:
+    before, after = t[event + BEFORE], t[event + AFTER]
+    if t[event + STATUS] & IN_FAR:
+        bucket = t[BUCKETS] + t[WHEEL] * BUCKET_FIELDS
         t[FAR_COUNT] -= 1
     else:
+        bucket = t[BUCKETS] + (t[event + DUE] & (t[WHEEL] - 1)) * BUCKET_FIELDS
         t[NEAR_COUNT] -= 1
+    if before >= 0:
+        t[before + AFTER] = after
+    else:
+        t[bucket + FIRST] = after
+    if after >= 0:
+        t[after + BEFORE] = before
+    else:
+        t[bucket + LAST] = before
+    t[event + STATUS] &= IN_WORK
 
 
 @called
-def wake_at(t, entity, time):
+def wake_at(t, event, time):
     """Have an entity served at a later tick, or before if it has an earlier event."""
-    rows = t[EVENT_ROWS]
-    row = rows + entity * EVENT_FIELDS
-    if t[row + BUCKET] >= 0:
-        if t[row + DUE] <= time:
+    if t[event + STATUS] & (IN_NEAR | IN_FAR):
+        if t[event + DUE] <= time:
             return
-        remove(t, entity)
-    wheel = t[WHEEL]
-    if time - t[NOW] < wheel:
-        bucket = time & (wheel - 1)
+        remove(t, event)
+    bucket = bucket_of(t, time)
+    if time - t[NOW] < t[WHEEL]:
+        t[event + STATUS] |= IN_NEAR
         t[NEAR_COUNT] += 1
     else:
-        bucket = wheel
+        t[event + STATUS] |= IN_FAR
         t[FAR_COUNT] += 1
-    last = t[t[BUCKET_LAST] + bucket]
-    t[row + BEFORE] = last
-    t[row + AFTER] = -1
+    last = t[bucket + LAST]
+    t[event + BEFORE] = last
+    t[event + AFTER] = -1
+    t[event + DUE] = time
     if last >= 0:
-        t[rows + last * EVENT_FIELDS + AFTER] = entity
+        t[last + AFTER] = event
     else:
-        t[t[BUCKET_FIRST] + bucket] = entity
-    t[t[BUCKET_LAST] + bucket] = entity
-    t[row + BUCKET] = bucket
-    t[row + DUE] = time
+        t[bucket + FIRST] = event
+    t[bucket + LAST] = event
 
 
 @called
-def account(t, core, now):
-    """Add the ticks up to now to the sums of a core's state, and to the windows of the trace."""
-    row = t[CORE_ROWS] + core * CORE_FIELDS
-    since, state = t[row + STATE_SINCE], t[row + STATE]
-    t[row + STATE_SINCE] = now
-    t[row + STATE_SUMS + state] += now - since
-    span = t[TRACE_TICKS]
-    if span == 0:
-        return
-    window = since // span
-    while since < now and window < t[TRACE_WINDOWS]:
-        end = min(now, (window + 1) * span)
-        t[t[TRACE_STATES] + (window * t[CORES] + core) * 3 + state] += end - since
-        since = end
-        window += 1
+def wake_due(t):
+    """Have the entities served whose events are due in this tick."""
+    bucket = t[BUCKETS] + (t[NOW] & (t[WHEEL] - 1)) * BUCKET_FIELDS
+    event = t[bucket + FIRST]
+    t[bucket + FIRST] = -1
+    t[bucket + LAST] = -1
+    while event >= 0:
+        t[event + STATUS] &= IN_WORK
+        t[NEAR_COUNT] -= 1
+        wake(t, event)
+        event = t[event + AFTER]
 
 
 @called
-def enter_state(t, core, state):
-    """Change the state of a core."""
-    row = t[CORE_ROWS] + core * CORE_FIELDS
-    if t[row + STATE] != state:
-        account(t, core, t[NOW])
-        t[row + STATE] = state
+def bring_near(t):
+    """Put far events that are within a turn of the wheel onto it."""
+    event = t[t[BUCKETS] + t[WHEEL] * BUCKET_FIELDS + FIRST]
+    while event >= 0:
+        following, time = t[event + AFTER], t[event + DUE]
+        if time - t[NOW] < t[WHEEL]:
+            remove(t, event)
+            wake_at(t, event, time)
+        event = following
+
+
+@called
+def first_far(t):
+    """Return the tick of the earliest far event."""
+    event = t[t[BUCKETS] + t[WHEEL] * BUCKET_FIELDS + FIRST]
+    first = t[event + DUE]
+    while event >= 0:
+        first = min(first, t[event + DUE])
+        event = t[event + AFTER]
+    return first

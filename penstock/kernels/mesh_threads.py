@@ -4,38 +4,38 @@ A thread that has no instruction left takes the first word of a colour for which
 instruction takes effect when it starts; the thread goes on after its ticks.
 """
 
-from penstock.kernels.compilation import called
-from penstock.kernels.mesh_events import enter_state, wake_at
-from penstock.kernels.mesh_routers import pop
+import numpy as np
+
+from penstock.kernels.compilation import called, inlined
+from penstock.kernels.mesh_events import wake_at
+from penstock.kernels.mesh_routers import first_word, pop
+from penstock.kernels.mesh_states import enter_state
 from penstock.kernels.mesh_streams import has_room, has_word, post, send_word, stream_word, wait_for
 from penstock.kernels.mesh_tables import (
     ADVANCE,
     AMOUNT,
+    BLOCK,
     BUSY,
     BUSY_UNTIL,
-    CELL_COUNT,
-    CODE,
+    CELLS,
     CODE_FIELDS,
-    COLOURS,
     CONTROL,
-    CORE_FIELDS,
-    CORE_QUEUE,
-    CORE_ROWS,
-    CORES,
+    CORE_AT,
+    CORE_NUMBER,
+    CORE_QUEUES_AT,
     COUNTER_CLASS,
-    COUNTER_COUNT,
-    COUNTERS,
-    DEPTH,
+    COUNTERS_AT,
     END,
     ENDLESS_TASK,
     FAULT,
     FAULT_COLOUR,
     FAULT_CORE,
     FAULT_ROW,
+    FIRST_NUMBER,
+    FIRST_TASK,
     FOR_COUNTER,
     FOR_WORD,
     GATE,
-    HEAD,
     IDLE,
     IN_COLOUR,
     INTERVAL,
@@ -46,7 +46,6 @@ from penstock.kernels.mesh_tables import (
     LENGTH,
     LENGTH_REGISTER,
     LOOP,
-    MEMORY,
     MODULO,
     NO_TASK,
     NOW,
@@ -57,14 +56,12 @@ from penstock.kernels.mesh_tables import (
     PC,
     POST,
     PROGRESS,
-    QUEUE_FIELDS,
-    QUEUES,
-    RAMP_QUEUE,
+    RAMP_QUEUES_AT,
     REGISTER,
-    REGISTER_COUNT,
     REGISTERS,
     ROTATION,
     RUNNING,
+    SECOND_NUMBER,
     SEND_CONTROL,
     SET,
     SHARED_PATH,
@@ -74,16 +71,15 @@ from penstock.kernels.mesh_tables import (
     TAKE,
     TARGET,
     TASK_CODE,
-    TASK_COLOURS,
+    TASK_COLOUR,
+    TASK_FIELDS,
+    TASK_QUEUE,
     TASKS,
-    THREAD_FIELDS,
-    THREAD_ROWS,
-    THREADS,
+    THREAD_EVENT,
     TICKS,
     WAIT,
     WAITS,
-    WORD_ROWS,
-    WORD_VALUES,
+    WHICH,
     WORK,
     B,
     C,
@@ -91,96 +87,96 @@ from penstock.kernels.mesh_tables import (
 )
 from penstock.kernels.mesh_vectors import address, compute
 
+_BEYOND = np.float32(2.0**31)
 _MOST_STEPS = 1_000_000  # instructions of a thread in one tick
 
 
 @called
 def take_value(t, f, thread, queue):
     """Take a word: its first number to the thread's cell, its second to the thread's register."""
-    core, which = thread // THREADS, thread % THREADS
-    word = t[WORD_VALUES] + 2 * (queue * t[DEPTH] + t[t[QUEUES] + queue * QUEUE_FIELDS + HEAD])
-    f[t[MEMORY] + core * t[CELL_COUNT] + which] = f[word]
-    t[t[REGISTERS] + core * t[REGISTER_COUNT] + which] = int(f[word + 1])
+    core = t[thread + BLOCK] + t[CORE_AT]
+    word = first_word(t, queue)
+    f[t[core + CELLS] + t[thread + WHICH]] = f[word + FIRST_NUMBER]
+    index = f[word + SECOND_NUMBER]
+    is_whole = -_BEYOND <= index < _BEYOND  # not so where it is a second value; no array is as long
+    t[core + REGISTERS + t[thread + WHICH]] = int(index) if is_whole else -(1 << 31)
     pop(t, queue)
 
 
 @called
 def take_task(t, f, thread):
     """Start the task of a word that is there; colours are asked in turn."""
-    core = thread // THREADS
-    state = t[THREAD_ROWS] + thread * THREAD_FIELDS
-    colours = t[state + TASKS]
+    colours = t[thread + TASKS]
     for turn in range(colours):
-        place = t[state + ROTATION] + turn
+        place = t[thread + ROTATION] + turn
         if place >= colours:
             place -= colours
-        colour = t[t[TASK_COLOURS] + thread * COLOURS + place]
-        queue = t[t[CORE_QUEUE] + core * COLOURS + colour]
+        task = t[thread + FIRST_TASK] + place * TASK_FIELDS
+        queue = t[task + TASK_QUEUE]
         if not has_word(t, thread, queue):
             continue
-        head = t[t[QUEUES] + queue * QUEUE_FIELDS + HEAD]
-        kind = t[t[WORD_ROWS] + 2 * (queue * t[DEPTH] + head) + KIND]
-        start = t[t[TASK_CODE] + 2 * (thread * COLOURS + colour) + kind]
+        kind = t[first_word(t, queue) + KIND]
+        start = t[task + TASK_CODE + kind]
         if start < 0:
             t[FAULT] = NO_TASK
-            t[FAULT_CORE] = core
-            t[FAULT_COLOUR] = colour
+            t[FAULT_CORE] = t[t[thread + BLOCK] + CORE_NUMBER]
+            t[FAULT_COLOUR] = t[task + TASK_COLOUR]
             t[FAULT_ROW] = kind
             return False
         take_value(t, f, thread, queue)
-        t[state + ROTATION] = 0 if place + 1 == colours else place + 1
-        t[state + PC] = start
+        t[thread + ROTATION] = 0 if place + 1 == colours else place + 1
+        t[thread + PC] = start
         return True
     wait_for(t, thread, IDLE, -1, STARVED)
     return False
 
 
-@called
-def path_ticks(t, core, ticks):
+@inlined
+def path_ticks(t, block, ticks):
     """Return the ticks of a vector operation, with those it waits for the core's data path."""
-    if t[SHARED_PATH] == 0:
-        return ticks
-    row = t[CORE_ROWS] + core * CORE_FIELDS + PATH_FREE
-    start = max(t[NOW], t[row])
-    t[row] = start + ticks
-    return start + ticks - t[NOW]
+    if t[SHARED_PATH]:
+        path = block + t[CORE_AT] + PATH_FREE
+        start = max(t[NOW], t[path])
+        t[path] = start + ticks
+        ticks = start + ticks - t[NOW]
+    return ticks
 
 
 @called
 def waits(t, f, thread, row):
     """Do an instruction that may have to wait; return whether it waits, or there is a fault."""
-    core = thread // THREADS
+    block = t[thread + BLOCK]
     op = t[row + OP]
     if op == WAIT:
-        counter = t[COUNTERS] + core * t[COUNTER_COUNT] + t[row + GATE]
+        counter = block + t[COUNTERS_AT] + t[row + GATE]
         if t[counter] < t[row + AMOUNT]:
             wait_for(t, thread, FOR_COUNTER, t[row + GATE], t[row + COUNTER_CLASS])
             return True
         t[counter] -= t[row + AMOUNT]
     elif op == TAKE:
         colour = t[row + IN_COLOUR]
-        queue = t[t[CORE_QUEUE] + core * COLOURS + colour]
+        queue = t[block + t[CORE_QUEUES_AT] + colour]
         if not has_word(t, thread, queue):
             wait_for(t, thread, FOR_WORD, colour, STARVED)
             return True
-        index = t[REGISTERS] + core * t[REGISTER_COUNT] + thread % THREADS
+        index = block + t[CORE_AT] + REGISTERS + t[thread + WHICH]
         kept = t[index]
         take_value(t, f, thread, queue)
         t[index] = kept  # a word without an index leaves that of the word before
     elif op == SEND_CONTROL:
         colour = t[row + OUT_COLOUR]
-        out = t[t[RAMP_QUEUE] + core * COLOURS + colour]
+        out = t[block + t[RAMP_QUEUES_AT] + colour]
         if not has_room(t, thread, out, colour):
             return True
-        send_word(t, f, core, out, 0.0, 0.0, CONTROL, 0)
+        send_word(t, f, block, out, 0.0, 0.0, CONTROL, 0)
     return False
 
 
 @called
-def turn(t, f, core, row, following):
+def turn(t, f, block, row, following):
     """Do an instruction on registers; return the place of the one that follows."""
     op = t[row + OP]
-    registers = t[REGISTERS] + core * t[REGISTER_COUNT]
+    registers = block + t[CORE_AT] + REGISTERS
     register = registers + t[row + D + REGISTER]
     if op == SET:
         t[register] = t[row + AMOUNT]
@@ -198,72 +194,69 @@ def turn(t, f, core, row, following):
         if t[register] != t[row + AMOUNT]:
             return t[row + TARGET]
     elif op == JUMP_UNLESS_LESS:
-        b, c = address(t, core, row, B, 1), address(t, core, row, C, 1)
+        b, c = address(t, block, row, B, 1), address(t, block, row, C, 1)
         if t[FAULT] == 0 and not f[b] < f[c]:
             return t[row + TARGET]
     return following
 
 
-@called
-def stream_length(t, core, row):
+@inlined
+def stream_length(t, block, row):
     """Return the words of a stream."""
     register = t[row + LENGTH_REGISTER]
-    if register >= 0:
-        return t[t[REGISTERS] + core * t[REGISTER_COUNT] + register]
-    return t[row + LENGTH]
+    return t[row + LENGTH] if register < 0 else t[block + t[CORE_AT] + REGISTERS + register]
 
 
 @called
 def step_thread(t, f, thread):
     """Run a thread until it waits, or until its instruction takes time."""
     now = t[NOW]
-    core = thread // THREADS
-    state = t[THREAD_ROWS] + thread * THREAD_FIELDS
-    if t[state + BUSY_UNTIL] > now:
-        wake_at(t, t[CORES] + thread, t[state + BUSY_UNTIL])
+    block = t[thread + BLOCK]
+    if t[thread + BUSY_UNTIL] > now:
+        wake_at(t, t[thread + THREAD_EVENT], t[thread + BUSY_UNTIL])
         return
+    row = -1
     for _ in range(_MOST_STEPS):
-        if t[state + PC] < 0 and not take_task(t, f, thread):
+        if t[thread + PC] < 0 and not take_task(t, f, thread):
             return
-        number = t[state + PC]
-        row = t[CODE] + number * CODE_FIELDS
-        op, ticks, following = t[row + OP], t[row + TICKS], number + 1
+        row = t[thread + PC]
+        op, ticks, following = t[row + OP], t[row + TICKS], row + CODE_FIELDS
         if op == STREAM:
-            count = stream_length(t, core, row)
+            count = stream_length(t, block, row)
             if count > 0:
                 if not stream_word(t, f, thread, row, count):
                     return
                 ticks = t[row + INTERVAL]
-                following = number
-                if t[state + PROGRESS] >= count:
-                    t[state + PROGRESS] = 0
-                    following = number + 1
+                following = row
+                if t[thread + PROGRESS] >= count:
+                    t[thread + PROGRESS] = 0
+                    following = row + CODE_FIELDS
         elif op < STREAM:
             if op == END:
                 following = -1
             elif op != WORK:
-                compute(t, f, core, row)
+                compute(t, f, block, row)
         elif op in (WAIT, TAKE, SEND_CONTROL):
             if waits(t, f, thread, row):
                 return
         elif op == POST:
             post(t, thread, t[row + SIGNAL], t[row + AMOUNT])
         else:
-            following = turn(t, f, core, row, following)
+            following = turn(t, f, block, row, following)
         if t[FAULT]:
             return
-        t[state + PC] = following
-        t[state + WAITS] = RUNNING
+        t[thread + PC] = following
+        t[thread + WAITS] = RUNNING
         if ticks > 0:
             if t[row + ON_PATH]:
-                ticks = path_ticks(t, core, ticks)
-            if thread % THREADS == 0:
-                enter_state(t, core, BUSY)
-            t[state + BUSY_UNTIL] = now + ticks
+                ticks = path_ticks(t, block, ticks)
+            if t[thread + WHICH] == 0:
+                enter_state(t, block, BUSY)
+            t[thread + BUSY_UNTIL] = now + ticks
             if t[LAST_CHANGE] < now + ticks:
                 t[LAST_CHANGE] = now + ticks
-            wake_at(t, t[CORES] + thread, now + ticks)
+            wake_at(t, t[thread + THREAD_EVENT], now + ticks)
             return
     t[FAULT] = ENDLESS_TASK
-    t[FAULT_CORE] = core
+    t[FAULT_CORE] = t[block + CORE_NUMBER]
     t[FAULT_ROW] = row

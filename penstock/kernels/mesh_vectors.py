@@ -16,7 +16,9 @@ from penstock.kernels.mesh_tables import (
     BAD_ADDRESS,
     BASE,
     CELL,
-    CELL_COUNT,
+    CELLS,
+    CORE_AT,
+    CORE_NUMBER,
     DIVIDE_CELLS,
     DOT,
     FACTOR,
@@ -30,12 +32,10 @@ from penstock.kernels.mesh_tables import (
     LENGTH,
     LINEAR,
     LOW,
-    MEMORY,
     MULTIPLY,
     MULTIPLY_CELLS,
     OP,
     REGISTER,
-    REGISTER_COUNT,
     REGISTERS,
     ROUNDS,
     STRIDE,
@@ -49,6 +49,7 @@ from penstock.kernels.mesh_tables import (
 _HALF_LEAST = np.float32(2.0**-14)  # of normal 16-bit numbers
 _HALF_PLACE = np.float32(0.75)  # a 32-bit number whose last place is that of the least 16-bit one
 _HALF_MOST = np.float32(65504.0)
+_MOST_SHOWN = (1 << 31) - 1
 _INFINITE = np.float32(np.inf)
 
 
@@ -71,7 +72,7 @@ def half(value):
 
 
 @called
-def address(t, core, row, operand, length):
+def address(t, block, row, operand, length):
     """Return where an operand begins among all floats; -1 if there is none, -2 and a fault if it is
     outside its array."""
     place = row + operand
@@ -80,25 +81,24 @@ def address(t, core, row, operand, length):
         return -1
     register = t[place + REGISTER]
     if register >= 0:
-        value = t[t[REGISTERS] + core * t[REGISTER_COUNT] + register]
-        start += value * t[place + STRIDE]
+        start += t[block + t[CORE_AT] + REGISTERS + register] * t[place + STRIDE]
     if start < t[place + LOW] or start + length > t[place + HIGH]:
         t[FAULT] = BAD_ADDRESS
-        t[FAULT_CORE] = core
+        t[FAULT_CORE] = t[block + CORE_NUMBER]
         t[FAULT_ROW] = row
-        t[FAULT_VALUE] = start - t[place + LOW]
+        t[FAULT_VALUE] = max(-_MOST_SHOWN, min(start - t[place + LOW], _MOST_SHOWN))
         return -2
-    return t[MEMORY] + core * t[CELL_COUNT] + start
+    return t[block + t[CORE_AT] + CELLS] + start
 
 
 @called
-def compute(t, f, core, row):
+def compute(t, f, block, row):
     """Do a vector operation, or one on single cells; there is a fault if it was out of range."""
     op, length = t[row + OP], t[row + LENGTH]
-    d = address(t, core, row, D, 1 if op in (DOT, CELL) else length)
-    b = address(t, core, row, B, length)
-    c = address(t, core, row, C, length)
-    s = address(t, core, row, S, 1)
+    d = address(t, block, row, D, 1 if op in (DOT, CELL) else length)
+    b = address(t, block, row, B, length)
+    c = address(t, block, row, C, length)
+    s = address(t, block, row, S, 1)
     if t[FAULT]:
         return
     rounds = t[row + ROUNDS] != 0
@@ -124,7 +124,7 @@ def compute(t, f, core, row):
             f[d + i] = half(found) if rounds else found
     elif op == FILL:
         for i in range(length):
-            f[d + i] = scale
+            f[d + i] = half(scale) if rounds else scale
     elif op == DOT:
         total = np.float32(0.0)
         for i in range(length):

@@ -55,10 +55,11 @@ def draw(path: Path, core: CoreParameters) -> None:
     axes.set_xticks([1 / (1 - tick) for tick in _TICKS], [f"{tick:.0%}" for tick in _TICKS])
     axes.set_yticks(_LEVELS, [f"{level}x" for level in _LEVELS])
     axes.minorticks_off()
-    axes.set_xlabel("sparsity of the weight")
+    axes.set_xlabel("sparsity of the weight (logarithm of 1 / density)")
     axes.set_ylabel("acceleration over the dense layer")
     axes.set_title(
-        f"Closed form ({core.name} cores): three products of a step, {TOKENS:,} tokens",
+        f"Closed form ({core.name} cores): three products of a step, {TOKENS:,} tokens, "
+        f"{CS2_MESH} cores",
         fontsize=10,
     )
     axes.grid(alpha=0.3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ def draw_shares(
     *,
     from_zero: bool = False,
 ) -> None:
-    """Draw shares, 0 to 1, of several kinds for each core, each panel with its own scale.
+    """Draw shares, 0 to 1, of several kinds for each core; panels above each other have one scale.
 
     Args:
         path: of the picture.
@@ -36,17 +36,30 @@ def draw_shares(
     most = max(len(panels) for panels in rows.values())
     figure = empty_figure(_WIDTH, 0.5 + _ROW_HEIGHT * len(rows))
     grid = figure.subplots(len(rows), most, squeeze=False)
+    scales = [
+        _scale(column, from_zero) for column in zip(*map(_values, rows.values()), strict=True)
+    ]
     for line, (name, panels) in zip(grid, rows.items(), strict=True):
-        for axes, (title_of, values) in zip(line, panels.items(), strict=True):
-            low = 0.0 if from_zero else 100 * float(values.min())
-            high = 100 * float(values.max())
-            image = axes.imshow(100 * values, vmin=low, vmax=max(high, low + 1), cmap="viridis")
+        for axes, scale, (title_of, values) in zip(line, scales, panels.items(), strict=True):
+            low, high = scale
+            image = axes.imshow(100 * values, vmin=low, vmax=high, cmap="viridis")
             axes.set_title(f"{title_of}: {100 * values.mean():.1f} %", fontsize=9)
             name_axes(axes, values.shape)
             figure.colorbar(image, ax=axes, shrink=0.8)
         line[0].set_ylabel(f"{name}\nrow of cores", fontsize=9)
     figure.suptitle(f"{title}\n{label}", fontsize=10)
     save(figure, path)
+
+
+def _values(panels: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return list(panels.values())
+
+
+def _scale(panels: Sequence[np.ndarray], from_zero: bool) -> tuple[float, float]:
+    """Return the limits of the scale of some panels, in percent."""
+    low = 0.0 if from_zero else 100 * min(float(values.min()) for values in panels)
+    high = 100 * max(float(values.max()) for values in panels)
+    return low, max(high, low + 1)
 
 
 def name_axes(axes: Axes, shape: tuple[int, ...]) -> None:

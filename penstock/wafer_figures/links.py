@@ -33,7 +33,7 @@ def draw(path: Path, core: CoreParameters) -> None:
     draw_shares(
         path,
         f"Simulated ({core.name} cores): links, {case}, features differ in their entries",
-        "share of the cycles in use, % (mean of all links above each map)",
+        "share of the cycles in use, % (mean of all cores above each map)",
         rows,
         from_zero=True,
     )

@@ -43,7 +43,7 @@ def draw(path: Path, core: CoreParameters) -> None:
     states = left.imshow(_colours(trace, 0))
     links = right.imshow(100 * words[0], vmin=0, vmax=100 * float(words.max()), cmap="viridis")
     left.set_title("cores", fontsize=9)
-    right.set_title("links to the east and south", fontsize=9)
+    right.set_title("links to the east and south, mean of both", fontsize=9)
     for axes in (left, right):
         name_axes(axes, words.shape[1:])
     left.set_ylabel("row of cores")
@@ -56,7 +56,9 @@ def draw(path: Path, core: CoreParameters) -> None:
         for window in range(len(trace.states)):
             states.set_data(_colours(trace, window))
             links.set_data(100 * words[window])
-            title.set_text(f"Simulated ({core.name} cores): {case}\n{_time(trace, window, core)}")
+            title.set_text(
+                f"Simulated ({core.name} cores): forward, {case}\n{_time(trace, window, core)}"
+            )
             writer.grab_frame()
 
 

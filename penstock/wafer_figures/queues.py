@@ -36,6 +36,7 @@ def draw(path: Path, core: CoreParameters) -> None:
     axes.set_xticks(_DEPTHS, [str(depth) for depth in _DEPTHS])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("words in a queue of a router")
     axes.set_ylabel("cycles")
     axes.set_title(f"Simulated ({core.name} cores): {case}", fontsize=10)

@@ -37,7 +37,7 @@ def draw(path: Path, core: CoreParameters) -> None:
     axes.set_xticks(ideal, [f"{sparsity:.0%}" for sparsity in _SPARSITIES])
     axes.minorticks_off()
     axes.set_ylim(bottom=1.0)
-    axes.set_xlabel("sparsity of the weight")
+    axes.set_xlabel("sparsity of the weight (logarithm of 1 / density)")
     axes.set_ylabel("cycles over those of evenly divided entries")
     axes.set_title(
         f"Closed form ({core.name} cores) for drawn masks: forward, {WIDTH:,} x {WIDTH:,}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class Part:
         low, high: cells of the whole array.
         length: cells of the part.
         element_bytes: of its elements, 2 or 4.
+        cores: that have the array, ascending; None for what every core has.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Part:
     high: int
     length: int
     element_bytes: int
+    cores: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def part(self, start: int, length: int) -> Part:
         """Return some of these cells, from `start` on."""
@@ -108,4 +110,5 @@ class Array:
             self.base + self.size,
             length,
             self.element_bytes,
+            self.cores,
         )

@@ -9,44 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Unpack
 
-from penstock.errors import MeshError
+from penstock.errors import MeshError, did_you_mean
 from penstock.kernels import mesh_tables as tables
 from penstock.wafer.language.arrays import Counter, Part, Register
 from penstock.wafer.language.colours import Colour
+from penstock.wafer.language.instructions import Instruction, VectorOptions, check_words
 from penstock.wafer.parameters import CoreParameters
 
 COMPUTE, RECEIVE, SEND = range(3)
 _CELL_KINDS = {"add": 0, "subtract": 1, "multiply": 2, "divide": 3, "root": 4}
-
-
-class VectorOptions(TypedDict, total=False):
-    """Of a vector operation: what it takes besides its operands."""
-
-    factor: float
-    set_up: float | None
-    elements: int | None
-    after: float
-
-
-@dataclass
-class Instruction:
-    """One row of the code: fields by number, and what they are in words."""
-
-    what: str
-    op: int
-    cycles: float = 0.0
-    fields: dict[int, int] = field(default_factory=dict)
-    factor: float = 1.0
-
-    def operand(self, place: int, part: Part | None, ring: int = 0) -> None:
-        """Set one of the operands."""
-        if part is None:
-            return
-        values = (part.base, part.register, part.stride, part.low, part.high, ring)
-        self.fields.update({place + number: value for number, value in enumerate(values)})
 
 
 class Code:
@@ -131,6 +104,12 @@ class Code:
                     f"{name} of {d.name}: expected operands of {length} elements, got "
                     f"{part.length} of {part.name}"
                 )
+        for single in (d if op == tables.DOT else None, a):
+            if isinstance(single, Part) and single.length != 1:
+                raise MeshError(
+                    f"{name} of {d.name}: expected one element of {single.name}, got "
+                    f"{single.length}"
+                )
         count = length if elements is None else elements
         width = b.element_bytes if b is not None else d.element_bytes
         cost = self.core.dot_cycles if op == tables.DOT else self.core.elements_cycles
@@ -150,6 +129,11 @@ class Code:
 
     def cells(self, kind: str, d: Part, a: Part, b: Part | None = None) -> None:
         """d = a `kind` b for single elements: add, subtract, multiply, divide; or root of a."""
+        if kind not in _CELL_KINDS:
+            raise MeshError(
+                f"cells: expected {', '.join(_CELL_KINDS)}, got {kind!r}"
+                f"{did_you_mean(kind, _CELL_KINDS)}"
+            )
         row = Instruction(f"{kind} to {d.name}", tables.CELL, self.core.scalar_cycles)
         row.fields.update({tables.AMOUNT: _CELL_KINDS[kind], tables.LENGTH: 1, tables.ON_PATH: 1})
         row.operand(tables.D, d)
@@ -190,7 +174,19 @@ class Code:
             pack: elements per word; 2 of 16 bits, 1 of 32 bits, by default that of the program.
             set_up: cycles before the first word.
             hinders: a wait for a counter counts as blocked, not as starved.
+
+        Raises:
+            MeshError: more than two gates or signals, or parts that do not fill words.
         """
+        if len(gates) > 2 or len(signals) > 2:
+            raise MeshError(
+                f"stream: expected at most 2 gates and 2 signals, got {len(gates)} and "
+                f"{len(signals)}"
+            )
+        each = self.pack if pack is None else pack
+        for part in (into, source, plus):
+            if part is not None:
+                check_words(part, each, is_whole=is_ring)
         if set_up:
             self.work(set_up)
         row = Instruction("stream", tables.STREAM)
@@ -217,8 +213,8 @@ class Code:
             fields[place] = counter.number
         fields[tables.CLEARS] = int(clears)
         fields[tables.ADDS] = int(adds)
-        fields[tables.PACK] = self.pack if pack is None else pack
-        fields[tables.ROUNDS] = int(self.rounds and fields[tables.PACK] == 2)
+        fields[tables.PACK] = each
+        fields[tables.ROUNDS] = int(self.rounds and each == 2)
         fields[tables.COUNTER_CLASS] = tables.BLOCKED if hinders else tables.STARVED
         self.rows.append(row)
 
@@ -226,23 +222,30 @@ class Code:
         self, d: Part, take: Colour, *, adds: bool = False, pack: int | None = None
     ) -> None:
         """Store the words of a colour in a part, or add them to it; one vector operation."""
-        each = self.pack if pack is None else pack
-        words, set_up = d.length // each, self.core.vector_cycles
+        words, set_up = self._words(d, pack), self.core.vector_cycles
         self.stream(words, take=take, into=d, adds=adds, pack=pack, set_up=set_up)
 
     def send(self, b: Part, to: Colour, *, pack: int | None = None) -> None:
         """Send a part as words of a colour; one vector operation."""
-        each = self.pack if pack is None else pack
-        words, set_up = b.length // each, self.core.vector_cycles
+        words, set_up = self._words(b, pack), self.core.vector_cycles
         self.stream(words, send=to, source=b, pack=pack, set_up=set_up)
 
     def receive_add_send(
         self, b: Part, take: Colour, to: Colour, *, pack: int | None = None
     ) -> None:
         """Add a part to the words of a colour, and send the sums on; one vector operation."""
-        each = self.pack if pack is None else pack
-        words, set_up = b.length // each, self.core.vector_cycles
+        words, set_up = self._words(b, pack), self.core.vector_cycles
         self.stream(words, take=take, send=to, source=b, pack=pack, set_up=set_up)
+
+    def _words(self, part: Part, pack: int | None) -> int:
+        """Return the words of a part.
+
+        Raises:
+            MeshError: it does not fill its last word.
+        """
+        each = self.pack if pack is None else pack
+        check_words(part, each, is_whole=True)
+        return part.length // each
 
     def send_control(self, to: Colour) -> None:
         """Send a control word."""
@@ -302,7 +305,12 @@ class Code:
 
         Args:
             cycles: of an iteration besides its body; by default `loop_cycles`.
+
+        Raises:
+            MeshError: a count below 1.
         """
+        if isinstance(count, int) and count < 1:
+            raise MeshError(f"loop over {register.name}: expected 1 turn or more, got {count}")
         self.set(register, 0)
         start = len(self.rows)
         yield

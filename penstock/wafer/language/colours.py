@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import MeshError, did_you_mean
-from penstock.kernels.mesh_tables import COLOURS, RAMP
+from penstock.kernels.mesh_tables import COLOURS, PORTS, RAMP
 from penstock.wafer.mesh import SIDES
 from penstock.wafer.parameters import Mesh
 
@@ -50,14 +50,26 @@ def neighbour(mesh: Mesh, core: int, side: int) -> int:
     return -1
 
 
+def neighbours(mesh: Mesh, cores: np.ndarray, side: int) -> np.ndarray:
+    """Return the core beside each of some cores, or -1 beyond the edge."""
+    rows, columns = np.divmod(cores, mesh.columns)
+    rows, columns = rows + _STEPS[side][0], columns + _STEPS[side][1]
+    is_inside = (rows >= 0) & (rows < mesh.rows) & (columns >= 0) & (columns < mesh.columns)
+    return np.where(is_inside, rows * mesh.columns + columns, -1)
+
+
 class Routes:
-    """The routes of all colours: at a router, from one side to some others."""
+    """The routes of all colours: at a router, from one side to some others.
+
+    Attributes:
+        outputs: for each colour an array [cores, PORTS]: a bit for each side to which words go that
+            arrive from a side, 0 where no route takes them.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.colours: list[Colour] = []
-        self.outputs: dict[tuple[int, int, int], tuple[int, ...]] = {}  # colour, core, input
-        self._writers: dict[tuple[int, int, int], int] = {}  # colour, core, output: input
+        self.outputs: list[np.ndarray] = []
 
     def colour(self, name: str) -> Colour:
         """Return a new colour.
@@ -68,6 +80,7 @@ class Routes:
         if len(self.colours) == COLOURS:
             raise MeshError(f"colours: expected at most {COLOURS}, got one more, {name!r}")
         self.colours.append(Colour(len(self.colours), name))
+        self.outputs.append(np.zeros((self.mesh.cores, PORTS), np.uint8))
         return self.colours[-1]
 
     def add(
@@ -79,27 +92,35 @@ class Routes:
             MeshError: the router has another route for them, or another writer of an output.
         """
         side = side_number(arrives)
-        outputs = tuple(sorted({side_number(name) for name in leaves}))
-        for core in np.asarray(cores).ravel().tolist():
-            where = f"{self._place(core)}, colour {colour.name!r}, before the first cycle"
-            key = (colour.number, core, side)
-            if key in self.outputs:
+        bits = sum(1 << output for output in {side_number(name) for name in leaves})
+        places = core_numbers(self.mesh, cores)
+        table = self.outputs[colour.number]
+        repeated = np.ones(len(places), bool)
+        repeated[np.unique(places, return_index=True)[1]] = False
+        taken = (table[places, side] != 0) | repeated
+        wrong_sides = not bits or bool(bits >> side & 1)
+        written = np.bitwise_or.reduce(table[places], axis=1) & bits
+        wrong = np.flatnonzero(taken | wrong_sides | (written != 0))
+        if len(wrong):
+            first = int(wrong[0])
+            where = f"{self._place(int(places[first]))}, colour {colour.name!r}"
+            where += ", before the first cycle"
+            if taken[first]:
                 raise MeshError(
                     f"{where}: expected one route from {arrives}, got two; join their outputs"
                 )
-            if not outputs or side in outputs:
+            if wrong_sides:
                 raise MeshError(
                     f"{where}: expected a route from {arrives} to other sides, got "
                     f"{', '.join(leaves) or 'none'}"
                 )
-            for output in outputs:
-                other = self._writers.setdefault((colour.number, core, output), side)
-                if other != side:
-                    raise MeshError(
-                        f"{where}: two writers of the link to the {SIDES[output]}, words from "
-                        f"{SIDES[other]} and from {arrives}; give one of them another colour"
-                    )
-            self.outputs[key] = outputs
+            output = _lowest(int(written[first]))
+            other = int(np.flatnonzero(table[places[first]] >> output & 1)[0])
+            raise MeshError(
+                f"{where}: two writers of the link to the {SIDES[output]}, words from "
+                f"{SIDES[other]} and from {arrives}; give one of them another colour"
+            )
+        table[places, side] = bits
 
     def check_loops(self) -> None:
         """Refuse routes on which a word would never arrive.
@@ -107,40 +128,55 @@ class Routes:
         Raises:
             MeshError: a route comes back to its beginning.
         """
-        done: set[tuple[int, int, int]] = set()
-        for start in self.outputs:
-            path: list[tuple[int, int, int]] = []
-            on_path: set[tuple[int, int, int]] = set()
-            stack = [(start, False)]
-            while stack:
-                node, is_left = stack.pop()
-                if is_left:
-                    on_path.discard(path.pop())
-                    done.add(node)
-                    continue
-                if node in on_path:
-                    colour, core, _ = node
-                    length = len(path) - path.index(node)
-                    raise MeshError(
-                        f"{self._place(core)}, colour {self.colours[colour].name!r}, before the "
-                        f"first cycle: the route loops, over {length} links; end it at a core"
-                    )
-                if node in done or node not in self.outputs:
-                    continue
-                path.append(node)
-                on_path.add(node)
-                stack.append((node, True))
-                stack.extend((following, False) for following in self._following(node))
+        for colour, table in zip(self.colours, self.outputs, strict=True):
+            before = self._before(table)
+            # A link has one writer: follow those before, twice as far in each step.
+            earlier = before
+            for _ in range(len(before).bit_length()):
+                earlier = np.where(earlier >= 0, earlier[earlier], -1)
+            if (earlier < 0).all():
+                continue
+            loop = [int(earlier[earlier >= 0][0])]
+            while (at := int(before[loop[-1]])) != loop[0]:
+                loop.append(at)
+            raise MeshError(
+                f"{self._place(min(loop) // PORTS)}, colour {colour.name!r}, before the first "
+                f"cycle: the route loops, over {len(loop)} links; end it at a core"
+            )
 
-    def _following(self, node: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-        colour, core, _ = node
-        found = []
-        for output in self.outputs[node]:
-            if output != RAMP:
-                beside = neighbour(self.mesh, core, output)
-                if beside >= 0:
-                    found.append((colour, beside, opposite(output)))
+    def _before(self, table: np.ndarray) -> np.ndarray:
+        """Return for each core and side [cores * PORTS] the core and side from which its words come
+        by a route of a colour, or -1."""
+        found = np.full(self.mesh.cores * PORTS, -1, np.int64)
+        for output in range(RAMP):
+            cores, sides = np.nonzero(table >> output & 1)
+            beside = neighbours(self.mesh, cores, output)
+            inside = beside >= 0
+            to = beside * PORTS + opposite(output)
+            is_routed = inside & (table.ravel()[to * inside] != 0)
+            found[to[is_routed]] = (cores * PORTS + sides)[is_routed]
         return found
 
     def _place(self, core: int) -> str:
         return f"core ({core // self.mesh.columns}, {core % self.mesh.columns})"
+
+
+def core_numbers(mesh: Mesh, cores: Iterable[int]) -> np.ndarray:
+    """Return the numbers of some cores as an array.
+
+    Raises:
+        MeshError: the mesh has no such core.
+    """
+    found = np.asarray(cores, np.int64).ravel()
+    wrong = found[(found < 0) | (found >= mesh.cores)]
+    if len(wrong):
+        raise MeshError(
+            f"core: expected a number from 0 to {mesh.cores - 1} on a mesh of {mesh}, got "
+            f"{int(wrong[0])}"
+        )
+    return found
+
+
+def _lowest(bits: int) -> int:
+    """Return the number of the lowest bit."""
+    return (bits & -bits).bit_length() - 1

@@ -2,82 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from penstock.errors import MeshError
 from penstock.kernels import mesh_tables as tables
-from penstock.kernels.mesh_tables import MeshTables
-from penstock.wafer.language.arrays import Array
-from penstock.wafer.language.code import Code
-from penstock.wafer.language.colours import Routes, neighbour, opposite
-from penstock.wafer.mesh import SIDES, Ticks, TraceOptions
+from penstock.kernels.mesh_tables import MeshTables, allocate_tables, lines
+from penstock.wafer.language.code_table import CodeTable
+from penstock.wafer.language.colours import Routes
+from penstock.wafer.language.layout import Layout, Placed
+from penstock.wafer.language.queues import Queues, block_of, event_of, queue_of
+from penstock.wafer.mesh import Labels, Ticks, TraceOptions
+from penstock.wafer.mesh.labels import KINDS, THREAD_NAMES
 from penstock.wafer.parameters import CoreParameters, Mesh
 
-_NONE = (
-    tables.LENGTH_REGISTER,
-    tables.IN_COLOUR,
-    tables.OUT_COLOUR,
-    tables.GATE,
-    tables.SECOND_GATE,
-    tables.SIGNAL,
-    tables.SECOND_SIGNAL,
-    *(
-        operand + place
-        for operand in (tables.D, tables.B, tables.C, tables.S)
-        for place in (tables.BASE, tables.REGISTER)
-    ),
-)
-"""Fields of an instruction that are -1 where it has no such part."""
 _WHEEL_CYCLES = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """Code of some cores: the beginning of a thread (colour -1), or a task."""
-
-    code: Code
-    cores: np.ndarray
-    colour: int
-    kind: int
-
-
-@dataclass(frozen=True, eq=False)
-class Feed:
-    """Words that enter at an edge."""
-
-    colour: int
-    core: int
-    side: int
-    first: np.ndarray
-    second: np.ndarray
-    kinds: np.ndarray
-    from_host: bool
-
-
-@dataclass(frozen=True)
-class Sink:
-    """Words that leave at an edge."""
-
-    colour: int
-    core: int
-    side: int
-    words: int
-    to_host: bool
-
-
-@dataclass
-class Layout:
-    """What a program has placed."""
-
-    values: list[tuple[Array, np.ndarray, np.ndarray]] = field(default_factory=list)
-    registers: list[np.ndarray] = field(default_factory=list)
-    counters: list[np.ndarray] = field(default_factory=list)
-    counter_names: list[str] = field(default_factory=list)
-    codes: list[Placed] = field(default_factory=list)
-    feeds: list[Feed] = field(default_factory=list)
-    sinks: list[Sink] = field(default_factory=list)
+_CACHE_BYTES = 1 << 20  # of a processor core; smaller tables need no look ahead
 
 
 def lower(
@@ -89,302 +28,130 @@ def lower(
     cells: int,
     trace: TraceOptions | None,
     most_cycles: int,
-) -> tuple[MeshTables, list[str]]:
-    """Return the tables of a program, and what each instruction is in words.
+) -> tuple[MeshTables, Labels]:
+    """Return the tables of a program, and the names of its parts.
+
+    Args:
+        cells: of a core's memory.
 
     Raises:
         MeshError: a route that loops, a word that leaves the mesh without a drain, two threads
-            that take words of one colour, a colour that is sent without a route.
+            that take or send words of one colour, a colour that is sent without a route, a task
+            without one, two codes for the same words, an operand that a core does not have,
+            numbers beyond 32 bits.
     """
     routes.check_loops()
-    made = _Lowering(mesh, core, ticks, routes, layout)
-    code, factors, instructions = made.code()
-    made.tasks()
-    made.make_queues()
-    cores = mesh.cores
-    memory = np.zeros((cores, cells), np.float32)
+    made = _Lowering(mesh, core, ticks, layout, Queues(routes, layout))
+    t = made.allocate(cells, trace, most_cycles)
+    made.code.fill(t)
+    made.fill_blocks(t)
+    made.queues.fill(t)
+    made.fill_tasks(t)
+    made.fill_feeds(t)
+    made.fill_sinks(t)
     for array, placed, values in layout.values:
-        memory[placed, array.base : array.base + array.size] = values
-    registers = np.zeros((cores, tables.THREADS + len(layout.registers)), np.int64)
-    for number, full in enumerate(layout.registers):
-        registers[:, tables.THREADS + number] = full
-    counters = np.zeros((cores, max(1, len(layout.counters))), np.int64)
-    for number, full in enumerate(layout.counters):
-        counters[:, number] = full
-    feeds, feed_values, kinds = made.feeds()
-    sinks = made.sinks()
-    kept = int(sinks[:, tables.SINK_END].max(initial=0))
-    entities = cores * (1 + tables.THREADS) + len(feeds)
-    depth, count = core.queue_words, len(made.queues)
-    links = cores * tables.PORTS + len(feeds)
-    windows = trace.windows if trace else 0
-    most = int(np.bincount(made.router_of, minlength=cores).max()) if count else 0
-    wheel = 1 << (_WHEEL_CYCLES * ticks.per_cycle - 1).bit_length()
-    sizes = {
-        tables.ENTITIES: entities,
-        tables.WHEEL: wheel,
-        tables.ROUTER_WIDTH: 2 * max(1, most),
-        tables.LINK_COUNT: links,
-        tables.REGISTER_COUNT: registers.shape[1],
-        tables.COUNTER_COUNT: counters.shape[1],
-        tables.CELL_COUNT: cells,
-    }
-    clock = made.clock(len(feeds), trace, most_cycles)
-    clock[list(sizes)] = list(sizes.values())
-    events = np.full((entities, tables.EVENT_FIELDS), -1, np.int64)
-    events[:, tables.IN_WORK] = 0
-    router_queues, router_count = made.router_order(2 * max(1, most))
-    packed = tables.pack_tables(
-        clock,
-        {
-            "bucket_first": np.full(wheel + 1, -1),
-            "bucket_last": np.full(wheel + 1, -1),
-            "events": events,
-            "work": np.zeros(entities + 1, np.int64),
-            "router_queues": router_queues,
-            "router_count": router_count,
-            "queues": made.queues,
-            "words": np.zeros((count, depth, 2), np.int64),
-            "links": np.zeros((links, 2), np.int64),
-            "feeds": feeds,
-            "feed_kind": kinds,
-            "sinks": sinks,
-            "sink_kind": np.zeros(kept, np.int64),
-            "threads": made.threads,
-            "cores": made.core_states(),
-            "registers": registers,
-            "counters": counters,
-            "code": code,
-            "core_queue": made.core_queue,
-            "ramp_queue": made.ramp_queue,
-            "task_code": made.task_code,
-            "task_colours": made.task_colours,
-            "trace_states": np.zeros((windows, cores, 3), np.int64),
-            "trace_links": np.zeros((windows, links), np.int64),
-            "word_values": np.zeros((count, depth, 2), np.float32),
-            "feed_values": feed_values,
-            "sink_values": np.zeros((kept, 2), np.float32),
-            "memory": memory,
-            "factors": factors,
-        },
-    )
-    return packed, instructions
+        t.memory[placed, array.base : array.base + array.size] = values
+    names = [colour.name for colour in routes.colours]
+    return t, Labels(mesh, names, layout.counter_names, made.code.names, made.queues.places)
 
 
 class _Lowering:
-    """The parts of the tables, made one after the other."""
+    """The parts of the tables, filled one after the other."""
 
     def __init__(
-        self, mesh: Mesh, core: CoreParameters, ticks: Ticks, routes: Routes, layout: Layout
+        self, mesh: Mesh, core: CoreParameters, ticks: Ticks, layout: Layout, queues: Queues
     ) -> None:
         self.mesh, self.core, self.ticks = mesh, core, ticks
-        self.routes, self.layout = routes, layout
-        cores = mesh.cores
-        self.threads = np.zeros((cores * tables.THREADS, tables.THREAD_FIELDS), np.int64)
-        self.threads[:, tables.PC] = -1
-        self.threads[:, tables.WAITS] = tables.IDLE
-        self.task_code = np.full((cores, tables.THREADS, tables.COLOURS, 2), -1, np.int32)
-        self.task_colours = np.full((cores, tables.THREADS, tables.COLOURS), -1, np.int32)
-        self.core_queue = np.full((cores, tables.COLOURS), -1, np.int32)
-        self.ramp_queue = np.full((cores, tables.COLOURS), -1, np.int32)
-        self.consumers = np.full((cores, tables.COLOURS), -1, np.int64)  # thread of each colour
-        self.starts: list[int] = []
-        self.queues = np.zeros((0, tables.QUEUE_FIELDS), np.int64)
-        self.router_of = np.zeros(0, np.int64)
+        self.layout, self.queues = layout, queues
+        self.code = CodeTable(mesh, core, ticks, layout)
+        self._place_codes()
 
-    def code(self) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Return the instructions of all codes, the factors in them and their names."""
-        rows: list[np.ndarray] = []
-        names: list[str] = []
-        factors: dict[float, int] = {1.0: 0}
-        word = self.ticks.count(self.core.word_cycles)
-        for placed in self.layout.codes:
-            start = len(rows)
-            self.starts.append(start)
-            for item in placed.code.rows:
-                row = np.zeros(tables.CODE_FIELDS, np.int64)
-                row[list(_NONE)] = -1
-                row[tables.OP] = item.op
-                row[tables.TICKS] = self.ticks.count(item.cycles)
-                row[tables.INTERVAL] = word
-                row[tables.FACTOR] = factors.setdefault(float(item.factor), len(factors))
-                for place, value in item.fields.items():
-                    row[place] = value + start if place == tables.TARGET else value
-                rows.append(row)
-                names.append(item.what)
-            row = np.zeros(tables.CODE_FIELDS, np.int64)
-            row[tables.OP] = tables.END
-            rows.append(row)
-            names.append("end")
-        table = np.array(rows) if rows else np.zeros((0, tables.CODE_FIELDS), np.int64)
-        return table, np.array(list(factors), np.float32), names
-
-    def tasks(self) -> None:
-        """Give threads their beginnings, and colours their tasks and the thread that takes them."""
-        for placed, start in zip(self.layout.codes, self.starts, strict=True):
-            thread, cores = placed.code.thread, placed.cores
+    def _place_codes(self) -> None:
+        """Note which code each thread begins with, and which code the words of a colour start."""
+        shape = (self.mesh.cores, tables.THREADS)
+        colours = self.queues.consumers.shape[1]
+        self.main = np.full(shape, -1, np.int64)
+        self.task_code = np.full((*shape, colours, 2), -1, np.int64)
+        for placed, start in zip(self.layout.codes, self.code.starts.tolist(), strict=True):
+            thread = placed.code.thread
             if placed.colour < 0:
-                self.threads[cores * tables.THREADS + thread, tables.PC] = start
-                self.threads[cores * tables.THREADS + thread, tables.WAITS] = tables.RUNNING
+                chosen = self.main[:, thread]
             else:
-                self.task_code[cores, thread, placed.colour, placed.kind] = start
-                self._consume(cores, placed.colour, thread)
-            for colour in placed.code.takes:
-                self._consume(cores, colour, thread)
-        counts = self.threads.reshape(-1, tables.THREADS, tables.THREAD_FIELDS)
-        for thread in range(tables.THREADS):
-            has = (self.task_code[:, thread] >= 0).any(axis=-1)  # [cores, colours]
-            order = np.argsort(~has, axis=-1, kind="stable")
-            counts[:, thread, tables.TASKS] = has.sum(axis=-1)
-            self.task_colours[:, thread] = np.where(np.take_along_axis(has, order, -1), order, -1)
+                chosen = self.task_code[:, thread, placed.colour, placed.kind]
+            twice = placed.cores[chosen[placed.cores] >= 0]
+            if len(twice):
+                raise MeshError(self._placed_twice(placed, int(twice[0])))
+            chosen[placed.cores] = start
 
-    def _consume(self, cores: np.ndarray, colour: int, thread: int) -> None:
-        before = self.consumers[cores, colour]
-        wrong = np.flatnonzero((before >= 0) & (before != thread))
-        if len(wrong):
-            raise MeshError(
-                f"{self._place(int(cores[wrong[0]]))}, {self._colour(colour)}, before the first "
-                "cycle: two threads take its words; let one of them do it"
+    def _placed_twice(self, placed: Placed, core: int) -> str:
+        place = f"core ({core // self.mesh.columns}, {core % self.mesh.columns})"
+        thread = THREAD_NAMES[placed.code.thread]
+        if placed.colour < 0:
+            return (
+                f"{place}, before the first cycle: two codes with which its thread {thread!r} "
+                "begins; write one after the other in one code"
             )
-        self.consumers[cores, colour] = thread
+        name = self.queues.routes.colours[placed.colour].name
+        return (
+            f"{place}, colour {name!r}, before the first cycle: two tasks for its "
+            f"{KINDS[placed.kind]} words; join them"
+        )
 
-    def make_queues(self) -> None:
-        """Make a queue for each route, and one to each core for each colour that it takes."""
-        routes = self.routes.outputs
-        number = {key: place for place, key in enumerate(routes)}
-        cores, colours = np.nonzero(self.consumers >= 0)
-        first = len(routes)
-        self.core_queue[cores, colours] = first + np.arange(len(cores))
-        self.queues = np.zeros((first + len(cores), tables.QUEUE_FIELDS), np.int64)
-        self.queues[:, tables.UPSTREAM] = -1
-        sinks = {
-            (sink.colour, sink.core, sink.side): place
-            for place, sink in enumerate(self.layout.sinks)
+    # --- sizes ------------------------------------------------------------------------------------
+
+    def allocate(self, cells: int, trace: TraceOptions | None, most_cycles: int) -> MeshTables:
+        """Return tables of the right sizes, with the clock set."""
+        cores, layout, queues = self.mesh.cores, self.layout, self.queues
+        wheel = 1 << (_WHEEL_CYCLES * self.ticks.per_cycle - 1).bit_length()
+        clock = self.clock(trace, most_cycles)
+        colours = queues.consumers.shape[1]
+        threads_at = lines(tables.ORDER + 2 * queues.most_in_router)
+        core_at = threads_at + tables.THREADS * tables.LINE
+        counters_at = core_at + tables.REGISTERS + tables.THREADS + len(layout.registers)
+        core_queues_at = counters_at + len(layout.counters)
+        words_at = tables.OUT_LINK + 2 * queues.most_outputs
+        entities = cores * tables.CORE_ENTITIES + len(layout.feeds)
+        sizes = {
+            tables.WHEEL: wheel,
+            tables.WORK_SIZE: entities + 1,
+            tables.THREADS_AT: threads_at,
+            tables.CORE_AT: core_at,
+            tables.COUNTERS_AT: counters_at,
+            tables.CORE_QUEUES_AT: core_queues_at,
+            tables.RAMP_QUEUES_AT: core_queues_at + colours,
+            tables.BLOCK_SIZE: lines(core_queues_at + 2 * colours),
+            tables.WORDS_AT: words_at,
+            tables.QUEUE_SIZE: lines(words_at + self.core.queue_words * tables.WORD_FIELDS),
         }
-        for key, place in number.items():
-            self._fill_queue(key, place, number, sinks)
-        taken = self.queues[first:]
-        taken[:, tables.CONSUMER] = (
-            self.mesh.cores + cores * tables.THREADS + self.consumers[cores, colours]
+        cells_of_state = cores * sizes[tables.BLOCK_SIZE]
+        cells_of_state += len(queues.places) * sizes[tables.QUEUE_SIZE]
+        sizes[tables.LOOKS_AHEAD] = int(4 * cells_of_state > _CACHE_BYTES)
+        clock[list(sizes)] = list(sizes.values())
+        windows = trace.windows if trace else 0
+        tasks = int((self.task_code >= 0).any(axis=-1).sum())
+        return allocate_tables(
+            clock,
+            {
+                "buckets": (wheel + 1, tables.BUCKET_FIELDS),
+                "events": (entities, tables.EVENT_FIELDS),
+                "work": (entities + 1,),
+                "blocks": (cores, sizes[tables.BLOCK_SIZE]),
+                "queues": (len(queues.places), sizes[tables.QUEUE_SIZE]),
+                "edges": (len(layout.feeds),),
+                "feeds": (len(layout.feeds), tables.FEED_FIELDS),
+                "feed_words": (sum(len(feed.kinds) for feed in layout.feeds), tables.WORD_FIELDS),
+                "sinks": (len(layout.sinks), tables.SINK_FIELDS),
+                "sink_words": (sum(sink.words for sink in layout.sinks), tables.WORD_FIELDS),
+                "code": (len(self.code.names), tables.CODE_FIELDS),
+                "tasks": (tasks, tables.TASK_FIELDS),
+                "trace_states": (windows, cores, 3),
+                "trace_links": (windows, cores, tables.PORTS),
+                "memory": (cores, cells),
+                "factors": (len(self.code.factors),),
+            },
         )
-        taken[:, tables.UPSTREAM] = cores
-        taken[:, tables.QUEUE_CORE], taken[:, tables.QUEUE_COLOUR] = cores, colours
-        taken[:, tables.QUEUE_INPUT] = tables.PORTS
-        self.router_of = self.queues[:first, tables.QUEUE_CORE]
-        self._check_senders()
 
-    def _fill_queue(
-        self,
-        key: tuple[int, int, int],
-        place: int,
-        number: dict[tuple[int, int, int], int],
-        sinks: dict[tuple[int, int, int], int],
-    ) -> None:
-        colour, core, side = key
-        row = self.queues[place]
-        row[tables.CONSUMER] = core
-        row[tables.QUEUE_CORE], row[tables.QUEUE_COLOUR] = core, colour
-        row[tables.QUEUE_INPUT] = side
-        outputs = self.routes.outputs[key]
-        row[tables.OUTPUTS] = len(outputs)
-        if side == tables.RAMP:
-            self.ramp_queue[core, colour] = place
-        else:
-            beside = neighbour(self.mesh, core, side)
-            row[tables.UPSTREAM] = beside  # a feed where there is none
-        for turn, output in enumerate(outputs):
-            row[tables.OUT_LINK + 2 * turn] = core * tables.PORTS + output
-            if output == tables.RAMP:
-                target = int(self.core_queue[core, colour])
-            else:
-                beside = neighbour(self.mesh, core, output)
-                if beside >= 0:
-                    target = number.get((colour, beside, opposite(output)), tables.NOWHERE)
-                else:
-                    target = -2 - self._sink(sinks, colour, core, output)
-            row[tables.OUT_TARGET + 2 * turn] = target
-
-    def _sink(
-        self, sinks: dict[tuple[int, int, int], int], colour: int, core: int, side: int
-    ) -> int:
-        if (colour, core, side) not in sinks:
-            raise MeshError(
-                f"{self._place(core)}, {self._colour(colour)}, before the first cycle: the route "
-                f"leaves the mesh to the {SIDES[side]} without a drain; add one or end the route"
-            )
-        return sinks[(colour, core, side)]
-
-    def _check_senders(self) -> None:
-        """Refuse colours that a core sends without a route from its ramp."""
-        senders = np.full((self.mesh.cores, tables.COLOURS), -1, np.int64)
-        for placed in self.layout.codes:
-            for colour in placed.code.sends:
-                missing = placed.cores[self.ramp_queue[placed.cores, colour] < 0]
-                if len(missing):
-                    raise MeshError(
-                        f"{self._place(int(missing[0]))}, {self._colour(colour)}, before the first "
-                        "cycle: the core sends it, but no route takes it from the ramp"
-                    )
-                senders[placed.cores, colour] = placed.code.thread
-                queues = self.ramp_queue[placed.cores, colour]
-                others = self.queues[queues, tables.UPSTREAM]
-                threads = self.mesh.cores + placed.cores * tables.THREADS + placed.code.thread
-                wrong = np.flatnonzero((others >= 0) & (others != threads))
-                if len(wrong):
-                    raise MeshError(
-                        f"{self._place(int(placed.cores[wrong[0]]))}, {self._colour(colour)}, "
-                        "before the first cycle: two threads send it; let one of them do it"
-                    )
-                self.queues[queues, tables.UPSTREAM] = threads
-
-    def router_order(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the queues of each router, in order of colour and side."""
-        cores = self.mesh.cores
-        counts = np.bincount(self.router_of, minlength=cores)
-        found = np.zeros((cores, width), np.int32)
-        count = len(self.router_of)
-        keys = self.queues[:count]
-        order = np.lexsort(
-            (keys[:, tables.QUEUE_INPUT], keys[:, tables.QUEUE_COLOUR], self.router_of)
-        )
-        starts = np.concatenate(([0], np.cumsum(counts)))[:-1]
-        found[self.router_of[order], np.arange(count) - np.repeat(starts, counts)] = order
-        return found, counts.astype(np.int32)
-
-    def feeds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the streams that enter, and their words one after the other: values and kinds."""
-        given = self.layout.feeds
-        table = np.zeros((len(given), tables.FEED_FIELDS), np.int64)
-        number = {key: place for place, key in enumerate(self.routes.outputs)}
-        edge_links: dict[tuple[int, int], int] = {}
-        start = 0
-        for place, feed in enumerate(given):
-            queue = number[(feed.colour, feed.core, feed.side)]
-            entity = self.mesh.cores * (1 + tables.THREADS) + place
-            self.queues[queue, tables.UPSTREAM] = entity
-            link = edge_links.setdefault((feed.core, feed.side), len(edge_links))
-            end = start + len(feed.first)
-            link += self.mesh.cores * tables.PORTS
-            table[place] = (queue, link, start, end, feed.from_host, start)
-            start = end
-        values = np.zeros((start, 2), np.float32)
-        kinds = np.zeros(start, np.int64)
-        for feed, row in zip(given, table, strict=True):
-            span = slice(row[tables.FEED_START], row[tables.FEED_END])
-            values[span, 0], values[span, 1] = feed.first, feed.second
-            kinds[span] = feed.kinds
-        return table, values, kinds
-
-    def sinks(self) -> np.ndarray:
-        """Return the drains."""
-        table = np.zeros((len(self.layout.sinks), tables.SINK_FIELDS), np.int64)
-        start = 0
-        for place, sink in enumerate(self.layout.sinks):
-            table[place] = (start, start + sink.words, sink.to_host, 0, start, sink.colour)
-            start += sink.words
-        return table
-
-    def clock(self, feeds: int, trace: TraceOptions | None, most_cycles: int) -> np.ndarray:
+    def clock(self, trace: TraceOptions | None, most_cycles: int) -> np.ndarray:
         """Return the clock and the times of a word's way."""
         clock = np.zeros(tables.CLOCK_FIELDS, np.int64)
         count = self.ticks.count
@@ -393,25 +160,100 @@ class _Lowering:
         clock[tables.RAMP_TICKS] = count(self.core.ramp_cycles)
         clock[tables.DEPTH] = self.core.queue_words
         clock[tables.SHARED_PATH] = self.core.threads_share_data_path
-        clock[tables.CORES], clock[tables.FEED_COUNT] = self.mesh.cores, feeds
+        clock[tables.CORES] = self.mesh.cores
         clock[tables.LAST_TICK] = min(most_cycles * self.ticks.per_cycle, tables.MOST_TICKS)
         each = self.ticks.per_cycle / self.core.host_words_per_cycle
         parts = round(each * (1 << tables.HOST_PLACES))
         clock[tables.HOST_EACH] = parts >> tables.HOST_PLACES
         clock[tables.HOST_EACH_PART] = parts & ((1 << tables.HOST_PLACES) - 1)
+        slowest = max(clock[[tables.WORD_TICKS, tables.HOP_TICKS, tables.RAMP_TICKS]].max(), each)
+        if slowest >= tables.MOST_INSTRUCTION_TICKS:
+            most = tables.MOST_INSTRUCTION_TICKS // self.ticks.per_cycle
+            raise MeshError(
+                f"{self.core.name} cores: expected at most {most:,} cycles for a word on a link or "
+                f"between wafer and host, got {slowest / self.ticks.per_cycle:,.12g}"
+            )
         if trace:
             clock[tables.TRACE_TICKS] = trace.cycles * self.ticks.per_cycle
             clock[tables.TRACE_WINDOWS] = trace.windows
         return clock
 
-    def core_states(self) -> np.ndarray:
-        """Return cores that have not begun: starved."""
-        states = np.zeros((self.mesh.cores, tables.CORE_FIELDS), np.int64)
-        states[:, tables.STATE] = tables.STARVED
-        return states
+    # --- cores ------------------------------------------------------------------------------------
 
-    def _place(self, core: int) -> str:
-        return f"core ({core // self.mesh.columns}, {core % self.mesh.columns})"
+    def fill_blocks(self, t: MeshTables) -> None:
+        """Write the beginnings of routers, threads, cores and events."""
+        cores = np.arange(self.mesh.cores)
+        t.buckets[...] = -1
+        t.blocks[:, tables.ROUTER_EVENT] = event_of(t, cores, 0)
+        t.blocks[:, tables.CORE_NUMBER] = cores
+        threads, own = t.threads, t.cores
+        for which in range(tables.THREADS):
+            row = threads[:, which]
+            row[:, tables.THREAD_EVENT] = event_of(t, cores, 1 + which)
+            row[:, tables.BLOCK] = block_of(t, cores)
+            row[:, tables.WHICH] = which
+            main = self.main[:, which]
+            row[:, tables.PC] = np.where(main >= 0, self._code_places(t, main), -1)
+            row[:, tables.WAITS] = np.where(main >= 0, tables.RUNNING, tables.IDLE)
+        own[:, tables.STATE] = tables.STARVED
+        own[:, tables.CELLS] = int(t.integers[tables.MEMORY]) + cores * t.memory.shape[1]
+        core_at, counters_at = int(t.clock[tables.CORE_AT]), int(t.clock[tables.COUNTERS_AT])
+        for number, values in enumerate(self.layout.registers, tables.THREADS):
+            t.blocks[:, core_at + tables.REGISTERS + number] = values
+        for number, values in enumerate(self.layout.counters):
+            t.blocks[:, counters_at + number] = values
 
-    def _colour(self, colour: int) -> str:
-        return f"colour {self.routes.colours[colour].name!r}"
+    def fill_tasks(self, t: MeshTables) -> None:
+        """Write which queues each thread takes words of, and the code that they start."""
+        has = (self.task_code >= 0).any(axis=-1)
+        cores, threads, colours = np.nonzero(has)
+        codes = self.task_code[cores, threads, colours]
+        t.tasks[:, tables.TASK_QUEUE] = queue_of(t, self.queues.numbers[cores, colours, -1])
+        t.tasks[:, tables.TASK_COLOUR] = colours
+        places = np.where(codes >= 0, self._code_places(t, codes), -1)
+        t.tasks[:, tables.TASK_CODE : tables.TASK_CODE + 2] = places
+        counts = has.sum(axis=-1)
+        starts = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
+        t.threads[:, :, tables.TASKS] = counts
+        first = int(t.integers[tables.TASK_ROWS])
+        t.threads[:, :, tables.FIRST_TASK] = first + starts * tables.TASK_FIELDS
+
+    @staticmethod
+    def _code_places(t: MeshTables, numbers: np.ndarray) -> np.ndarray:
+        return int(t.integers[tables.CODE]) + numbers * tables.CODE_FIELDS
+
+    # --- edges ------------------------------------------------------------------------------------
+
+    def fill_feeds(self, t: MeshTables) -> None:
+        """Write the streams that enter, and their words one after the other."""
+        edges: dict[tuple[int, int], int] = {}
+        start = 0
+        for place, feed in enumerate(self.layout.feeds):
+            number = int(self.queues.numbers[feed.core, feed.colour, feed.side])
+            event = int(event_of(t, np.array(self.mesh.cores), place))
+            t.queues[number, tables.UPSTREAM] = event
+            link = edges.setdefault((feed.core, feed.side), len(edges))
+            end = start + len(feed.kinds)
+            row = t.feeds[place]
+            row[tables.FEED_EVENT] = event
+            row[tables.FEED_QUEUE] = queue_of(t, np.array(number))
+            row[tables.FEED_LINK] = int(t.integers[tables.EDGES]) + link
+            row[tables.FEED_START] = row[tables.FEED_NEXT] = start
+            row[tables.FEED_END] = end
+            row[tables.FEED_HOST] = feed.from_host
+            words = t.feed_words[start:end]
+            words[:, tables.KIND] = feed.kinds
+            for at, numbers in enumerate(feed.numbers, tables.FIRST_NUMBER):
+                words.view(np.float32)[:, at] = numbers
+            start = end
+
+    def fill_sinks(self, t: MeshTables) -> None:
+        """Write the drains."""
+        start = 0
+        for place, sink in enumerate(self.layout.sinks):
+            row = t.sinks[place]
+            row[tables.SINK_START] = row[tables.SINK_NEXT] = start
+            row[tables.SINK_END] = start + sink.words
+            row[tables.SINK_HOST] = sink.to_host
+            row[tables.SINK_COLOUR] = sink.colour
+            start += sink.words

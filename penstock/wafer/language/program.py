@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.errors import BudgetError, MeshError
+from penstock.errors import BudgetError, MeshError, did_you_mean
 from penstock.kernels import mesh_tables as tables
 from penstock.kernels.mesh_tables import MeshTables
 from penstock.wafer.language.arrays import Array, Counter, Register
 from penstock.wafer.language.code import COMPUTE, Code
-from penstock.wafer.language.colours import Colour, Routes, side_number
-from penstock.wafer.language.lower import Feed, Layout, Placed, Sink, lower
-from penstock.wafer.mesh import SIDES, Labels, MeshReport, Ticks, TraceOptions
+from penstock.wafer.language.colours import Colour, Routes, core_numbers, side_number
+from penstock.wafer.language.layout import Feed, Layout, Placed, Sink
+from penstock.wafer.language.lower import lower
+from penstock.wafer.mesh import SIDES, MeshReport, Ticks, TraceOptions
+from penstock.wafer.mesh.labels import KINDS
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 Place = int | slice | Sequence[int] | None
@@ -45,9 +47,13 @@ class MeshRun:
         """Return what left: first and second number of each word, and whether it is a control
         word."""
         sink = self._tables.sinks[drain.number]
-        span = slice(int(sink[tables.SINK_START]), int(sink[tables.SINK_NEXT]))
-        t = self._tables
-        return t.sink_values[span, 0], t.sink_values[span, 1], t.sink_kind[span] == tables.CONTROL
+        words = self._tables.sink_words[sink[tables.SINK_START] : sink[tables.SINK_NEXT]]
+        numbers = words.view(np.float32)
+        return (
+            numbers[:, tables.FIRST_NUMBER],
+            numbers[:, tables.SECOND_NUMBER],
+            words[:, tables.KIND] == tables.CONTROL,
+        )
 
 
 class MeshProgram:
@@ -69,6 +75,8 @@ class MeshProgram:
         element_bytes: int = 2,
         rounds: bool | None = None,
     ) -> None:
+        if element_bytes not in (2, 4):
+            raise MeshError(f"element_bytes: expected 2 or 4, got {element_bytes!r}")
         self.mesh, self.core = mesh, core
         self.element_bytes = element_bytes
         self.pack = 2 if element_bytes == 2 else 1
@@ -82,12 +90,22 @@ class MeshProgram:
     # --- places -----------------------------------------------------------------------------------
 
     def cores(self, rows: Place = None, columns: Place = None) -> np.ndarray:
-        """Return the numbers of the cores in some rows and columns, in order."""
+        """Return the numbers of the cores in some rows and columns, in order.
+
+        Raises:
+            MeshError: the mesh has no such row or column. Slices are cut to the mesh.
+        """
         every = np.arange(self.mesh.cores).reshape(self.mesh.rows, self.mesh.columns)
         for axis, place in enumerate((rows, columns)):
             if place is None:
                 continue
-            chosen = np.arange(every.shape[axis])[place]
+            try:
+                chosen = np.arange(every.shape[axis])[place]
+            except IndexError:
+                raise MeshError(
+                    f"{('row', 'column')[axis]}: expected a number from 0 to "
+                    f"{every.shape[axis] - 1} on a mesh of {self.mesh}, got {place}"
+                ) from None
             every = np.take(every, np.atleast_1d(chosen), axis=axis)
         return every.ravel()
 
@@ -123,7 +141,7 @@ class MeshProgram:
             BudgetError: a core has no memory for it.
         """
         shape = (shape,) if isinstance(shape, int) else shape
-        chosen = self.cores() if cores is None else np.asarray(cores)
+        chosen = self.cores() if cores is None else core_numbers(self.mesh, cores)
         width = self.element_bytes if element_bytes is None else element_bytes
         size = math.prod(shape)
         needed = self._used_bytes[chosen] + size * width
@@ -143,7 +161,17 @@ class MeshProgram:
         return made
 
     def load(self, array: Array, cores: np.ndarray, values: np.ndarray) -> None:
-        """Give an array first values on some cores, [cores, *shape] or what broadcasts to it."""
+        """Give an array first values on some cores, [cores, *shape] or what broadcasts to it.
+
+        Raises:
+            MeshError: one of the cores does not have the array.
+        """
+        missing = np.setdiff1d(cores, array.cores)
+        if len(missing):
+            raise MeshError(
+                f"{self._place(int(missing[0]))}: array {array.name!r} gets values there, but is "
+                "not on that core; place it there too"
+            )
         full = np.broadcast_to(np.asarray(values, np.float32), (len(cores), *array.shape))
         if array.element_bytes == 2:
             full = self.rounded(full)
@@ -156,16 +184,29 @@ class MeshProgram:
 
     def register(self, name: str, values: np.ndarray | int = 0) -> Register:
         """Give every core a register, with one value for all or one for each."""
-        full = np.broadcast_to(np.asarray(values, np.int64), (self.mesh.cores,))
+        full = self._of_cores(f"register {name!r}", values)
         self._layout.registers.append(full)
         return Register(tables.THREADS + len(self._layout.registers) - 1, name)
 
     def counter(self, name: str, start: np.ndarray | int = 0) -> Counter:
         """Give every core a counter."""
-        full = np.broadcast_to(np.asarray(start, np.int64), (self.mesh.cores,))
+        full = self._of_cores(f"counter {name!r}", start)
         self._layout.counters.append(full)
         self._layout.counter_names.append(name)
         return Counter(len(self._layout.counters) - 1, name)
+
+    def _of_cores(self, what: str, values: np.ndarray | int) -> np.ndarray:
+        """Return a whole number for each core.
+
+        Raises:
+            MeshError: one has more than 32 bits.
+        """
+        full = np.broadcast_to(np.asarray(values, np.int64), (self.mesh.cores,))
+        if full.min() < -(1 << 31) or full.max() >= 1 << 31:
+            raise MeshError(
+                f"{what}: expected numbers of 32 bits, got {full.min():,} to {full.max():,}"
+            )
+        return full
 
     # --- words ------------------------------------------------------------------------------------
 
@@ -182,7 +223,7 @@ class MeshProgram:
     def main(self, cores: np.ndarray | None = None, thread: int = COMPUTE) -> Code:
         """Return the code with which a thread of some cores begins, to be filled in."""
         code = Code(self.core, thread, self.rounds, self.pack)
-        chosen = self.cores() if cores is None else cores
+        chosen = self.cores() if cores is None else core_numbers(self.mesh, cores)
         self._layout.codes.append(Placed(code, chosen, -1, 0))
         return code
 
@@ -200,12 +241,18 @@ class MeshProgram:
         Args:
             kind: of the words, data or control.
             cycles: before the first instruction, by default `task_cycles`.
+
+        Raises:
+            MeshError: there is no such kind.
         """
+        if kind not in KINDS:
+            raise MeshError(
+                f"kind: expected {' or '.join(KINDS)}, got {kind!r}{did_you_mean(kind, KINDS)}"
+            )
         code = Code(self.core, thread, self.rounds, self.pack)
         code.work(self.core.task_cycles if cycles is None else cycles)
-        chosen = self.cores() if cores is None else cores
-        number = ("data", "control").index(kind)
-        self._layout.codes.append(Placed(code, chosen, colour.number, number))
+        chosen = self.cores() if cores is None else core_numbers(self.mesh, cores)
+        self._layout.codes.append(Placed(code, chosen, colour.number, KINDS.index(kind)))
         return code
 
     def feed(
@@ -227,37 +274,56 @@ class MeshProgram:
             first, second: numbers in the words; the second is an index for tasks.
             controls: booleans, which words are control words.
             from_host: whether the host's links carry them.
+
+        Raises:
+            MeshError: no route takes the words, another stream of the colour enters there, or the
+                arguments differ in length.
         """
-        zeros = np.zeros(len(first), np.float32)
-        kinds = np.zeros(len(first), np.uint8) if controls is None else controls.astype(np.uint8)
+        count = len(first)
+        given = (first, np.zeros(count) if second is None else second)
+        numbers = tuple(np.asarray(values, np.float32) for values in given)
+        kinds = np.zeros(count, bool) if controls is None else np.asarray(controls, bool)
         port = self._edge(core, side)
-        if (colour.number, core, port) not in self.routes.outputs:
+        if any(values.shape != (count,) for values in (*numbers, kinds)):
+            shapes = [list(values.shape) for values in (*numbers, kinds)]
+            raise MeshError(
+                f"{self._place(core)}, colour {colour.name!r}: expected a first and a second "
+                f"number and a kind for each word, got the shapes {shapes}"
+            )
+        if not self.routes.outputs[colour.number][core, port]:
             raise MeshError(
                 f"{self._place(core)}, colour {colour.name!r}, before the first cycle: a stream "
                 f"enters from the {side}, where no route takes it; add the route before it"
             )
-        self._layout.feeds.append(
-            Feed(
-                colour.number,
-                core,
-                port,
-                np.asarray(first, np.float32),
-                zeros if second is None else np.asarray(second, np.float32),
-                kinds,
-                from_host,
-            )
-        )
+        for other in self._layout.feeds:
+            if (other.colour, other.core, other.side) == (colour.number, core, port):
+                raise MeshError(
+                    f"{self._place(core)}, colour {colour.name!r}, before the first cycle: two "
+                    f"streams enter from the {side}; join their words or give one another colour"
+                )
+        self._layout.feeds.append(Feed(colour.number, core, port, numbers, kinds, from_host))
 
     def drain(
         self, colour: Colour, core: int, side: str, words: int, *, to_host: bool = False
     ) -> Drain:
-        """Take words of a colour out at the edge of the mesh: exactly so many."""
+        """Take words of a colour out at the edge of the mesh: exactly so many.
+
+        Raises:
+            MeshError: not a number of words, or the colour has a drain there already.
+        """
         port = self._edge(core, side)
+        where = f"{self._place(core)}, colour {colour.name!r}, before the first cycle"
+        if words < 0:
+            raise MeshError(f"{where}: expected a drain of 0 words or more, got {words}")
+        for other in self._layout.sinks:
+            if (other.colour, other.core, other.side) == (colour.number, core, port):
+                raise MeshError(f"{where}: two drains to the {side}; let one take all words")
         self._layout.sinks.append(Sink(colour.number, core, port, words, to_host))
         return Drain(len(self._layout.sinks) - 1)
 
     def _edge(self, core: int, side: str) -> int:
         port = side_number(side)
+        core_numbers(self.mesh, [core])
         row, column = divmod(int(core), self.mesh.columns)
         ends = (row == 0, column == self.mesh.columns - 1, row == self.mesh.rows - 1, column == 0)
         if port == tables.RAMP or not ends[port]:
@@ -277,7 +343,7 @@ class MeshProgram:
         """
         from penstock.wafer.mesh import run_tables
 
-        made, instructions = lower(
+        made, labels = lower(
             self.mesh,
             self.core,
             self.ticks,
@@ -287,6 +353,4 @@ class MeshProgram:
             trace,
             most_cycles,
         )
-        names = [colour.name for colour in self.routes.colours]
-        labels = Labels(self.mesh, names, self._layout.counter_names, instructions)
         return MeshRun(run_tables(made, labels, self.ticks), made)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.errors import ConfigError
 from penstock.kernels import mesh_tables as tables
 from penstock.kernels.mesh_tables import MeshTables
 from penstock.wafer.mesh.labels import SIDES, Labels
@@ -17,10 +18,19 @@ class TraceOptions:
     """How the beginning of a run is recorded: `windows` of `cycles` each, and no more.
 
     Memory is windows * cores * 32 bytes.
+
+    Raises:
+        ConfigError: one of them is not a whole number from 1 up.
     """
 
     windows: int = 200
     cycles: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("windows", "cycles"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"trace: expected {name} from 1 up, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +113,10 @@ class MeshReport:
 def make_report(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshReport:
     """Return the report of a simulation that has ended."""
     shape = (labels.mesh.rows, labels.mesh.columns)
-    cores = labels.mesh.cores
     per_cycle = ticks.per_cycle
     total = int(t.clock[tables.NOW])
-    own = (
-        t.links[: cores * tables.PORTS, tables.LINK_WORDS]
-        .reshape(*shape, tables.PORTS)
-        .astype(np.int64)
-    )
+    own = _link_words(t, labels).reshape(*shape, tables.PORTS)
+    edge_words = int((t.feeds[:, tables.FEED_NEXT] - t.feeds[:, tables.FEED_START]).sum())
     occupancy = own * int(t.clock[tables.WORD_TICKS]) / max(1, total)
     states = [
         t.cores[:, field].reshape(shape) / per_cycle
@@ -124,57 +130,68 @@ def make_report(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshReport:
         blocked=states[2],
         link_words=own,
         link_occupancy=occupancy,
-        edge_words=int(t.links[cores * tables.PORTS :, tables.LINK_WORDS].sum()),
+        edge_words=edge_words,
         queues=_depths(t, labels),
         words_entered=entered,
         words_delivered=delivered,
-        hops=int(t.links[:, tables.LINK_WORDS].sum()),
+        hops=int(own.sum()) + edge_words,
         events=int(t.clock[tables.EVENTS]) + int(t.clock[tables.EVENT_TURNS]) * tables.EVENT_TURN,
         trace=_trace(t, labels, ticks),
     )
 
 
+def _link_words(t: MeshTables, labels: Labels) -> np.ndarray:
+    """Return the words that left each router [cores, PORTS]: those of all queues routed there."""
+    found = np.zeros(labels.mesh.cores * tables.PORTS, np.int64)
+    first, size = int(t.integers[tables.BLOCKS]), int(t.clock[tables.BLOCK_SIZE])
+    most = (int(t.clock[tables.WORDS_AT]) - tables.OUT_LINK) // 2
+    for output in range(most):
+        rows = t.queues[t.queues[:, tables.OUTPUTS] > output]
+        cores, ports = np.divmod(
+            rows[:, tables.OUT_LINK + 2 * output].astype(np.int64) - first, size
+        )
+        np.add.at(found, cores * tables.PORTS + ports, rows[:, tables.PASSED])
+    return found
+
+
 def _depths(t: MeshTables, labels: Labels) -> tuple[QueueDepth, ...]:
     columns = labels.mesh.columns
     sides = (*SIDES, "core")
+    found = np.concatenate((labels.queues, t.queues[:, [tables.GREATEST, tables.PASSED]]), axis=1)
     return tuple(
         QueueDepth(
-            row=core // columns,
-            column=core % columns,
-            colour=labels.colours[colour],
-            side=sides[side],
-            greatest=greatest,
-            words=words,
+            core // columns, core % columns, labels.colours[colour], sides[side], most, words
         )
-        for core, colour, side, greatest, words in t.queues[
-            :,
-            [
-                tables.QUEUE_CORE,
-                tables.QUEUE_COLOUR,
-                tables.QUEUE_INPUT,
-                tables.GREATEST,
-                tables.PASSED,
-            ],
-        ].tolist()
+        for core, colour, side, most, words in found.tolist()
     )
 
 
 def _words_by_colour(t: MeshTables, labels: Labels) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many words entered and left the network of routers, by colour."""
-    entered = dict.fromkeys(labels.colours, 0)
-    delivered = dict.fromkeys(labels.colours, 0)
-    colour_of, side_of = t.queues[:, tables.QUEUE_COLOUR], t.queues[:, tables.QUEUE_INPUT]
-    for number, name in enumerate(labels.colours):
-        passed = t.queues[:, tables.PASSED] * (colour_of == number)
-        entered[name] = int(passed[side_of == tables.RAMP].sum())
-        delivered[name] = int(passed[side_of == tables.PORTS].sum())
-    for feed in t.feeds:
-        colour = int(t.queues[feed[tables.FEED_QUEUE], tables.QUEUE_COLOUR])
-        entered[labels.colours[colour]] += int(feed[tables.FEED_NEXT] - feed[tables.FEED_START])
-    for sink in t.sinks:
-        colour = int(sink[tables.SINK_COLOUR])
-        delivered[labels.colours[colour]] += int(sink[tables.SINK_NEXT] - sink[tables.SINK_START])
-    return entered, delivered
+    _, colours, sides = labels.queues.T
+    count = len(labels.colours)
+    passed = t.queues[:, tables.PASSED]
+    entered, delivered = (
+        np.bincount(colours[sides == side], passed[sides == side], count)
+        for side in (tables.RAMP, tables.PORTS)
+    )
+    queue_of = (t.feeds[:, tables.FEED_QUEUE] - int(t.integers[tables.QUEUES])) // int(
+        t.clock[tables.QUEUE_SIZE]
+    )
+    np.add.at(
+        entered,
+        colours[queue_of],
+        t.feeds[:, tables.FEED_NEXT] - t.feeds[:, tables.FEED_START],
+    )
+    np.add.at(
+        delivered,
+        t.sinks[:, tables.SINK_COLOUR],
+        t.sinks[:, tables.SINK_NEXT] - t.sinks[:, tables.SINK_START],
+    )
+    return (
+        dict(zip(labels.colours, entered.astype(int).tolist(), strict=True)),
+        dict(zip(labels.colours, delivered.astype(int).tolist(), strict=True)),
+    )
 
 
 def _trace(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshTrace | None:
@@ -182,9 +199,8 @@ def _trace(t: MeshTables, labels: Labels, ticks: Ticks) -> MeshTrace | None:
     if not span:
         return None
     shape = (len(t.trace_states), labels.mesh.rows, labels.mesh.columns)
-    own = t.trace_links[:, : labels.mesh.cores * tables.PORTS]
     return MeshTrace(
         cycles=span // ticks.per_cycle,
         states=t.trace_states.reshape(*shape, 3) / span,
-        links=own.reshape(*shape, tables.PORTS).copy(),
+        links=t.trace_links.reshape(*shape, tables.PORTS).copy(),
     )

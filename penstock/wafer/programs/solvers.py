@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.errors import ConfigError, did_you_mean
 from penstock.wafer.language import SEND, Code, MeshProgram, Part
 from penstock.wafer.mesh import MeshReport
 from penstock.wafer.parameters import CoreParameters, Mesh
-from penstock.wafer.programs.stencil import Stencil
+from penstock.wafer.programs.stencil import Stencil, grid_shape
 from penstock.wafer.programs.tree import TreeReduce, by_role
 
 
@@ -114,9 +115,19 @@ def simulate_solver(
         method: `cg`, for symmetric positive definite stencils, or `bicgstab`.
         right: right-hand side [rows, columns, cells].
         coefficients: of the stencil, as `Stencil` takes them.
+
+    Raises:
+        ConfigError: an unknown method, no iterations, or another shape.
     """
+    if method not in _METHODS:
+        raise ConfigError(
+            f"solver: expected {' or '.join(_METHODS)}, got {method!r}"
+            f"{did_you_mean(method, _METHODS)}"
+        )
+    if iterations < 1:
+        raise ConfigError(f"solver: expected iterations from 1 up, got {iterations}")
     write, applications, vectors, scalars = _METHODS[method]
-    rows, columns, cells = right.shape
+    rows, columns, cells = grid_shape(right)
     p = MeshProgram(Mesh(rows, columns), core, element_bytes=4)
     arrays = {name: p.array(name, cells) for name in vectors}
     arrays |= {name: p.array(name, 1) for name in scalars}

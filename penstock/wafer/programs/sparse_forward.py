@@ -35,8 +35,10 @@ def simulate_forward(
 
     Raises:
         BudgetError: a core has no memory for its activations and sums.
+        ConfigError: the shapes do not fit each other.
     """
     spread = Spread(kept_entries(weight, mask), len(activations), run)
+    spread.check("activations", activations, spread.inputs)
     made = Forward(spread, run, weight, activations, is_indexed=mask is not None)
     done = made.program.run(run.trace)
     return SimulatedProduct(made.result(done), done.report)

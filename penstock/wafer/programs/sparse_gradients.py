@@ -34,6 +34,7 @@ def simulate_data_gradient(
         gradients: dY [tokens, outputs].
     """
     spread = Spread(kept_entries(weight, mask), len(gradients), run)
+    spread.check("gradients", gradients, spread.outputs)
     p = run.program()
     is_indexed = mask is not None
     entries = entry_stream(p, spread, weight, last_control=False, is_indexed=is_indexed)
@@ -58,6 +59,8 @@ def simulate_weight_gradient(
         gradients: dY [tokens, outputs].
     """
     spread = Spread(mask, len(activations), run)
+    spread.check("activations", activations, spread.inputs)
+    spread.check("gradients", gradients, spread.outputs)
     p, columns = run.program(), run.mesh.columns
     entries = entry_stream(p, spread, None, last_control=False)
     x = p.array("activations", (spread.most_features, spread.width), spread.features(activations))

@@ -71,6 +71,20 @@ class Stencil:
             code.axpy(y, self.beside.all, weights[side])
 
 
+def grid_shape(values: np.ndarray) -> tuple[int, int, int]:
+    """Return the rows, columns and cells of a grid.
+
+    Raises:
+        ConfigError: it has another number of dimensions.
+    """
+    if values.ndim != 3:
+        raise ConfigError(
+            f"stencil: expected values [rows, columns, cells], got the shape {list(values.shape)}"
+        )
+    rows, columns, cells = values.shape
+    return rows, columns, cells
+
+
 def simulate_stencil(
     values: np.ndarray,
     coefficients: Sequence[float],
@@ -82,8 +96,13 @@ def simulate_stencil(
     """Return the stencil of values [rows, columns, cells], applied so many times, and the report.
 
     The mesh has as many rows and columns as the values.
+
+    Raises:
+        ConfigError: another shape, or no application.
     """
-    rows, columns, cells = values.shape
+    if times < 1:
+        raise ConfigError(f"stencil: expected applications from 1 up, got {times}")
+    rows, columns, cells = grid_shape(values)
     p = MeshProgram(Mesh(rows, columns), core, element_bytes=element_bytes)
     x = p.array("x", cells, values.reshape(-1, cells))
     y = p.array("y", cells)

@@ -90,6 +90,18 @@ class Spread:
         self.places[order] = np.arange(self.inputs) - np.repeat(starts, counts)
         self.most_features = int(counts.max())
 
+    def check(self, name: str, values: np.ndarray, features: int) -> None:
+        """Refuse activations or gradients of another shape.
+
+        Raises:
+            ConfigError: naming both shapes.
+        """
+        if values.shape != (self.all_tokens, features):
+            raise ConfigError(
+                f"{name}: expected the shape {[self.all_tokens, features]}, got "
+                f"{list(values.shape)}"
+            )
+
     def columns(self, values: np.ndarray) -> np.ndarray:
         """Return rows of tokens [tokens, n] as what each column has of them [columns, n, width]."""
         columns = self.mesh.columns

@@ -11,6 +11,8 @@ import numpy as np
 
 from penstock.wafer.language import Code, Colour, MeshProgram, Part
 
+_ACROSS = {"east": "west", "west": "east", "south": "north", "north": "south"}
+
 
 class TreeReduce:
     """Colours and routes of an all-reduce; `emit` adds what a core does.
@@ -25,12 +27,7 @@ class TreeReduce:
         centre = root == "centre"
         self.root = (mesh.rows // 2, mesh.columns // 2) if centre else (0, 0)
         self.colours: dict[str, Colour] = {}
-        for side, back in (
-            ("east", "west"),
-            ("west", "east"),
-            ("south", "north"),
-            ("north", "south"),
-        ):
+        for side, back in _ACROSS.items():
             colour = self.colours[side] = program.colour(f"sums to the {side}")
             senders = [core for core in range(mesh.cores) if self._sends(core) == side]
             takers = [core for core in range(mesh.cores) if side in self._takes(core)]
@@ -50,42 +47,29 @@ class TreeReduce:
             return "east" if column < 0 else "west"
         return "" if not row else "south" if row < 0 else "north"
 
-    def _takes(self, core: int) -> list[str]:
-        """Return the directions in which sums come to a core."""
+    def _outward(self, core: int) -> list[str]:
+        """Return the sides of a core on which the tree goes on, away from the root."""
         mesh = self.program.mesh
         (row, column), (at_row, at_column) = self._place(core), divmod(core, mesh.columns)
-        found = []
-        if column <= 0 and at_column > 0:
-            found.append("east")
-        if column >= 0 and at_column < mesh.columns - 1:
-            found.append("west")
-        if not column and row <= 0 and at_row > 0:
-            found.append("south")
-        if not column and row >= 0 and at_row < mesh.rows - 1:
-            found.append("north")
-        return found
+        sides = {
+            "west": column <= 0 and at_column > 0,
+            "east": column >= 0 and at_column < mesh.columns - 1,
+            "north": not column and row <= 0 and at_row > 0,
+            "south": not column and row >= 0 and at_row < mesh.rows - 1,
+        }
+        return [side for side, goes_on in sides.items() if goes_on]
+
+    def _takes(self, core: int) -> list[str]:
+        """Return the directions in which sums come to a core."""
+        return [_ACROSS[side] for side in self._outward(core)]
 
     def _broadcast(self) -> None:
         """Route the result from the root along its column and from there along all rows."""
-        mesh = self.program.mesh
-        for core in range(mesh.cores):
-            (row, column), (at_row, at_column) = self._place(core), divmod(core, mesh.columns)
-            leaves = [] if not (row or column) else ["ramp"]
-            if column <= 0 and at_column > 0:
-                leaves.append("west")
-            if column >= 0 and at_column < mesh.columns - 1:
-                leaves.append("east")
-            if not column and row <= 0 and at_row > 0:
-                leaves.append("north")
-            if not column and row >= 0 and at_row < mesh.rows - 1:
-                leaves.append("south")
-            arrives = (
-                "east" if column < 0 else "west" if column else "south" if row < 0 else "north"
-            )
-            if not (row or column):
-                arrives = "ramp"
+        for core in range(self.program.mesh.cores):
+            inward = self._sends(core)  # the result comes from where the sum goes
+            leaves = [*self._outward(core), *(["ramp"] if inward else [])]
             if leaves:
-                self.program.route(self.result, np.array([core]), arrives, leaves)
+                self.program.route(self.result, np.array([core]), inward or "ramp", leaves)
 
     def role(self, core: int) -> tuple[str, ...]:
         """Return what a core does: cores with the same role share code."""

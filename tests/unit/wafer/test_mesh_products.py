@@ -268,6 +268,15 @@ def test_masks_that_do_not_fit_are_refused():
         simulate_forward(numbers(4, 8), np.ones((8, 4), bool), numbers(3, 8), run)
     assert str(error.value) == "mask: expected the shape of the weight, [4, 8], got [8, 4]"
     with pytest.raises(ConfigError) as error:
+        simulate_forward(numbers(4, 8), None, numbers(3, 9), run)
+    assert str(error.value) == "activations: expected the shape [3, 8], got [3, 9]"
+    with pytest.raises(ConfigError) as error:
+        simulate_data_gradient(numbers(4, 8), None, numbers(3, 5), run)
+    assert str(error.value) == "gradients: expected the shape [3, 4], got [3, 5]"
+    with pytest.raises(ConfigError) as error:
+        simulate_weight_gradient(np.ones((4, 8), bool), numbers(3, 8), numbers(2, 4), run)
+    assert str(error.value) == "gradients: expected the shape [3, 4], got [2, 4]"
+    with pytest.raises(ConfigError) as error:
         simulate_weight_gradient(numbers(4, 8), numbers(3, 8), numbers(3, 4), run)
     assert str(error.value) == (
         "mask: expected booleans with the shape [outputs, inputs], got an array of float32 with "
