@@ -34,11 +34,11 @@ from penstock.models.origin import WeightSource
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.task_losses import (
+    LANGUAGE_MODEL_LOSSES,
+    TASKS,
     WEIGHT_PREFIX,
-    CausalLMLoss,
     CustomLoss,
     Logits,
-    MaskedLMLoss,
     Outputs,
     Scores,
 )
@@ -46,8 +46,6 @@ from penstock.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
-
-TASKS = ("causal_lm", "masked_lm", "custom")
 
 
 @dataclass(frozen=True)
@@ -415,7 +413,6 @@ def _language_model(
     causal = task == "causal_lm"
     hugging_face = config is not None
     options: dict[str, Any] = {"use_cache": False} if hugging_face and causal else {}
-    wrapper = CausalLMLoss if causal else MaskedLMLoss
     inputs = {"input_ids": TOKENS, "labels": TOKENS}
     if hugging_face and not causal:
         inputs = {"input_ids": TOKENS, "attention_mask": TOKENS, "labels": TOKENS}
@@ -423,7 +420,9 @@ def _language_model(
     return ModelSource(
         name=name,
         task=task,
-        module=wrapper(origin.module, hugging_face=hugging_face, options=options),
+        module=LANGUAGE_MODEL_LOSSES[task](
+            origin.module, hugging_face=hugging_face, options=options
+        ),
         logits_module=Logits(origin.module, hugging_face=hugging_face, options=options),
         evaluation_module=Scores(origin.module, hugging_face=hugging_face, options=options),
         loss_reduction="sum",

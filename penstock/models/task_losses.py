@@ -26,7 +26,7 @@ WEIGHT_PREFIX = "model."
 
 
 class LanguageModel(nn.Module):
-    """Base of the language-model objectives: calls a model that maps token ids to logits."""
+    """Base of the losses of language models: calls a model that maps token ids to logits."""
 
     def __init__(self, model: nn.Module, *, hugging_face: bool, options: dict[str, Any]) -> None:
         super().__init__()
@@ -86,6 +86,14 @@ class CausalLMLoss(LanguageModel):
 
 class MaskedLMLoss(CausalLMLoss):
     """Sum of the cross-entropies at masked tokens; `labels` are -100 everywhere else."""
+
+
+# A kind of language model with another loss has a class above and a line here.
+LANGUAGE_MODEL_LOSSES: dict[str, type[LanguageModel]] = {
+    "causal_lm": CausalLMLoss,
+    "masked_lm": MaskedLMLoss,
+}
+TASKS = (*LANGUAGE_MODEL_LOSSES, "custom")
 
 
 class Scores(LanguageModel):
