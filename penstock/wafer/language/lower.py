@@ -11,8 +11,7 @@ from penstock.wafer.language.code_table import CodeTable
 from penstock.wafer.language.colours import Routes
 from penstock.wafer.language.layout import Layout, Placed
 from penstock.wafer.language.queues import Queues, block_of, event_of, queue_of
-from penstock.wafer.mesh import Labels, Ticks, TraceOptions
-from penstock.wafer.mesh.labels import KINDS, THREAD_NAMES
+from penstock.wafer.mesh import KINDS, THREAD_NAMES, Labels, Ticks, TraceOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 _WHEEL_CYCLES = 64

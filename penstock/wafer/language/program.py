@@ -16,8 +16,7 @@ from penstock.wafer.language.code import COMPUTE, Code
 from penstock.wafer.language.colours import Colour, Routes, core_numbers, side_number
 from penstock.wafer.language.layout import Feed, Layout, Placed, Sink
 from penstock.wafer.language.lower import lower
-from penstock.wafer.mesh import SIDES, MeshReport, Ticks, TraceOptions
-from penstock.wafer.mesh.labels import KINDS
+from penstock.wafer.mesh import KINDS, SIDES, MeshReport, Ticks, TraceOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 Place = int | slice | Sequence[int] | None

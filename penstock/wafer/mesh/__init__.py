@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.wafer.mesh.labels import SIDES, Labels
+    from penstock.wafer.mesh.labels import KINDS, SIDES, THREAD_NAMES, Labels
     from penstock.wafer.mesh.report import MeshReport, MeshTrace, QueueDepth, TraceOptions
     from penstock.wafer.mesh.run import run_tables
     from penstock.wafer.mesh.ticks import Ticks
 
 __all__ = [
+    "KINDS",
     "SIDES",
+    "THREAD_NAMES",
     "Labels",
     "MeshReport",
     "MeshTrace",
@@ -24,7 +26,9 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "KINDS": "labels",
         "SIDES": "labels",
+        "THREAD_NAMES": "labels",
         "Labels": "labels",
         "MeshReport": "report",
         "MeshTrace": "report",

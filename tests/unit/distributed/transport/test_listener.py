@@ -154,7 +154,10 @@ def turning_away(times: int, token: str):
 
     def answer() -> None:
         for number in range(times + 1):
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed: the peer gave up before
+                return
             with connection:
                 challenge = handshake.Challenge(token, wants_tls=False)
                 connection.sendall(challenge.question)
