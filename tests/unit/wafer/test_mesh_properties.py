@@ -185,6 +185,22 @@ def test_words_of_each_colour_leave_in_the_order_in_which_they_entered(core, len
     assert run.report.cycles >= sum(lengths) * core.word_cycles - core.word_cycles
 
 
+@settings(max_examples=15, deadline=None)
+@given(core=CORES, lengths=st.lists(st.integers(0, 40), min_size=3, max_size=3))
+def test_link_that_three_streams_share_carries_one_word_at_a_time(core, lengths):
+    p = MeshProgram(Mesh(1, 2), core)
+    for side, length in zip(("north", "west", "south"), lengths, strict=True):
+        colour = p.colour(side)
+        p.route(colour, p.cores(0, 0), side, "east")
+        p.route(colour, p.cores(0, 1), "west", "east")
+        p.feed(colour, 0, side, np.zeros(length), from_host=False)
+        p.drain(colour, 1, "east", length)
+    report = p.run().report
+    check(report, core)
+    assert report.link_words[0, 0, 1] == sum(lengths)
+    assert report.cycles >= (sum(lengths) - 1) * core.word_cycles
+
+
 @pytest.mark.parametrize("core", [SIM, SILICON], ids=lambda core: core.name)
 def test_report_of_a_product_is_the_same_every_time(core):
     mask = np.random.default_rng(0).random((24, 40)) < 0.3
