@@ -8,7 +8,8 @@ different orders, so the choice affects bits.
 oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
 back to loops that take up to 200 times as long (Zen 3: 0.6 GFLOP/s, where float32 reaches 120). The
 operands are then widened to float32 and the product is rounded to bfloat16. The products of two
-bfloat16 numbers are exact in float32 and are summed there in either case.
+bfloat16 numbers are exact in float32 and are summed there in either case. PyTorch's fused attention
+has the same loops in its backward pass, so its operands are widened too.
 
 A target chooses by the processor alone, never by a timing. A run records the choice, and all
 processes of the run and every resume compile with the recorded one.
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from penstock.kernels.processor import Processor
 
@@ -108,33 +110,57 @@ def choose_products(graph: fx.Graph, products: Products) -> None:
     for node in list(graph.nodes):
         if node.target in heads:
             node.kwargs = {**node.kwargs, "products": products}
-        elif node.target in _MATRIX_PRODUCTS and widens(products):
+        elif node.target in _BFLOAT16_LOOPS and widens(products):
             _widen(graph, node)
     if uses_onednn(products):
         _choose_onednn(graph)
     graph.eliminate_dead_code()
 
 
-_MATRIX_PRODUCTS = {
+_BFLOAT16_LOOPS = {
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
     aten.mv.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
 
 
 def _widen(graph: fx.Graph, node: fx.Node) -> None:
-    """Compute a product of bfloat16 tensors in float32, and round its result."""
-    value: Tensor = node.meta["val"]
-    if value.dtype != torch.bfloat16 or value.device.type != "cpu":
+    """Compute an operator on bfloat16 tensors in float32, and round its results."""
+    if not any(_is_narrow(operand) for operand in node.all_input_nodes):
         return
     with graph.inserting_before(node):
-        node.args = tuple(
-            _cast(graph, operand, torch.float32) if isinstance(operand, fx.Node) else operand
-            for operand in node.args
-        )
-    node.meta = {**node.meta, "val": value.float()}
+        widened = {
+            operand: _cast(graph, operand, torch.float32)
+            for operand in node.all_input_nodes
+            if _is_narrow(operand)
+        }
+    for operand, wide in widened.items():
+        node.replace_input_with(operand, wide)
+    results = [node] if isinstance(node.meta["val"], Tensor) else list(node.users)
+    values = pytree.tree_map_only(Tensor, _wide, node.meta["val"])
+    for result in results:
+        if _is_narrow(result):
+            result.meta = {**result.meta, "val": _wide(result.meta["val"])}
+            _round(graph, result)
+    node.meta = {**node.meta, "val": values}
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    is_tensor = isinstance(value, Tensor) and value.device.type == "cpu"
+    return is_tensor and value.dtype == torch.bfloat16
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value
+
+
+def _round(graph: fx.Graph, node: fx.Node) -> None:
+    """Give the readers of a float32 result its bfloat16 value."""
     with graph.inserting_after(node):
         rounded = _cast(graph, node, torch.bfloat16)
     node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)

@@ -13,6 +13,7 @@ from penstock.engine import EnginePlan
 from penstock.machines import IN_FLOPS, EnginePart, MachineDescription, RateTable
 from penstock.operator_cost import OperatorCost
 from penstock.program import Program, WeightSpec
+from penstock.sparsity import expected_bytes
 from penstock.step_schedule import Operation, StepSchedule
 from penstock.store import Role
 
@@ -194,9 +195,9 @@ def operator_seconds(cost: OperatorCost, engine: EnginePart) -> float:
 
 
 def _streamed_bytes(weight: WeightSpec, value_bytes: int | None) -> int:
-    if value_bytes is None:
-        return weight.stream_bytes
-    return weight.entries * value_bytes + weight.index_bytes
+    """Return the bytes of one fetch; a mask takes those of one chosen at random."""
+    index = expected_bytes(weight.entries, weight.elements) if weight.is_sparse else 0
+    return weight.entries * (value_bytes or weight.stream_dtype.itemsize) + index
 
 
 def update_bytes(weight: WeightSpec, roles: Iterable[Role], gradient_width: int) -> int:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.sparsity.packed_index import (
         PackedIndex,
         empty_index,
+        expected_bytes,
         full_index,
         index_from_bytes,
         index_of_mask,
@@ -152,6 +153,7 @@ __all__ = [
     "expand",
     "expanded_product_bytes",
     "expansion_bytes",
+    "expected_bytes",
     "forward",
     "full_index",
     "gradual_magnitude",
@@ -240,6 +242,7 @@ _MODULES = {
     "packed_index": (
         "PackedIndex",
         "empty_index",
+        "expected_bytes",
         "full_index",
         "index_from_bytes",
         "index_of_mask",

@@ -159,6 +159,28 @@ def max_bytes(kept: int, elements: int) -> int:
     return 2 * granule_count(elements) + max_code_bytes(kept, elements)
 
 
+def expected_bytes(kept: int, elements: int) -> int:
+    """Return the mean number of bytes of a packed index whose entries are kept at random.
+
+    Below 95 % sparsity hardly any gap is long enough for an escape, and a mask of millions of
+    entries takes this number of bytes to within some tens.
+
+    Raises:
+        ValueError: `kept` is not from 0 to `elements`.
+    """
+    if not 0 <= kept <= elements:
+        raise ValueError(f"kept entries: expected 0 to {elements}, got {kept}")
+    if not elements:
+        return 0
+    # A kept entry has its k-th escape where 255 k elements before it in the granule are absent.
+    density, escapes = kept / elements, 0.0
+    whole, rest = divmod(elements, GRANULE)
+    for granules, length in ((whole, GRANULE), (1, rest)):
+        for gap in range(ESCAPE, length, ESCAPE):
+            escapes += granules * density * (length - gap) * (1 - density) ** gap
+    return 2 * granule_count(elements) + kept + round(escapes)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedIndex:
     """A mask over a weight, or over whole granules of a weight.

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from sweeps import compiled, sweep, weights_of
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
+from penstock.calibration.operator_cases import Operand, traced
 from penstock.compiler import has_onednn, products_for
 from penstock.compiler.matmul_backend import choose_products, product
 from penstock.engine import EnginePlan, TorchEngine
@@ -14,6 +15,16 @@ from penstock.kernels.processor import Processor
 
 ROWS, WIDTH, VOCABULARY = 256, 96, 160
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def causal_attention(*given):
+    """Return the output of attention over `[rows, tokens, heads, size]`, and its gradients."""
+    query, key, value, gradient = (tensor.transpose(1, 2) for tensor in given)
+    out, sums = ATTENTION(query, key, value, 0.0, True)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return out, *backward(gradient, query, key, value, out, sums, 0.0, True)
 
 
 class Net(nn.Module):
@@ -197,6 +208,24 @@ def test_widened_product_is_rounded_once(shape, monkeypatch):
     # Half a unit in the last place of bfloat16, and the rounding of sums in float32.
     bound = exact.abs() * 2**-8 + (left.double().abs() @ right.double().abs()) * 2**-20
     assert ((found.double() - exact).abs() <= bound).all()
+
+
+def test_attention_is_widened_and_its_results_are_rounded_once():
+    operands = (Operand((2, 64, 3, 16), torch.bfloat16),) * 4
+    torch.manual_seed(0)
+    tensors = [torch.randn(operand.shape).bfloat16() for operand in operands]
+    narrow = traced(causal_attention, operands, "torch")
+    widened = traced(causal_attention, operands, "torch+float32")
+    widened.lint()
+    (attention,) = [n for n in widened.nodes if n.target is ATTENTION]
+    assert all(query.meta["val"].dtype == torch.float32 for query in attention.args[:3])
+    reference = fx.GraphModule(torch.nn.Module(), narrow)(*(t.double() for t in tensors))
+    found = fx.GraphModule(torch.nn.Module(), widened)(*tensors)
+    for exact, ours in zip(reference, found, strict=True):
+        assert ours.dtype == torch.bfloat16
+        # The backward pass reads the rounded output.
+        atol = 2**-8 * exact.abs().max().item()
+        torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=atol)
 
 
 def test_no_bfloat16_product_is_left_where_they_are_widened():

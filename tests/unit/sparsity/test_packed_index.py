@@ -14,6 +14,7 @@ from penstock.sparsity import (
     index_of_mask,
     index_of_positions,
     joined,
+    expected_bytes,
     max_bytes,
 )
 
@@ -63,6 +64,28 @@ def test_at_90_percent_a_kept_entry_takes_a_byte_and_a_granule_two():
     assert index.codes.size == index.kept
     assert index.nbytes == index.kept + 2 * 489
     assert index.nbytes < 1.0055 * index.kept
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9, 0.99, 0.999])
+def test_expected_bytes_are_the_mean_over_random_masks(sparsity):
+    length, generator = 300 * GRANULE + 1000, np.random.default_rng(5)
+    kept = round(length * (1 - sparsity))
+    found = []
+    for _ in range(10):
+        positions = np.sort(generator.choice(length, kept, replace=False))
+        found.append(index_of_positions(positions, length).nbytes)
+    expected = expected_bytes(kept, length)
+    assert abs(np.mean(found) - expected) <= 0.003 * expected
+    if sparsity <= 0.9:
+        assert set(found) == {expected}
+
+
+def test_expected_bytes_of_full_and_empty_masks():
+    assert expected_bytes(5000, 5000) == full_index(5000).nbytes
+    assert expected_bytes(0, 5000) == empty_index(5000).nbytes
+    assert expected_bytes(0, 0) == 0
+    with pytest.raises(ValueError, match=r"kept entries: expected 0 to 4, got 5"):
+        expected_bytes(5, 4)
 
 
 def test_the_maximum_of_bytes_is_exact():
