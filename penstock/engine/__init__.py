@@ -17,7 +17,11 @@ from penstock.engine.recompute_planner import (
 from penstock.engine.row_split import Rows, micro_batches
 from penstock.engine.shared_slots import SharedSlots
 from penstock.engine.sharing import Sharing
-from penstock.engine.sparse_weights import SparseWeights
+from penstock.engine.sparse_weights import (
+    SparseWeights,
+    expected_layout_bytes,
+    most_layout_bytes,
+)
 from penstock.engine.targets import TARGETS, Target, accelerators, choose_target, target_of
 from penstock.engine.threads import set_threads, thread_count
 from penstock.engine.torch_engine import TorchEngine
@@ -57,11 +61,13 @@ __all__ = [
     "compute",
     "costs_at",
     "counted_cycles",
+    "expected_layout_bytes",
     "keep_freed_pages",
     "least_kept_bytes",
     "mask_staging_bytes",
     "measured_sparsity",
     "micro_batches",
+    "most_layout_bytes",
     "plan_engine",
     "plan_wafer",
     "predict_bytes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from penstock.sparsity import (
     max_bytes,
     max_layout_bytes,
     to_dense,
+    usual_layout_bytes,
     weight_gradient,
 )
 
@@ -192,13 +194,25 @@ def held_bytes(weight: SparseWeight | _WithIndex) -> int:
 def most_layout_bytes(program: Program) -> int:
     """Return the most bytes of all layouts that an engine keeps for a program, and of making
     one."""
-    kept, making = 0, [0]
+    making = (
+        max_building_bytes(matrix_shape(program.weights[name].shape), use.capacity)
+        for name, use in program.sparse_weights.items()
+    )
+    return _layout_bytes(program, max_layout_bytes) + max(making, default=0)
+
+
+def expected_layout_bytes(program: Program) -> int:
+    """Return about the bytes of all layouts that an engine keeps for products by sparse kernels."""
+    return _layout_bytes(program, usual_layout_bytes)
+
+
+def _layout_bytes(program: Program, bytes_of: Callable[[tuple[int, int], int], int]) -> int:
+    kept = 0
     for name, use in program.sparse_weights.items():
         shape = matrix_shape(program.weights[name].shape)
         choices = max(1, len(use.product_tokens))  # each number of tokens has its own
-        kept += choices * max_layout_bytes(shape, use.capacity)
-        making.append(max_building_bytes(shape, use.capacity))
-    return kept + max(making)
+        kept += choices * bytes_of(shape, use.capacity)
+    return kept
 
 
 def require_sparse_weights(program: Program, sparse: SparseWeights | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.config import Config
+from penstock.engine import expected_layout_bytes, most_layout_bytes
 from penstock.errors import ConfigError
 from penstock.machines import MachineDescription
 from penstock.planning import ExecutionPlan, mask_rule_of, store_factory
@@ -99,8 +100,12 @@ class Prediction:
         parts = sum(
             size for part, size in self.plan.memory.items() if not part.startswith(_NOT_IN_A_STEP)
         )
-        shares = self.plan.shares
-        return parts + _ADDED_BYTES + int(shares.keep_pages * _KEPT_SHARE * shares.engines)
+        shares, program = self.plan.shares, self.plan.program
+        copies = round(shares.engines / max(1, shares.engine_host))
+        planned, layouts = most_layout_bytes(program), expected_layout_bytes(program)
+        parts -= copies * (planned - layouts)
+        freed = shares.engines - copies * planned  # layouts are not freed between stages
+        return parts + _ADDED_BYTES + int(shares.keep_pages * _KEPT_SHARE * freed)
 
     @property
     def step_interval(self) -> tuple[float, float] | None:

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         max_building_bytes,
         max_layout_bytes,
         product_bytes,
+        usual_layout_bytes,
     )
     from penstock.sparsity.products import (
         entries_of,
@@ -191,6 +192,7 @@ __all__ = [
     "steps_of",
     "to_dense",
     "updates_by_age",
+    "usual_layout_bytes",
     "weight_gradient",
 ]
 
@@ -210,7 +212,17 @@ _MODULES = {
     ),
     "layout": ("SparseLayout",),
     "product_measurement": ("choose_product",),
-    "product_memory": ("max_building_bytes", "max_layout_bytes", "product_bytes"),
+    "product_memory": (
+        "max_building_bytes",
+        "max_layout_bytes",
+        "product_bytes",
+        "usual_layout_bytes",
+    ),
+        "max_building_bytes",
+        "max_layout_bytes",
+        "product_bytes",
+        "usual_layout_bytes",
+    ),
     "products": (
         "entries_of",
         "forward",

@@ -72,6 +72,18 @@ def max_layout_bytes(shape: tuple[int, int], capacity: int) -> int:
     return by_rows + max(order, bitmap) + max(order, by_columns, bitmap) + order
 
 
+def usual_layout_bytes(shape: tuple[int, int], capacity: int) -> int:
+    """Return about the bytes that a layout keeps for sparse kernels: the mask by rows and two
+    orders, whose segments are few beside the entries.
+
+    Args:
+        shape: outputs and inputs.
+        capacity: entries of the mask.
+    """
+    order = (_LOCAL_COLUMN + _POSITION) * capacity
+    return _COLUMN * capacity + _START * (shape[0] + 1) + 2 * order
+
+
 def max_building_bytes(shape: tuple[int, int], capacity: int) -> int:
     """Return the most bytes that the making of a layout takes besides the layout."""
     rows, columns = shape
