@@ -218,11 +218,6 @@ _MODULES = {
         "product_bytes",
         "usual_layout_bytes",
     ),
-        "max_building_bytes",
-        "max_layout_bytes",
-        "product_bytes",
-        "usual_layout_bytes",
-    ),
     "products": (
         "entries_of",
         "forward",
