@@ -278,7 +278,13 @@ def test_two_engines_work_side_by_side(of_kind):
         ),
         (
             {"engine": {**WAFER, "mesh": "0x8"}},
-            "engine.mesh: expected rows and columns from 1 up, such as 32x32, got '0x8'",
+            "engine.mesh: expected rows and columns from 1 up, such as 32x32, got '0x8', which "
+            "has no cores",
+        ),
+        (
+            {"engine": {**WAFER, "mesh": "8x0"}},
+            "engine.mesh: expected rows and columns from 1 up, such as 32x32, got '8x0', which "
+            "has no cores",
         ),
         (
             {"engine": {**WAFER, "mesh": 8}},
