@@ -207,11 +207,15 @@ def _write_cost(cost: OperatorCost) -> list[Any]:
         cost.flops,
         cost.bytes,
         cost.calls,
+        cost.form,
+        cost.outputs,
+        cost.inputs,
     ]
 
 
 def _read_cost(value: Any) -> OperatorCost:
-    name, work, dtype, layout, size, flops, moved, calls = fields.items(value, 8)
+    name, work, dtype, layout, size, flops, moved, calls, *weight = fields.items(value, 11)
+    form, outputs, inputs = weight
     return OperatorCost(
         name=fields.text(name),
         work=fields.text(work),
@@ -221,4 +225,7 @@ def _read_cost(value: Any) -> OperatorCost:
         flops=fields.number(flops),
         bytes=fields.number(moved),
         calls=fields.number(calls),
+        form=fields.text(form),
+        outputs=fields.number(outputs),
+        inputs=fields.number(inputs),
     )

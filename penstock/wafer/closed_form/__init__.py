@@ -79,8 +79,7 @@ if TYPE_CHECKING:
     )
     from penstock.wafer.closed_form.weight_shapes import (
         HeadShape,
-        WeightShape,
-        weight_shape,
+        streams_weight,
     )
 
 __all__ = [
@@ -101,7 +100,6 @@ __all__ = [
     "StageCycles",
     "StreamedProduct",
     "StreamingOptions",
-    "WeightShape",
     "acceleration_curve",
     "all_reduce_cycles",
     "assign_rows",
@@ -133,9 +131,9 @@ __all__ = [
     "stage_cycles",
     "stage_products",
     "step_cycles",
+    "streams_weight",
     "token_sum",
     "weight_gradient",
-    "weight_shape",
     "whole_counts",
 ]
 
@@ -193,7 +191,6 @@ __getattr__ = lazily(
         "stage_cycles": "stage",
         "stage_products": "stage",
         "HeadShape": "weight_shapes",
-        "WeightShape": "weight_shapes",
-        "weight_shape": "weight_shapes",
+        "streams_weight": "weight_shapes",
     },
 )
