@@ -37,11 +37,6 @@ def relay_cycles(words: int, cores: int, core: CoreParameters) -> float:
     return (cores + 1) * alone + cores * words * core.word_cycles
 
 
-def fastest_reduce(words: int) -> ReduceAlgorithm:
-    """Return the algorithm by which cores on a line sum vectors of some words at one end."""
-    return "star" if words == 1 else "chain"
-
-
 def line_reduce_cycles(
     cores: int, words: int, core: CoreParameters, algorithm: ReduceAlgorithm | None = None
 ) -> float:
@@ -56,7 +51,7 @@ def line_reduce_cycles(
             order, so that the end cannot tell which element of a vector each of them is.
     """
     _check(words=words, cores=cores)
-    chosen = algorithm or fastest_reduce(words)
+    chosen = algorithm or ("star" if words == 1 else "chain")
     if chosen == "star" and words > 1:
         raise ConfigError(
             f"words: expected 1 for a star, whose words mix on their way, got {words}; take a chain"
@@ -93,11 +88,11 @@ def all_reduce_cycles(
     Args:
         root: `centre` if each line is summed at its middle from both sides, as programs written by
             hand do; `corner` if each is summed at its end.
-        algorithm: of each line, as for `line_reduce_cycles`.
+        algorithm: of each line, as for `line_reduce_cycles`; by default the one with fewer cycles.
     """
     if mesh.cores == 1:
         return 0.0
-    chosen = algorithm or fastest_reduce(words)
+    chosen = algorithm or fastest_all_reduce(mesh, core, words, root)
     is_halved = root == "centre"
     total, far = 0.0, 0
     for length in (mesh.columns, mesh.rows):
@@ -105,6 +100,17 @@ def all_reduce_cycles(
         far += length // 2 if is_halved else length - 1
     back = core.vector_cycles + line_broadcast_cycles(far + 1, words, core)
     return total + back + 2 * core.drain_cycles  # of the sum, and of what comes back
+
+
+def fastest_all_reduce(
+    mesh: Mesh, core: CoreParameters, words: int, root: Literal["centre", "corner"]
+) -> ReduceAlgorithm:
+    """Return the algorithm with fewer cycles; arguments are those of `all_reduce_cycles`."""
+    algorithms: tuple[ReduceAlgorithm, ...] = ("star", "chain") if words == 1 else ("chain",)
+    return min(
+        algorithms,
+        key=lambda name: all_reduce_cycles(mesh, core, words, root=root, algorithm=name),
+    )
 
 
 def _line_cycles(

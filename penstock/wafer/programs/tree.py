@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.wafer.closed_form import ReduceAlgorithm, fastest_reduce
+from penstock.wafer.closed_form import ReduceAlgorithm, fastest_all_reduce
 from penstock.wafer.language import Code, Colour, MeshProgram, Part
 
 _ACROSS = {"east": "west", "west": "east", "south": "north", "north": "south"}
@@ -46,7 +46,8 @@ class TreeReduce:
         centre = root == "centre"
         self.root = (mesh.rows // 2, mesh.columns // 2) if centre else (0, 0)
         self.words = words
-        self.is_star = (algorithm or fastest_reduce(words)) == "star"
+        chosen = algorithm or fastest_all_reduce(mesh, program.core, words, root)
+        self.is_star = chosen == "star"
         if self.is_star and words > 1:
             raise ConfigError(
                 f"all-reduce: expected one word in a star, whose words mix on their way, got "
@@ -97,7 +98,11 @@ class TreeReduce:
     def _takes(self, core: int) -> dict[str, int]:
         """Return from how many cores sums come to a core, by the side on which they arrive."""
         found = {}
-        for side in self._outward(core):
+        # In a star the sum of the other half comes last, after the words of a core's own half.
+        sides = self._outward(core)
+        if self.is_star:
+            sides = sorted(sides, key=[*_ACROSS].index)
+        for side in sides:
             place, root, cores = self._along(core, side)
             beyond = cores - 1 - place if side in ("east", "south") else place
             if not self.is_star:

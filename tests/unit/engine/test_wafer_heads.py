@@ -145,7 +145,7 @@ def test_products_of_a_layer_have_the_sides_of_its_weights(family, turned):
         ("backward", ["data gradient", "weight gradient"]),
         ("turn", ["forward", "data gradient", "weight gradient"]),
     ):
-        found = dict.fromkeys(forms, Counter())
+        found: dict[str, Counter] = {form: Counter() for form in forms}
         for cost in kind.costs[executable]:
             if cost.form:
                 found[cost.form] = found[cost.form] + Counter(
