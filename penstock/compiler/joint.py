@@ -26,7 +26,11 @@ from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import lower, mark_sparse
-from penstock.compiler.weight_products import descendants, mark_weight_products
+from penstock.compiler.weight_products import (
+    descendants,
+    forget_weight_products,
+    mark_weight_products,
+)
 from penstock.errors import ProgramError
 from penstock.program import Kind, SavedTensor, SparseUse, TensorSpec
 
@@ -95,6 +99,7 @@ def make_kind(
     peaks = {key: peak_bytes(g) for key, g in graphs.items()}
     draws_dropout = bool(_calls(infer, penstock.dropout.default))
     for lowered in graphs.values():
+        forget_weight_products(lowered)
         lower(lowered)
     modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
     return Kind(

@@ -51,6 +51,12 @@ def mark_weight_products(
             node.meta[_KEY] = found
 
 
+def forget_weight_products(graph: fx.Graph) -> None:
+    """Take the notes away, when costs are counted: a graph that is read from disk has none."""
+    for node in graph.nodes:
+        node.meta.pop(_KEY, None)
+
+
 def weight_product_of(node: fx.Node) -> WeightProduct | None:
     """Return what `mark_weight_products` noted at a node."""
     return node.meta.get(_KEY)
