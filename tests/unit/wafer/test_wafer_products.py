@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
@@ -265,6 +265,7 @@ def test_cycles_are_never_fewer_than_arithmetic_or_any_link_needs(product, mesh,
 
 @settings(max_examples=40, deadline=None)
 @given(product=PRODUCTS_DRAWN, mesh=MESHES, factor=st.floats(0.2, 0.95))
+@example(product=StreamedProduct(1, 37, 4913), mesh=Mesh(48, 2), factor=0.64)
 def test_fewer_entries_never_take_longer(product, mesh, factor):
     fewer = dataclasses.replace(product, density=max(0.005, product.density * factor))
     for part, less in zip(
