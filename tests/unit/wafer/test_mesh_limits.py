@@ -126,7 +126,8 @@ def test_sums_between_two_16_bit_numbers_are_rounded_to_the_even_one(sign, expon
     # All numbers of 16 bits between two powers of two, and half of the distance between them.
     numbers = sign * np.ldexp(1 + np.arange(1024) / 1024, exponent).astype(np.float32)
     half = np.full(1024, sign * np.ldexp(1.0, exponent - 11), np.float32)
-    x, y, total = p.array("x", 1024, numbers), p.array("y", 1024, half), p.array("total", 1024)
+    x, total = p.array("x", 1024, numbers), p.array("total", 1024)
+    y = p.array("y", 1024, half, element_bytes=4)
     p.main().add(total.all, x.all, y.all)
     found = p.run().read(total)[0]
     assert (found == (numbers + half).astype(np.float16).astype(np.float32)).all()
