@@ -62,7 +62,8 @@ def test_host_link_limits_the_words_that_leave_by_all_drains_together(each, to_h
         assert cycles <= 60
 
 
-def test_word_for_two_links_is_not_passed_by_words_for_one_of_them():
+@pytest.mark.parametrize("delay", [1, 2, 3, 4])
+def test_word_for_two_links_is_not_passed_by_words_for_one_of_them(delay):
     """Without a claim on links that are free, no tick comes in which both are."""
     p = MeshProgram(Mesh(1, 2), dataclasses.replace(PLAIN, word_cycles=2.0), element_bytes=4)
     both, east, south = (p.colour(name) for name in ("both", "east", "south"))
@@ -74,7 +75,7 @@ def test_word_for_two_links_is_not_passed_by_words_for_one_of_them():
     p.feed(both, 0, "west", np.zeros(20), from_host=False)
     p.feed(east, 0, "north", np.zeros(100), from_host=False)
     code, x = p.main(p.cores(0, 0)), p.array("x", 100)
-    code.work(1)  # its words come between those to the east
+    code.work(delay)  # with one of the delays its words come between those to the east
     code.send(x.all, south)
     for colour, core, side, words in (
         (both, 0, "south", 20),
