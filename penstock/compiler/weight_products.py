@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
 
+WeightForm = Literal["forward", "data gradient", "weight gradient"]
+WEIGHT_FORMS = frozenset(get_args(WeightForm))
 _KEY = "weight_product"
 _FACTORS = {"mm": (0, 1), "addmm": (1, 2), "_linear_pointwise": (0, 1), "sparse_linear": (0, 1)}
 
@@ -26,7 +28,7 @@ class WeightProduct:
         outputs, inputs: features of the weight.
     """
 
-    form: Literal["forward", "data gradient", "weight gradient"]
+    form: WeightForm
     outputs: int
     inputs: int
 
