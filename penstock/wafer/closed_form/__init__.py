@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from penstock.wafer.closed_form.skew import (
         RowLoad,
+        BroadcastWords,
         broadcast_finish,
         broadcast_skew,
         forward_finish,
@@ -105,6 +106,7 @@ __all__ = [
     "assign_rows",
     "attention",
     "binomial_extremes",
+    "BroadcastWords",
     "broadcast_finish",
     "broadcast_skew",
     "candidate_layouts",
@@ -167,6 +169,7 @@ __getattr__ = lazily(
         "count_mask": "placement",
         "expected_load_factor": "placement",
         "RowLoad": "skew",
+        "BroadcastWords": "skew",
         "broadcast_finish": "skew",
         "broadcast_skew": "skew",
         "forward_finish": "skew",

@@ -132,3 +132,15 @@ def test_sums_between_two_16_bit_numbers_are_rounded_to_the_even_one(sign, expon
     p.main().add(total.all, x.all, y.all)
     found = p.run().read(total)[0]
     assert (found == (numbers + half).astype(np.float16).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("long", [0, 1])
+def test_events_far_apart_come_in_their_order(long):
+    p = MeshProgram(Mesh(1, 2), PLAIN)
+    p.main(p.cores(0, long)).work(1_000_000)
+    other = p.main(p.cores(0, 1 - long))
+    for cycles in (300_000, 200_000, 100_000):
+        other.work(cycles)
+    report = p.run().report
+    assert report.cycles == 1_000_000
+    assert report.busy[0, 1 - long] == 600_000

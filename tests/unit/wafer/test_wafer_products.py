@@ -23,6 +23,7 @@ from penstock.wafer.closed_form import (
     StreamingOptions,
     assign_rows,
     binomial_extremes,
+    BroadcastWords,
     broadcast_finish,
     count_mask,
     data_gradient,
@@ -69,6 +70,8 @@ def events(counts, mesh: Mesh, tokens: int, core: CoreParameters, fifo: int = 51
 def random_mask(outputs: int, inputs: int, density: float, seed: int = 0):
     return np.random.default_rng(seed).random((outputs, inputs)) < density
 
+
+AT_ONCE = BroadcastWords(100, 1, word_cycles=0.0, ramp_cycles=0.0)
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -216,8 +219,35 @@ def test_expectation_is_that_of_random_masks_within_5_percent(options, density):
 
 def test_broadcast_without_lead_is_a_barrier_at_every_output_feature():
     work = np.random.default_rng(0).integers(0, 9, (50, 12)).astype(float)
-    assert broadcast_finish(work, 1) == work.max(axis=1).sum()
-    assert broadcast_finish(work, 50) == work.sum(axis=0).max()
+    # Of words that take no time and queues that hold a part of one word there is nothing else.
+    assert broadcast_finish(work, 1, AT_ONCE) == work.max(axis=1).sum()
+    assert broadcast_finish(work, 50, AT_ONCE) == work.sum(axis=0).max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("held", [1, 3])
+def test_last_row_of_cores_is_done_when_events_of_single_words_say_so(seed, held):
+    """The same by words: a queue before each core, one before each router, room freed in order."""
+    generator = np.random.default_rng(seed)
+    outputs, rows, of_row, depth = 12, 5, 4, int(generator.integers(1, 10))
+    work = generator.integers(0, 30, (outputs, rows)).astype(float)
+    moved = np.zeros((rows, outputs * of_row + 1))  # word out of a router; the first is none
+    stored, done = np.zeros_like(moved), np.zeros((outputs + 1, rows))
+    for word in range(1, outputs * of_row + 1):
+        for row in range(rows):
+            room = [moved[row, word - 1] + 1, moved[row - 1, word] if row else 0.0]
+            if word > depth:
+                room.append(stored[row, word - depth])
+                room.extend(moved[row + 1 : row + 2, word - depth])
+            moved[row, word] = max(room)
+            freed = math.ceil(word / of_row) - held
+            free = done[freed, row] if freed > 0 else 0.0
+            stored[row, word] = max(moved[row, word], stored[row, word - 1] + 1, free)
+        if word % of_row == 0:
+            output = word // of_row
+            done[output] = np.maximum(done[output - 1], stored[:, word]) + work[output - 1]
+    words = BroadcastWords(of_row, depth, word_cycles=1.0, ramp_cycles=1.0)
+    assert broadcast_finish(work, held, words) == pytest.approx(done[-1].max(), rel=0.05)
 
 
 def test_last_passage_is_the_greatest_sum_over_sequences_that_never_go_back():
@@ -284,8 +314,12 @@ def test_more_room_never_takes_longer(seed):
     times = [forward_finish(work, 4.0, 0.0, *room) for room in rooms[:3]]
     assert times == sorted(times, reverse=True)
     assert forward_finish(work, 0.0, 0.0, 60, None) == work.sum(axis=0).max()
-    times = [broadcast_finish(work, rows) for rows in (1, 2, 4, 60)]
+    times = [broadcast_finish(work, rows, AT_ONCE) for rows in (1, 2, 4, 60)]
     assert times == sorted(times, reverse=True)
+    queues = [BroadcastWords(6, depth, 1.0, 2.0) for depth in (1, 2, 4, 16)]
+    for rows in (1, 2, 4, 60):
+        times = [broadcast_finish(work, rows, words) for words in queues]
+        assert times == sorted(times, reverse=True)
 
 
 @pytest.mark.parametrize("accumulators", [1, 2, 8])
