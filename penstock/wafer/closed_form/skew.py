@@ -43,8 +43,8 @@ class RowLoad:
 
 
 @dataclass(frozen=True)
-class BroadcastWords:
-    """The words of a broadcast down the columns of cores.
+class ColumnWords:
+    """The words of one output feature that go down a column of cores: sums, or a row of dY.
 
     Attributes:
         of_row: words of one output feature.
@@ -100,7 +100,7 @@ def forward_skew(
     return min(barrier, passage)
 
 
-def broadcast_skew(load: RowLoad, outputs: int, buffered_rows: int, words: BroadcastWords) -> float:
+def broadcast_skew(load: RowLoad, outputs: int, buffered_rows: int, words: ColumnWords) -> float:
     """Return the expected cycles by which a product exceeds the work of its fullest row of cores,
     where every row waits for the same broadcast, of which it holds `buffered_rows` output features.
 
@@ -113,7 +113,7 @@ def broadcast_skew(load: RowLoad, outputs: int, buffered_rows: int, words: Broad
     of_barrier = spread / (spread + _WINDOW) / max(held, 2)
     if held < 2:  # between one output feature, a barrier at each, and two
         of_barrier += (2 - held) * (1 - of_barrier)
-    late = 0.0
+    late = 0.0  # cycles of the words that no queue holds
     if buffered_rows == 1:
         late = max(0, words.of_row - words.queue_words) * words.cycles
     return barrier * of_barrier + outputs * late
@@ -157,7 +157,7 @@ def forward_finish(
     return float(sent[-1].max()) + add_cycles
 
 
-def broadcast_finish(work: np.ndarray, buffered_rows: int, words: BroadcastWords) -> float:
+def broadcast_finish(work: np.ndarray, buffered_rows: int, words: ColumnWords) -> float:
     """Return when the last row of cores has done its work, where all rows receive the same
     broadcast and hold `buffered_rows` output features of it, and queues some of its words.
 
@@ -186,8 +186,8 @@ def broadcast_finish(work: np.ndarray, buffered_rows: int, words: BroadcastWords
             moved = finished[output - buffered_rows] + of_row * words.word_cycles
             arrived = np.maximum(arrived, moved)
         if output >= buffered_rows + whole:
-            late = ((1 + whole) * of_row - depth) * each
-            arrived = np.maximum(arrived, before[output - buffered_rows - whole] + late)
+            own = ((1 + whole) * of_row - depth) * each
+            arrived = np.maximum(arrived, before[output - buffered_rows - whole] + own)
         for fitting, farthest in bands:
             earlier = output - buffered_rows - fitting
             if earlier < 0:
@@ -204,7 +204,7 @@ def broadcast_finish(work: np.ndarray, buffered_rows: int, words: BroadcastWords
     return float(before[-1][-1])
 
 
-def _queue_bands(rows: int, words: BroadcastWords) -> list[tuple[int, int]]:
+def _queue_bands(rows: int, words: ColumnWords) -> list[tuple[int, int]]:
     """Return how many output features fit the queues between two rows of cores, and the greatest
     distance of two between which no more fit."""
     bands = []

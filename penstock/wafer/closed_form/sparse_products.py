@@ -31,7 +31,7 @@ from penstock.wafer.closed_form.placement import (
     expected_load_factor,
 )
 from penstock.wafer.closed_form.skew import (
-    BroadcastWords,
+    ColumnWords,
     RowLoad,
     broadcast_finish,
     broadcast_skew,
@@ -168,10 +168,11 @@ def forward(
     add = shape.elements_cycles if options.sums == "paid" else 0.0
     if options.sums == "hidden" and options.accumulators == 1:
         # The only accumulator is free when its words have left. (The simulation showed this.)
-        add = shape.row_words * core.word_cycles
+        add = shape.row_words * shape.column_words.cycles
     each = core.partial_sum_cycles + add
     times = _forward_time(shape, entry, add, options)
-    limits = {**shape.stream_limits(options), "partial sums on links": words * core.word_cycles}
+    on_links = words * shape.column_words.cycles
+    limits = {**shape.stream_limits(options), "partial sums on links": on_links}
     if layout.column_groups > 1:
         limits["sums of column groups"] = shape.column_group_words * core.word_cycles
     if options.reduction == "ring":
@@ -335,10 +336,10 @@ class _Shape:
         return math.ceil(self.tokens * self.product.element_bytes / _WORD_BYTES)
 
     @property
-    def broadcast_words(self) -> BroadcastWords:
-        """Words of dY that go down a column."""
+    def column_words(self) -> ColumnWords:
+        """Words of a row of sums or of dY that go down a column."""
         core = self.core
-        return BroadcastWords(self.row_words, core.queue_words, core.word_cycles, core.ramp_cycles)
+        return ColumnWords(self.row_words, core.queue_words, core.word_cycles, core.ramp_cycles)
 
     @property
     def useful(self) -> float:
@@ -362,7 +363,7 @@ class _Shape:
 
     def broadcast_limit(self) -> dict[str, float]:
         words = self.product.outputs * self.row_words
-        limits = {"gradients down columns": words * self.broadcast_words.cycles}
+        limits = {"gradients down columns": words * self.column_words.cycles}
         if self.layout.column_groups > 1:
             crossing = self.column_group_words * self.core.word_cycles
             limits["gradients to column groups"] = crossing
@@ -413,11 +414,11 @@ def _forward_time(shape: _Shape, entry: _Entry, add: float, options: StreamingOp
 def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> _Times:
     if shape.mask is None:
         load, outputs = shape.row_load(entry.cycles, 0.0), shape.product.outputs
-        skew = broadcast_skew(load, outputs, options.broadcast_rows, shape.broadcast_words)
+        skew = broadcast_skew(load, outputs, options.broadcast_rows, shape.column_words)
         finish = shape.fullest(options.is_sorted) * entry.cycles + skew
     else:
         work = shape.mask.counts * entry.cycles
-        finish = broadcast_finish(work, options.broadcast_rows, shape.broadcast_words)
+        finish = broadcast_finish(work, options.broadcast_rows, shape.column_words)
     return _times(shape, entry, finish, options)
 
 

@@ -17,13 +17,13 @@ from penstock.wafer.closed_form import (
     HIDDEN,
     PAID,
     ActivationLayout,
+    ColumnWords,
     MaskCounts,
     RowLoad,
     StreamedProduct,
     StreamingOptions,
     assign_rows,
     binomial_extremes,
-    BroadcastWords,
     broadcast_finish,
     count_mask,
     data_gradient,
@@ -71,7 +71,7 @@ def random_mask(outputs: int, inputs: int, density: float, seed: int = 0):
     return np.random.default_rng(seed).random((outputs, inputs)) < density
 
 
-AT_ONCE = BroadcastWords(100, 1, word_cycles=0.0, ramp_cycles=0.0)
+AT_ONCE = ColumnWords(100, 1, word_cycles=0.0, ramp_cycles=0.0)
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ def test_last_row_of_cores_is_done_when_events_of_single_words_say_so(seed, held
         if word % of_row == 0:
             output = word // of_row
             done[output] = np.maximum(done[output - 1], stored[:, word]) + work[output - 1]
-    words = BroadcastWords(of_row, depth, word_cycles=1.0, ramp_cycles=1.0)
+    words = ColumnWords(of_row, depth, word_cycles=1.0, ramp_cycles=1.0)
     assert broadcast_finish(work, held, words) == pytest.approx(done[-1].max(), rel=0.05)
 
 
@@ -316,7 +316,7 @@ def test_more_room_never_takes_longer(seed):
     assert forward_finish(work, 0.0, 0.0, 60, None) == work.sum(axis=0).max()
     times = [broadcast_finish(work, rows, AT_ONCE) for rows in (1, 2, 4, 60)]
     assert times == sorted(times, reverse=True)
-    queues = [BroadcastWords(6, depth, 1.0, 2.0) for depth in (1, 2, 4, 16)]
+    queues = [ColumnWords(6, depth, 1.0, 2.0) for depth in (1, 2, 4, 16)]
     for rows in (1, 2, 4, 60):
         times = [broadcast_finish(work, rows, words) for words in queues]
         assert times == sorted(times, reverse=True)
