@@ -439,3 +439,13 @@ def test_masks_that_do_not_fit_are_refused():
     assert _text(forward, product, layout, SIM, PAID, empty) == (
         "mask: expected at least one kept entry, got none"
     )
+
+
+def test_parts_of_a_masks_time_are_those_of_its_fullest_row_of_cores():
+    mask = np.zeros((6, 8), bool)
+    mask[:, 0] = mask[:2, 4] = True  # features stay where they are: 6 and 2 entries
+    product, layout = StreamedProduct(6, 8, 64), ActivationLayout(Mesh(2, 1))
+    counts = count_mask(mask, 2, is_sorted=False)
+    for form in (forward, data_gradient):
+        found = form(product, layout, PLAIN, StreamingOptions(is_sorted=False), counts)
+        assert found.arithmetic == 6 * PLAIN.elements_cycles(64), form.__name__
