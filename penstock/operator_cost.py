@@ -24,6 +24,9 @@ class OperatorCost:
         flops: of one call; a multiply-add counts as two.
         bytes: of one call: its tensor operands and its results.
         calls: number of such calls.
+        form: of a product with a weight: `forward`, `data gradient` or `weight gradient`; else
+            empty.
+        outputs, inputs: features of that weight; else 0.
     """
 
     name: str
@@ -34,3 +37,6 @@ class OperatorCost:
     flops: int
     bytes: int
     calls: int = 1
+    form: str = ""
+    outputs: int = 0
+    inputs: int = 0

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
 from penstock.compiler.matmul_backend import onednn_flops
 from penstock.compiler.sparse_lowering import share_of
+from penstock.compiler.weight_products import weight_product_of
 from penstock.operator_cost import OperatorCost
 
 aten = torch.ops.aten
@@ -85,7 +86,11 @@ def _costs(node: fx.Node) -> Iterator[OperatorCost]:
         size = float(_value(node.args[_QUERY.get(target, 0)]).shape[-2])
     elif work == "head":
         size = float(_value(node.args[_HIDDEN.get(target, 0)]).shape[0])
-    yield OperatorCost(name, work, _dtype(node), layout, size, flops, moved)
+    cost = OperatorCost(name, work, _dtype(node), layout, size, flops, moved)
+    weight = weight_product_of(node)
+    if weight is not None:
+        cost = replace(cost, form=weight.form, outputs=weight.outputs, inputs=weight.inputs)
+    yield cost
 
 
 def _work(node: fx.Node, name: str, flops: int) -> str:

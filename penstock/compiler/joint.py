@@ -26,6 +26,11 @@ from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import lower, mark_sparse
+from penstock.compiler.weight_products import (
+    descendants,
+    forget_weight_products,
+    mark_weight_products,
+)
 from penstock.errors import ProgramError
 from penstock.program import Kind, SavedTensor, SparseUse, TensorSpec
 
@@ -70,6 +75,7 @@ def make_kind(
     joint, outputs, outputs_grad = _trace(graph, signature, device, products)
     mark_sparse(joint, dict(signature.sparse))
     parts = _Parts.of(joint, signature, len(outputs), sum(outputs_grad))
+    mark_weight_products(joint, parts.weights, [*parts.inputs, parts.key], parts.tangents)
     needs_backward = any(outputs_grad)
     saved_nodes = _saved_nodes(parts) if needs_backward else []
     forward = _extract(
@@ -93,6 +99,7 @@ def make_kind(
     peaks = {key: peak_bytes(g) for key, g in graphs.items()}
     draws_dropout = bool(_calls(infer, penstock.dropout.default))
     for lowered in graphs.values():
+        forget_weight_products(lowered)
         lower(lowered)
     modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
     return Kind(
@@ -279,18 +286,10 @@ def _output_args(graph: fx.Graph) -> Sequence[Any]:
     return args if isinstance(args, (tuple, list)) else (args,)
 
 
-def _descendants(graph: fx.Graph, roots: Sequence[fx.Node]) -> set[fx.Node]:
-    found = set(roots)
-    for node in graph.nodes:
-        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _saved_nodes(parts: _Parts) -> list[fx.Node]:
     """Return the forward values that the backward needs and cannot cheaply recompute."""
-    backward = _descendants(parts.graph, parts.tangents)
-    from_inputs = _descendants(parts.graph, parts.inputs)
+    backward = descendants(parts.graph, parts.tangents)
+    from_inputs = descendants(parts.graph, parts.inputs)
     wanted: dict[fx.Node, None] = {}
     inputs: set[fx.Node] = set()
 
@@ -407,7 +406,7 @@ def _fuse_turns(graph: fx.Graph) -> fx.Graph:
     for backward in _calls(graph, penstock.linear_cross_entropy_backward.default):
         scale, *rest = backward.args
         for forward in _calls(graph, penstock.linear_cross_entropy.default):
-            if list(forward.args) != rest[:5] or scale in _descendants(graph, [forward]):
+            if list(forward.args) != rest[:5] or scale in descendants(graph, [forward]):
                 continue
             with graph.inserting_before(backward):
                 turn = graph.call_function(

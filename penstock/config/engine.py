@@ -12,6 +12,7 @@ from penstock.config.section import Place, Section, refuse, setting
 from penstock.config.size import ByteSize, size_or_auto
 
 _MESH = re.compile(r"0*[1-9][0-9]{0,7}x0*[1-9][0-9]{0,7}")
+_EMPTY_MESH = re.compile(r"0+x[0-9]+|[0-9]+x0+")
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 
 
@@ -38,10 +39,18 @@ def _mesh_text(value: Any) -> Any:
     """Accept the text of a mesh with at least one core."""
     if isinstance(value, str) and _MESH.fullmatch(value):
         return value
+    text = repr(value) if isinstance(value, str) else str(value)
+    if isinstance(value, str) and _EMPTY_MESH.fullmatch(value):
+        text += ", which has no cores"
+    elif type(value) is int and f"{value:x}".isdecimal():
+        text += (
+            f"; if 0x{value:x} was written: YAML reads 0x{value:x} as a hexadecimal number, quote "
+            "it; and give it rows from 1 up"
+        )
     raise PydanticCustomError(
         "mesh",
         "expected rows and columns from 1 up, such as 32x32, got {value}",
-        {"value": repr(value) if isinstance(value, str) else str(value)},
+        {"value": text},
     )
 
 

@@ -68,7 +68,6 @@ def cycles_beside_products(kind: Kind, executable: str, plan: WaferPlan) -> floa
         place.tokens,
         place.layout,
         plan.options.core,
-        executable=executable,
         head_size=place.head_size,
         heads=heads_of(kind, executable, {}),
     )

@@ -48,7 +48,6 @@ def stage_cycles_of(
         place.tokens,
         place.layout,
         plan.options.core,
-        executable=executable,
         head_size=place.head_size,
         heads=heads_of(kind, executable, masks or {}),
     )

@@ -24,7 +24,7 @@ from penstock.wafer.closed_form import (
     check_fits,
     choose_stage_layout,
     stage_products,
-    weight_shape,
+    streams_weight,
 )
 
 _USUAL_HEAD_SIZE = 64
@@ -123,7 +123,7 @@ def tokens_of(kind: Kind) -> int:
     products = [cost for cost in kind.costs["forward"] if cost.work in _PRODUCTS]
 
     def exact(tokens: int) -> int:
-        return sum(cost.calls for cost in products if weight_shape(cost, tokens).is_exact)
+        return sum(cost.calls for cost in products if streams_weight(cost, tokens))
 
     return max(candidates, key=lambda tokens: (exact(tokens), tokens))
 

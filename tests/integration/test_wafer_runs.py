@@ -114,9 +114,7 @@ def test_cycles_of_a_stage_are_its_closed_form_for_each_micro_batch(of_kind):
     place = wafer.kinds[stage.kind.digest]
     assert (place.tokens, place.head_size) == (2 * 16, 8)
     for sweep in ("forward", "backward"):
-        one = stage_cycles(
-            stage.kind.costs[sweep], 32, place.layout, SIM, executable=sweep, head_size=8
-        )
+        one = stage_cycles(stage.kind.costs[sweep], 32, place.layout, SIM, head_size=8)
         assert cycles_of(found, stage.name, sweep) == [pytest.approx(4 * one.cycles)] * 6
 
 
@@ -278,7 +276,13 @@ def test_two_engines_work_side_by_side(of_kind):
         ),
         (
             {"engine": {**WAFER, "mesh": "0x8"}},
-            "engine.mesh: expected rows and columns from 1 up, such as 32x32, got '0x8'",
+            "engine.mesh: expected rows and columns from 1 up, such as 32x32, got '0x8', which "
+            "has no cores",
+        ),
+        (
+            {"engine": {**WAFER, "mesh": "8x0"}},
+            "engine.mesh: expected rows and columns from 1 up, such as 32x32, got '8x0', which "
+            "has no cores",
         ),
         (
             {"engine": {**WAFER, "mesh": 8}},

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.compiler.serialization import fields
 from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
+from penstock.compiler.weight_products import WEIGHT_FORMS
 from penstock.errors import ProgramError
 from penstock.operator_cost import OperatorCost
 from penstock.program import Kind, Program, SavedTensor, SparseUse, TensorSpec
@@ -207,11 +208,15 @@ def _write_cost(cost: OperatorCost) -> list[Any]:
         cost.flops,
         cost.bytes,
         cost.calls,
+        cost.form,
+        cost.outputs,
+        cost.inputs,
     ]
 
 
 def _read_cost(value: Any) -> OperatorCost:
-    name, work, dtype, layout, size, flops, moved, calls = fields.items(value, 8)
+    name, work, dtype, layout, size, flops, moved, calls, *weight = fields.items(value, 11)
+    form, outputs, inputs = weight
     return OperatorCost(
         name=fields.text(name),
         work=fields.text(work),
@@ -221,4 +226,15 @@ def _read_cost(value: Any) -> OperatorCost:
         flops=fields.number(flops),
         bytes=fields.number(moved),
         calls=fields.number(calls),
+        form=_form(form),
+        outputs=fields.number(outputs),
+        inputs=fields.number(inputs),
     )
+
+
+def _form(value: Any) -> str:
+    """Return which product with a weight an operator is; empty if it is none."""
+    form = fields.text(value)
+    if form and form not in WEIGHT_FORMS:
+        raise MalformedError(f"expected a product with a weight, got {form!r:.80}")
+    return form

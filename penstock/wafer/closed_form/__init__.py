@@ -12,7 +12,9 @@ if TYPE_CHECKING:
         saturation,
     )
     from penstock.wafer.closed_form.collectives import (
+        ReduceAlgorithm,
         all_reduce_cycles,
+        fastest_all_reduce,
         line_broadcast_cycles,
         line_reduce_cycles,
         relay_cycles,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
         expected_load_factor,
     )
     from penstock.wafer.closed_form.skew import (
+        ColumnWords,
         RowLoad,
         broadcast_finish,
         broadcast_skew,
@@ -77,8 +80,7 @@ if TYPE_CHECKING:
     )
     from penstock.wafer.closed_form.weight_shapes import (
         HeadShape,
-        WeightShape,
-        weight_shape,
+        streams_weight,
     )
 
 __all__ = [
@@ -88,17 +90,18 @@ __all__ = [
     "SPARSITIES",
     "AccelerationPoint",
     "ActivationLayout",
+    "ColumnWords",
     "HeadShape",
     "LayoutChoice",
     "MaskCounts",
     "OperatorCycles",
     "ProductCycles",
+    "ReduceAlgorithm",
     "RowLoad",
     "SramUse",
     "StageCycles",
     "StreamedProduct",
     "StreamingOptions",
-    "WeightShape",
     "acceleration_curve",
     "all_reduce_cycles",
     "assign_rows",
@@ -113,6 +116,7 @@ __all__ = [
     "count_mask",
     "data_gradient",
     "expected_load_factor",
+    "fastest_all_reduce",
     "forward",
     "forward_finish",
     "forward_skew",
@@ -129,9 +133,9 @@ __all__ = [
     "stage_cycles",
     "stage_products",
     "step_cycles",
+    "streams_weight",
     "token_sum",
     "weight_gradient",
-    "weight_shape",
     "whole_counts",
 ]
 
@@ -142,7 +146,9 @@ __getattr__ = lazily(
         "AccelerationPoint": "acceleration",
         "acceleration_curve": "acceleration",
         "saturation": "acceleration",
+        "ReduceAlgorithm": "collectives",
         "all_reduce_cycles": "collectives",
+        "fastest_all_reduce": "collectives",
         "line_broadcast_cycles": "collectives",
         "line_reduce_cycles": "collectives",
         "relay_cycles": "collectives",
@@ -163,6 +169,7 @@ __getattr__ = lazily(
         "count_mask": "placement",
         "expected_load_factor": "placement",
         "RowLoad": "skew",
+        "ColumnWords": "skew",
         "broadcast_finish": "skew",
         "broadcast_skew": "skew",
         "forward_finish": "skew",
@@ -187,7 +194,6 @@ __getattr__ = lazily(
         "stage_cycles": "stage",
         "stage_products": "stage",
         "HeadShape": "weight_shapes",
-        "WeightShape": "weight_shapes",
-        "weight_shape": "weight_shapes",
+        "streams_weight": "weight_shapes",
     },
 )

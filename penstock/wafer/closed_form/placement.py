@@ -123,13 +123,15 @@ def expected_load_factor(
     if density == 1:
         return uneven
     deviation = math.sqrt(outputs * density * (1 - density))
+    full = uneven / density  # of a row that keeps all entries: normal numbers may exceed them
     if not is_sorted:
         relative = deviation * math.sqrt(most) / (outputs * density * most)
-        return uneven * (1 + normal_maximum(min(feature_rows, inputs)) * relative)
+        return min(full, uneven * (1 + normal_maximum(min(feature_rows, inputs)) * relative))
     entries = outputs * density + deviation * _order_statistics(inputs)
+    entries = np.clip(entries, 0, outputs)
     rows = assign_rows(entries, feature_rows)
     totals = np.bincount(rows, weights=entries, minlength=feature_rows)
-    return max(1.0, float(totals.max() / totals.mean()))
+    return min(full, max(1.0, float(totals.max() / totals.mean())))
 
 
 @functools.lru_cache(maxsize=64)

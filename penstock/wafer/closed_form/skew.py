@@ -23,7 +23,8 @@ _FINITE_ROWS = 1.77  # derived: mean of the Tracy-Widom law of the largest eigen
 _FEW_OUTPUTS = 0.3  # fitted: fewer changes of row are possible where M is not much larger than R
 _ACCUMULATORS = 2.8  # fitted; the derivation below gives 1 for the best path of equal segments
 _INBOX = 0.7  # fitted
-_WINDOW = 0.4  # fitted
+_WINDOW = 0.35  # fitted
+_QUEUES = 1.0  # fitted: queues of a core and of the routers on the way to the slowest one
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,28 @@ class RowLoad:
     mean: float
     deviation: float
     worst: float
+
+
+@dataclass(frozen=True)
+class ColumnWords:
+    """The words of one output feature that go down a column of cores: sums, or a row of dY.
+
+    Attributes:
+        of_row: words of one output feature.
+        queue_words: that fit a queue of a router or of a core.
+        word_cycles: of a word on a link.
+        ramp_cycles: of a word from a router to its core, where it has a place in the queue.
+    """
+
+    of_row: int
+    queue_words: int
+    word_cycles: float
+    ramp_cycles: float
+
+    @property
+    def cycles(self) -> float:
+        """Cycles of a word where many follow: a short queue waits for words under way."""
+        return max(self.word_cycles, self.ramp_cycles / self.queue_words)
 
 
 def forward_skew(
@@ -77,15 +100,23 @@ def forward_skew(
     return min(barrier, passage)
 
 
-def broadcast_skew(load: RowLoad, outputs: int, buffered_rows: int) -> float:
+def broadcast_skew(load: RowLoad, outputs: int, buffered_rows: int, words: ColumnWords) -> float:
     """Return the expected cycles by which a product exceeds the work of its fullest row of cores,
     where every row waits for the same broadcast, of which it holds `buffered_rows` output features.
+
+    Words in queues are as good as more output features held. With a single one, the words that no
+    queue holds come when it is done everywhere.
     """
     barrier = outputs * load.worst
-    if buffered_rows <= 1 or load.deviation == 0:
-        return barrier
+    held = buffered_rows + _QUEUES * words.queue_words / words.of_row
     spread = load.deviation / load.mean
-    return barrier * spread / (spread + _WINDOW) / buffered_rows
+    of_barrier = spread / (spread + _WINDOW) / max(held, 2)
+    if held < 2:  # between one output feature, a barrier at each, and two
+        of_barrier += (2 - held) * (1 - of_barrier)
+    late = 0.0  # cycles of the words that no queue holds
+    if buffered_rows == 1:
+        late = max(0, words.of_row - words.queue_words) * words.cycles
+    return barrier * of_barrier + outputs * late
 
 
 def forward_finish(
@@ -126,15 +157,61 @@ def forward_finish(
     return float(sent[-1].max()) + add_cycles
 
 
-def broadcast_finish(work: np.ndarray, buffered_rows: int) -> float:
+def broadcast_finish(work: np.ndarray, buffered_rows: int, words: ColumnWords) -> float:
     """Return when the last row of cores has done its work, where all rows receive the same
-    broadcast and hold `buffered_rows` output features of it."""
+    broadcast and hold `buffered_rows` output features of it, and queues some of its words.
+
+    The last word of an output feature is in a core when (a) it has come after the one before; (b)
+    the core has room for it; (c) all cores have room for it or for a word that is as many words
+    before it as fit into the queues between: those of a core, and of each router on the way to a
+    later one. What does not fit comes when an earlier output feature is done.
+
+    Args:
+        work: cycles of the entries [outputs, feature rows].
+    """
     outputs, rows = work.shape
+    of_row, depth, each = words.of_row, words.queue_words, words.cycles
+    places = np.arange(rows)
+    ahead = depth * each * places  # in which the queues on the way to a row of cores fill
+    whole = depth // of_row  # output features that fit a core's own queue
+    arrived = np.full(rows, -np.inf)
     done = np.zeros(rows)
-    all_done: list[float] = []
+    finished: list[np.ndarray] = []  # of each output feature: by a core,
+    before: list[np.ndarray] = []  # by all cores up to it,
+    beyond: list[np.ndarray] = []  # and the same less the words in the queues on the way
+    bands = _queue_bands(rows, words)
     for output in range(outputs):
+        arrived = arrived + of_row * each
         if output >= buffered_rows:
-            done = np.maximum(done, all_done[output - buffered_rows])
-        done = done + work[output]
-        all_done.append(float(done.max()))
-    return all_done[-1]
+            moved = finished[output - buffered_rows] + of_row * words.word_cycles
+            arrived = np.maximum(arrived, moved)
+        if output >= buffered_rows + whole:
+            own = ((1 + whole) * of_row - depth) * each
+            arrived = np.maximum(arrived, before[output - buffered_rows - whole] + own)
+        for fitting, farthest in bands:
+            earlier = output - buffered_rows - fitting
+            if earlier < 0:
+                break
+            late = ((1 + fitting) * of_row - depth) * each + ahead
+            cores = np.minimum(places + farthest, rows - 1)
+            # Cores nearer than the band wait for less than all words of an output feature.
+            waits = before[earlier][cores] + of_row * each
+            arrived = np.maximum(arrived, np.minimum(beyond[earlier][cores] + late, waits))
+        done = np.maximum(done, arrived) + work[output]
+        finished.append(done)
+        before.append(np.maximum.accumulate(done))
+        beyond.append(np.maximum.accumulate(done - ahead))
+    return float(before[-1][-1])
+
+
+def _queue_bands(rows: int, words: ColumnWords) -> list[tuple[int, int]]:
+    """Return how many output features fit the queues between two rows of cores, and the greatest
+    distance of two between which no more fit."""
+    bands = []
+    for fitting in range(words.queue_words * rows // words.of_row + 1):
+        farthest = math.ceil((fitting + 1) * words.of_row / words.queue_words) - 2
+        if farthest >= 1:
+            bands.append((fitting, farthest))
+        if farthest >= rows - 1:
+            break
+    return bands

@@ -31,6 +31,7 @@ from penstock.wafer.closed_form.placement import (
     expected_load_factor,
 )
 from penstock.wafer.closed_form.skew import (
+    ColumnWords,
     RowLoad,
     broadcast_finish,
     broadcast_skew,
@@ -167,10 +168,11 @@ def forward(
     add = shape.elements_cycles if options.sums == "paid" else 0.0
     if options.sums == "hidden" and options.accumulators == 1:
         # The only accumulator is free when its words have left. (The simulation showed this.)
-        add = shape.row_words * core.word_cycles
+        add = shape.row_words * shape.column_words.cycles
     each = core.partial_sum_cycles + add
     times = _forward_time(shape, entry, add, options)
-    limits = {**shape.stream_limits(options), "partial sums on links": words * core.word_cycles}
+    on_links = words * shape.column_words.cycles
+    limits = {**shape.stream_limits(options), "partial sums on links": on_links}
     if layout.column_groups > 1:
         limits["sums of column groups"] = shape.column_group_words * core.word_cycles
     if options.reduction == "ring":
@@ -334,6 +336,12 @@ class _Shape:
         return math.ceil(self.tokens * self.product.element_bytes / _WORD_BYTES)
 
     @property
+    def column_words(self) -> ColumnWords:
+        """Words of a row of sums or of dY that go down a column."""
+        core = self.core
+        return ColumnWords(self.row_words, core.queue_words, core.word_cycles, core.ramp_cycles)
+
+    @property
     def useful(self) -> float:
         """Multiply-adds of the mean core in cycles at full width."""
         half = self.product.element_bytes == 2
@@ -355,7 +363,7 @@ class _Shape:
 
     def broadcast_limit(self) -> dict[str, float]:
         words = self.product.outputs * self.row_words
-        limits = {"gradients down columns": words * self.core.word_cycles}
+        limits = {"gradients down columns": words * self.column_words.cycles}
         if self.layout.column_groups > 1:
             crossing = self.column_group_words * self.core.word_cycles
             limits["gradients to column groups"] = crossing
@@ -405,14 +413,12 @@ def _forward_time(shape: _Shape, entry: _Entry, add: float, options: StreamingOp
 
 def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> _Times:
     if shape.mask is None:
-        load = shape.row_load(entry.cycles, 0.0)
-        skew = broadcast_skew(load, shape.product.outputs, options.broadcast_rows)
+        load, outputs = shape.row_load(entry.cycles, 0.0), shape.product.outputs
+        skew = broadcast_skew(load, outputs, options.broadcast_rows, shape.column_words)
         finish = shape.fullest(options.is_sorted) * entry.cycles + skew
     else:
-        finish = broadcast_finish(shape.mask.counts * entry.cycles, options.broadcast_rows)
-    if options.broadcast_rows == 1:
-        # The next row enters when the one before is used everywhere. (The simulation showed this.)
-        finish += shape.product.outputs * shape.row_words * shape.core.word_cycles
+        work = shape.mask.counts * entry.cycles
+        finish = broadcast_finish(work, options.broadcast_rows, shape.column_words)
     return _times(shape, entry, finish, options)
 
 

@@ -31,14 +31,13 @@ from penstock.wafer.closed_form.sram import check_fits, sram_use
 from penstock.wafer.closed_form.weight_shapes import (
     ELEMENT_BYTES,
     HeadShape,
-    WeightShape,
     head_shape,
     is_backward_head,
-    weight_shape,
+    streams_weight,
 )
 from penstock.wafer.parameters import CoreParameters, Mesh
 
-_FORWARD = ("forward", "infer")
+_FORMS = {"forward": forward, "data gradient": data_gradient, "weight gradient": weight_gradient}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ def stage_cycles(
     core: CoreParameters,
     options: StreamingOptions = HIDDEN,
     *,
-    executable: str = "forward",
     head_size: int = 64,
     heads: Sequence[HeadShape] = (),
 ) -> StageCycles:
@@ -99,8 +97,6 @@ def stage_cycles(
     Args:
         costs: of one executable, `Kind.costs[executable]`.
         tokens: of the micro-batch for which the costs were counted.
-        executable: its name. In `backward` a product over features is a data gradient; in
-            `recompute` and `turn` it is one if it has no bias.
         head_size: features of an attention head, which the costs do not hold.
         heads: the weights of language-model heads; one that is missing is taken as dense.
 
@@ -109,7 +105,7 @@ def stage_cycles(
     """
     if tokens < 1:
         raise ConfigError(f"tokens: expected a number from 1 up, got {tokens}")
-    place = _Place(tokens, layout, core, options, executable, head_size, heads)
+    place = _Place(tokens, layout, core, options, head_size, heads)
     return StageCycles(tuple(OperatorCycles(cost, place.parts(cost)) for cost in costs))
 
 
@@ -143,16 +139,9 @@ def choose_stage_layout(
         ):
             cycles = sum(
                 stage_cycles(
-                    parts,
-                    tokens,
-                    layout,
-                    core,
-                    options,
-                    executable=name,
-                    head_size=head_size,
-                    heads=heads,
+                    parts, tokens, layout, core, options, head_size=head_size, heads=heads
                 ).cycles
-                for name, parts in given.items()
+                for parts in given.values()
             )
             found.append((cycles, layout))
     if not found:
@@ -178,17 +167,14 @@ def stage_products(
     for cost in costs:
         width = ELEMENT_BYTES.get(cost.dtype, 4)
         if cost.work in ("product", "sparse product"):
-            shape = weight_shape(cost, tokens)
-            if shape.is_exact:  # else it has no weight, or other tokens
-                yield _streamed(shape, tokens, width), False
+            if streams_weight(cost, tokens):
+                yield _streamed(cost, tokens, width), False
         elif cost.work == "head":
             yield _head_product(head_shape(cost, heads, width), round(cost.size), width), True
 
 
-def _streamed(shape: WeightShape, tokens: int, width: int) -> StreamedProduct:
-    return StreamedProduct(
-        shape.outputs, shape.inputs, tokens, is_indexed=False, element_bytes=width
-    )
+def _streamed(cost: OperatorCost, tokens: int, width: int) -> StreamedProduct:
+    return StreamedProduct(cost.outputs, cost.inputs, tokens, is_indexed=False, element_bytes=width)
 
 
 def _head_product(head: HeadShape, tokens: int, width: int) -> StreamedProduct:
@@ -210,7 +196,6 @@ class _Place:
     layout: ActivationLayout
     core: CoreParameters
     options: StreamingOptions
-    executable: str
     head_size: int
     heads: Sequence[HeadShape]
 
@@ -235,18 +220,12 @@ class _Place:
         )
 
     def _product(self, cost: OperatorCost, width: int) -> ProductCycles:
-        shape = weight_shape(cost, self.tokens)
-        product = _streamed(shape, self.tokens, width)
+        if not streams_weight(cost, self.tokens):
+            return self._batched(cost, width)
+        product = _streamed(cost, self.tokens, width)
         if cost.work == "sparse product":
             product = replace(product, density=min(1.0, cost.size), is_indexed=True)
-        elif not shape.is_exact:
-            return self._batched(cost, width)
-        form = forward
-        if cost.layout == "tokens" or cost.name == "sparse_weight_gradient":
-            form = weight_gradient
-        elif not shape.has_bias and self.executable not in _FORWARD:
-            form = data_gradient
-        return form(product, self.layout, self.core, self.options)
+        return _FORMS[cost.form](product, self.layout, self.core, self.options)
 
     def _batched(self, cost: OperatorCost, width: int) -> ProductCycles:
         """Products of activations with activations, one per sequence and head. Assumed: divided

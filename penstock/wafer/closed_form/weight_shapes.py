@@ -1,13 +1,11 @@
-"""The shapes of weights, from the costs of their products that the compiler counts.
+"""The weights of products and of language-model heads, from the costs that the compiler counts.
 
-The costs of a product hold its operations, its bytes and the number of its calls, not its shape.
-With the tokens of the stage, the shape follows: a product of T tokens with a weight [M, K] has
-2 T K M operations and reads and writes T (K + M) + K M elements, and M more with a bias.
+The costs of a product have the sides of its weight; those of a head have its operations and bytes
+alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,21 +14,6 @@ from penstock.operator_cost import OperatorCost
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _TARGET_BYTES = 8
-
-
-@dataclass(frozen=True)
-class WeightShape:
-    """Features of a product's weight.
-
-    Attributes:
-        has_bias: whether the costs include a bias, which only a forward product has.
-        is_exact: whether the counts of the compiler fit a product of such a shape.
-    """
-
-    outputs: int
-    inputs: int
-    has_bias: bool = False
-    is_exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,29 +44,13 @@ class HeadShape:
         return cls(outputs, inputs, outputs * inputs, outputs * inputs)
 
 
-def weight_shape(cost: OperatorCost, tokens: int) -> WeightShape:
-    """Return the shape of the weight of a product, from its operations and bytes.
-
-    Without a bias the costs are the same with both sides exchanged; the larger side is taken for
-    the outputs, which has more partial sums.
-    """
-    kept = cost.flops / (2 * tokens)
-    density = cost.size if cost.work == "sparse product" else 1.0
-    weights = round(kept / density)
-    moved = cost.bytes
-    if cost.name == "sparse_weight_gradient":
-        moved -= 4 * round(kept)  # the gradients of kept entries are float32
-    elements = moved / ELEMENT_BYTES.get(cost.dtype, 4) - weights
-    # T (K + M) + M, with K M known, is a quadratic equation for M.
-    for bias in (0, 1):
-        found = _roots(tokens + bias, -elements, tokens * weights)
-        for outputs in found:
-            inputs, rest = divmod(weights, outputs)
-            exact = not rest and tokens * (inputs + outputs) + bias * outputs == elements
-            if exact:
-                return WeightShape(outputs, inputs, bool(bias))
-    side = max(1, math.isqrt(max(weights, 1)))
-    return WeightShape(side, max(1, round(weights / side)), is_exact=False)
+def streams_weight(cost: OperatorCost, tokens: int) -> bool:
+    """Return whether an operator is a product of all tokens of a stage with a weight. Products of
+    other tokens, such as those of an expert, and of activations alone are not."""
+    kept = cost.outputs * cost.inputs
+    if cost.work == "sparse product":
+        kept = round(cost.size * kept)
+    return bool(cost.form) and cost.flops == 2 * tokens * kept
 
 
 def head_shape(cost: OperatorCost, heads: Iterable[HeadShape], width: int) -> HeadShape:
@@ -108,13 +75,3 @@ def head_shape(cost: OperatorCost, heads: Iterable[HeadShape], width: int) -> He
 def is_backward_head(cost: OperatorCost) -> bool:
     """Return whether the cost of a head includes the gradients."""
     return "backward" in cost.name or "turn" in cost.name
-
-
-def _roots(a: int, b: float, c: float) -> list[int]:
-    """Return the whole positive numbers next to the roots of a x^2 + b x + c, the largest first."""
-    inner = b * b - 4 * a * c
-    if inner < 0:
-        return []
-    root = math.sqrt(inner)
-    near = {round((-b + sign * root) / (2 * a)) for sign in (1, -1)}
-    return sorted((value for value in near if value > 0), reverse=True)

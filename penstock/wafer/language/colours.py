@@ -70,6 +70,7 @@ class Routes:
         self.mesh = mesh
         self.colours: list[Colour] = []
         self.outputs: list[np.ndarray] = []
+        self.joined: list[np.ndarray] = []
 
     def colour(self, name: str) -> Colour:
         """Return a new colour.
@@ -81,12 +82,22 @@ class Routes:
             raise MeshError(f"colours: expected at most {COLOURS}, got one more, {name!r}")
         self.colours.append(Colour(len(self.colours), name))
         self.outputs.append(np.zeros((self.mesh.cores, PORTS), np.uint8))
+        self.joined.append(np.zeros(self.mesh.cores, np.uint8))
         return self.colours[-1]
 
     def add(
-        self, colour: Colour, cores: Iterable[int], arrives: str, leaves: Sequence[str]
+        self,
+        colour: Colour,
+        cores: Iterable[int],
+        arrives: str,
+        leaves: Sequence[str],
+        *,
+        joins: bool = False,
     ) -> None:
         """Route words of a colour that arrive from one side to others, at some routers.
+
+        Args:
+            joins: whether other routes of the colour that join may share the outputs.
 
         Raises:
             MeshError: the router has another route for them, or another writer of an output.
@@ -100,6 +111,9 @@ class Routes:
         taken = (table[places, side] != 0) | repeated
         wrong_sides = not bits or bool(bits >> side & 1)
         written = np.bitwise_or.reduce(table[places], axis=1) & bits
+        joined = self.joined[colour.number]
+        if joins:
+            written &= ~joined[places]
         wrong = np.flatnonzero(taken | wrong_sides | (written != 0))
         if len(wrong):
             first = int(wrong[0])
@@ -121,6 +135,8 @@ class Routes:
                 f"{SIDES[other]} and from {arrives}; give one of them another colour"
             )
         table[places, side] = bits
+        if joins:
+            joined[places] |= np.uint8(bits)
 
     def check_loops(self) -> None:
         """Refuse routes on which a word would never arrive.
@@ -129,33 +145,39 @@ class Routes:
             MeshError: a route comes back to its beginning.
         """
         for colour, table in zip(self.colours, self.outputs, strict=True):
-            before = self._before(table)
-            # A link has one writer: follow those before, twice as far in each step.
-            earlier = before
-            for _ in range(len(before).bit_length()):
-                earlier = np.where(earlier >= 0, earlier[earlier], -1)
-            if (earlier < 0).all():
+            sources, targets = self._links(table)
+            waiting = np.bincount(targets, minlength=table.size)  # links that lead to a place
+            done = np.flatnonzero(waiting == 0)
+            order = np.argsort(sources, kind="stable")
+            ends = np.searchsorted(sources[order], np.arange(table.size + 1))
+            while len(done):  # places that no word reaches again, from the beginnings on
+                counts = ends[done + 1] - ends[done]
+                skipped = np.repeat(np.cumsum(counts) - counts, counts)
+                links = order[np.repeat(ends[done], counts) + np.arange(counts.sum()) - skipped]
+                np.subtract.at(waiting, targets[links], 1)
+                reached = np.unique(targets[links])
+                done = reached[waiting[reached] == 0]
+            if not waiting.any():
                 continue
-            loop = [int(earlier[earlier >= 0][0])]
-            while (at := int(before[loop[-1]])) != loop[0]:
-                loop.append(at)
+            loop = _loop(sources, targets, waiting > 0)
             raise MeshError(
                 f"{self._place(min(loop) // PORTS)}, colour {colour.name!r}, before the first "
                 f"cycle: the route loops, over {len(loop)} links; end it at a core"
             )
 
-    def _before(self, table: np.ndarray) -> np.ndarray:
-        """Return for each core and side [cores * PORTS] the core and side from which its words come
-        by a route of a colour, or -1."""
-        found = np.full(self.mesh.cores * PORTS, -1, np.int64)
+    def _links(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places, core and side in one number, between which routes of a colour take
+        words over a link."""
+        sources, targets = [], []
         for output in range(RAMP):
             cores, sides = np.nonzero(table >> output & 1)
             beside = neighbours(self.mesh, cores, output)
             inside = beside >= 0
             to = beside * PORTS + opposite(output)
             is_routed = inside & (table.ravel()[to * inside] != 0)
-            found[to[is_routed]] = (cores * PORTS + sides)[is_routed]
-        return found
+            sources.append((cores * PORTS + sides)[is_routed])
+            targets.append(to[is_routed])
+        return np.concatenate(sources), np.concatenate(targets)
 
     def _place(self, core: int) -> str:
         return f"core ({core // self.mesh.columns}, {core % self.mesh.columns})"
@@ -175,6 +197,20 @@ def core_numbers(mesh: Mesh, cores: Iterable[int]) -> np.ndarray:
             f"{int(wrong[0])}"
         )
     return found
+
+
+def _loop(sources: np.ndarray, targets: np.ndarray, left: np.ndarray) -> list[int]:
+    """Return the places of a loop; `left` are those that it, or one like it, leads to."""
+    within = left[sources] & left[targets]
+    before = dict(zip(targets[within].tolist(), sources[within].tolist(), strict=True))
+    at, seen = min(before), set[int]()
+    while at not in seen:  # each has one before it that is left
+        seen.add(at)
+        at = before[at]
+    loop = [at]
+    while (at := before[loop[-1]]) != loop[0]:
+        loop.append(at)
+    return loop
 
 
 def _lowest(bits: int) -> int:

@@ -214,10 +214,22 @@ class MeshProgram:
         return self.routes.colour(name)
 
     def route(
-        self, colour: Colour, cores: np.ndarray, arrives: str, leaves: Sequence[str] | str
+        self,
+        colour: Colour,
+        cores: np.ndarray,
+        arrives: str,
+        leaves: Sequence[str] | str,
+        *,
+        joins: bool = False,
     ) -> None:
-        """Route words of a colour at some routers, from one side to one or several others."""
-        self.routes.add(colour, cores, arrives, [leaves] if isinstance(leaves, str) else leaves)
+        """Route words of a colour at some routers, from one side to one or several others.
+
+        Args:
+            joins: whether routes from several sides, all of which join, may share these outputs.
+                Words of one side keep their order; those of different sides come as they arrive.
+        """
+        sides = [leaves] if isinstance(leaves, str) else leaves
+        self.routes.add(colour, cores, arrives, sides, joins=joins)
 
     def main(self, cores: np.ndarray | None = None, thread: int = COMPUTE) -> Code:
         """Return the code with which a thread of some cores begins, to be filled in."""

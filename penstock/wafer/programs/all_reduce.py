@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.wafer.closed_form import ReduceAlgorithm
 from penstock.wafer.language import SEND, Array, Code, Colour, MeshProgram
 from penstock.wafer.mesh import MeshReport
 from penstock.wafer.parameters import CoreParameters, Mesh
@@ -19,15 +20,22 @@ def simulate_tree_all_reduce(
     mesh: Mesh,
     core: CoreParameters,
     root: Literal["centre", "corner"] = "centre",
+    algorithm: ReduceAlgorithm | None = None,
 ) -> tuple[np.ndarray, MeshReport]:
     """Return what every core has of the sums [cores, elements], 32 bits, and the report.
 
+    Its cycles are those of `all_reduce_cycles` with the same arguments.
+
     Args:
         values: of the cores [cores, elements].
+        root, algorithm: as for `TreeReduce`.
+
+    Raises:
+        ConfigError: a star of more than one element.
     """
     p = MeshProgram(mesh, core, element_bytes=4)
     vector = p.array("vector", values.shape[1], values)
-    tree = TreeReduce(p, root)
+    tree = TreeReduce(p, values.shape[1], root, algorithm)
     for example, cores in by_role(p, tree.role):
         tree.emit(p.main(cores), example, vector.all)
     run = p.run()

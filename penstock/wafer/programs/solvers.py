@@ -1,8 +1,8 @@
 """Conjugate gradients and BiCGStab for a 7-point stencil, each core with a line of cells.
 
-Dot products are summed over all cores by a tree; every core then has the same scalars. The methods
-are those of Hestenes and Stiefel (1952) and van der Vorst (1992); the layout is that of Rocki et
-al. (SC 2020), who solved such a system on 600 x 595 cores.
+Dot products are summed over all cores by a tree of stars; every core then has the same scalars.
+The methods are those of Hestenes and Stiefel (1952) and van der Vorst (1992); the layout is that of
+Rocki et al. (SC 2020), who solved such a system on 600 x 595 cores.
 """
 
 from __future__ import annotations

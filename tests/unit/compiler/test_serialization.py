@@ -233,6 +233,10 @@ def _call(content: Any) -> list[Any]:
     return next(line for line in _first_graph(content) if line[0] == 1)
 
 
+def _first_cost(content: Any) -> list[Any]:
+    return next(cost for costs in content["kinds"][0]["costs"] for cost in costs)
+
+
 FORGERIES: dict[str, Callable[[Any], None]] = {
     "a Python function": _set_target("os.system"),
     "a builtin": _set_target("builtins.eval"),
@@ -258,6 +262,7 @@ FORGERIES: dict[str, Callable[[Any], None]] = {
     "a negative number": lambda c: c["kinds"][0].__setitem__("turn_transient_bytes", -1),
     "a missing field": lambda c: c["kinds"][0].pop("digest"),
     "a further field": lambda c: c.__setitem__("more", 1),
+    "an unknown product with a weight": lambda c: _first_cost(c).__setitem__(8, "backward"),
     "an unknown format": lambda c: c["weights"][0].__setitem__(2, "pickle"),
     "a stage of no kind": lambda c: c["stages"][0].__setitem__(1, 10**6),
     "a weight of another shape": lambda c: c["weights"][0].__setitem__(1, [5]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config import Config, trajectory
+from penstock.config import Config, load, trajectory
 from penstock.errors import ConfigError
 
 
@@ -97,3 +97,27 @@ def test_invalid_devices_are_refused_with_the_expected_form(engine, keys, text):
     with pytest.raises(ConfigError) as caught:
         config(engine, **keys)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (
+            "0x32",
+            "50; if 0x32 was written: YAML reads 0x32 as a hexadecimal number, quote it; and give "
+            "it rows from 1 up",
+        ),
+        ("'0x32'", "'0x32', which has no cores"),
+        ("8x0", "'8x0', which has no cores"),
+        ("0x1f", "31"),
+        ("true", "True"),
+    ],
+)
+def test_mesh_that_yaml_reads_as_a_number_or_without_cores_is_explained(written, text, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: gpt2\nengine:\n  device: wafer\n  mesh: {written}\n")
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    [line] = [line for line in str(error.value).splitlines() if "engine.mesh" in line]
+    wanted = "engine.mesh: expected rows and columns from 1 up, such as 32x32, got "
+    assert line.endswith(wanted + text)

@@ -4,6 +4,7 @@ form, their place in the cores' memory, and rows of tables."""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -130,3 +131,24 @@ def test_gradient_of_a_table_moves_its_rows(dense):
         costs = costs_at(kind, executable, plan.kinds[kind.digest].tokens, {})
         rows[executable] = [cost.bytes for cost in costs if cost.work == "lookup"]
     assert rows["forward"] == rows["backward"]
+
+
+@pytest.mark.parametrize(("family", "turned"), [("llama", False), ("gpt2", True)])
+def test_products_of_a_layer_have_the_sides_of_its_weights(family, turned):
+    kind = pruned(family, "none").stages[1].kind  # its linear layers have biases in GPT-2 alone
+    shapes = [spec.shape for spec in kind.weights if len(spec.shape) == 2]
+    sides = Counter(tuple(shape)[::-1] if turned else tuple(shape) for shape in shapes)
+    assert len(sides) > 2
+    for executable, forms in (
+        ("forward", ["forward"]),
+        ("infer", ["forward"]),
+        ("backward", ["data gradient", "weight gradient"]),
+        ("turn", ["forward", "data gradient", "weight gradient"]),
+    ):
+        found: dict[str, Counter] = {form: Counter() for form in forms}
+        for cost in kind.costs[executable]:
+            if cost.form:
+                found[cost.form] = found[cost.form] + Counter(
+                    {(cost.outputs, cost.inputs): cost.calls}
+                )
+        assert found == dict.fromkeys(forms, sides), executable

@@ -181,6 +181,56 @@ def test_two_writers_of_a_colour_on_a_link_are_named():
     )
 
 
+def joined_row(joins: tuple[bool, bool] = (True, True)) -> MeshProgram:
+    """A row of three cores, whose words go east over the same links."""
+    p = MeshProgram(Mesh(1, 3), PLAIN)
+    colour = p.colour("sums")
+    p.route(colour, p.cores(0, slice(0, 2)), "ramp", "east", joins=joins[0])
+    p.route(colour, p.cores(0, 1), "west", "east", joins=joins[1])
+    p.route(colour, p.cores(0, 2), "west", "ramp")
+    return p
+
+
+def test_routes_that_join_share_a_link_word_by_word():
+    p = joined_row()
+    colour, x = p.routes.colours[0], p.array("x", 30, element_bytes=4)
+    p.load(x, p.cores(), np.repeat([[1.0], [2.0], [0.0]], 30, axis=1))
+    p.main(p.cores(0, slice(0, 2))).send(x.all, colour, pack=1)
+    total = p.array("total", 1, element_bytes=4)
+    take = {"take": colour, "into": total.all, "adds": True, "is_ring": True, "pack": 1}
+    p.main(p.cores(0, 2)).stream(60, **take)
+    run = p.run()
+    assert run.read(total)[2, 0] == 30 * 1 + 30 * 2
+    assert run.report.link_words[0, 1, 1] == 60
+    # One word per cycle on the link that they share, after a ramp, a hop and a ramp.
+    assert run.report.cycles == 60 + 2 + 1 + 2
+
+
+@pytest.mark.parametrize("joins", [(True, False), (False, True)])
+def test_writer_of_a_link_that_does_not_join_is_named(joins):
+    with pytest.raises(MeshError) as error:
+        joined_row(joins)
+    assert str(error.value) == (
+        "core (0, 1), colour 'sums', before the first cycle: two writers of the link to the east, "
+        "words from ramp and from west; give one of them another colour"
+    )
+
+
+def test_loop_that_other_routes_join_is_named():
+    p = MeshProgram(Mesh(2, 3), PLAIN)
+    colour = p.colour("round")
+    p.route(colour, p.cores(0, 0), "west", "east")
+    p.route(colour, p.cores(0, 1), "west", "south", joins=True)
+    p.route(colour, p.cores(0, 1), "east", "south", joins=True)
+    p.route(colour, p.cores(1, 1), "north", "east")
+    p.route(colour, p.cores(1, 2), "west", "north")
+    p.route(colour, p.cores(0, 2), "south", "west")
+    assert text(p) == (
+        "core (0, 1), colour 'round', before the first cycle: the route loops, over 4 links; end "
+        "it at a core"
+    )
+
+
 def test_second_route_from_a_side_is_refused():
     p, colour = along_row(Mesh(1, 3))
     with pytest.raises(MeshError) as error:

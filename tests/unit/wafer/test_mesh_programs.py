@@ -118,17 +118,59 @@ def test_rings_move_long_vectors_faster_than_a_tree_and_short_ones_slower():
 @pytest.mark.parametrize("mesh", [Mesh(40, 41), Mesh(1, 30), Mesh(23, 8)], ids=str)
 @pytest.mark.parametrize("core", [SIM, SILICON], ids=lambda core: core.name)
 @pytest.mark.parametrize("root", ["centre", "corner"])
-def test_tree_of_one_word_takes_the_cycles_of_its_chains_and_a_broadcast(mesh, core, root):
-    _, report = simulate_tree_all_reduce(numbers(mesh.cores, 1), mesh, core, root)
-    hops = [length // 2 if root == "centre" else length - 1 for length in (mesh.rows, mesh.columns)]
-    # Luczynski et al. (HPDC 2024): each core of a chain adds an operation, and its ramp twice.
-    chains = sum(far * (core.hop_cycles + 2 * core.ramp_cycles + 1) for far in hops)
-    broadcast = sum(hops) * core.hop_cycles
+@pytest.mark.parametrize(("algorithm", "words"), [("star", 1), ("chain", 1), ("chain", 48)])
+def test_all_reduce_takes_the_cycles_of_the_closed_form_of_its_algorithm(
+    mesh, core, root, algorithm, words
+):
+    values = numbers(mesh.cores, words)
+    found, report = simulate_tree_all_reduce(values, mesh, core, root, algorithm)
+    assert np.allclose(found, values.astype(float).sum(axis=0), atol=1e-3)
+    expected = all_reduce_cycles(mesh, core, words, root=root, algorithm=algorithm)
+    assert report.cycles == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("core", [SIM, SILICON], ids=lambda core: core.name)
+def test_chain_takes_a_ramp_twice_and_an_operation_at_every_core(core):
+    _, report = simulate_tree_all_reduce(numbers(1640, 1), Mesh(40, 41), core, algorithm="chain")
+    # Luczynski et al. (HPDC 2024). Half a row and half a column, and one broadcast over both.
+    hops = 20 + 20
+    chains = hops * (core.hop_cycles + 2 * core.ramp_cycles + 1)
+    broadcast = hops * core.hop_cycles
     alone = core.vector_cycles + core.drain_cycles  # of each line's first sum, at most
     assert chains + broadcast <= report.cycles
     assert report.cycles <= (chains + broadcast) * core.word_cycles * 1.05 + 4 * alone
-    # The closed form takes a star where that is faster than a chain.
-    assert report.cycles >= all_reduce_cycles(mesh, core, root=root)
+
+
+@pytest.mark.parametrize("words", [1, 5])
+@pytest.mark.parametrize("root", ["centre", "corner"])
+def test_all_reduce_takes_the_faster_algorithm_as_the_closed_form_does(words, root):
+    mesh, values = Mesh(9, 12), numbers(108, words)
+    algorithm = "star" if words == 1 else "chain"
+    _, report = simulate_tree_all_reduce(values, mesh, SIM, root)
+    _, named = simulate_tree_all_reduce(values, mesh, SIM, root, algorithm)
+    assert report.cycles == named.cycles
+    expected = [all_reduce_cycles(mesh, SIM, words, root=root, algorithm=algorithm)]
+    assert [all_reduce_cycles(mesh, SIM, words, root=root)] == expected
+
+
+def test_star_of_a_vector_is_refused():
+    with pytest.raises(ConfigError) as error:
+        simulate_tree_all_reduce(numbers(6, 2), Mesh(2, 3), SIM, algorithm="star")
+    assert str(error.value) == (
+        "all-reduce: expected one word in a star, whose words mix on their way, got 2; take a chain"
+    )
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("root", ["centre", "corner"])
+@pytest.mark.parametrize("algorithm", ["star", "chain"])
+@pytest.mark.parametrize("queue_words", [1, 6])
+def test_one_word_is_summed_on_any_mesh_with_any_queues(mesh, root, algorithm, queue_words):
+    core = dataclasses.replace(SIM, queue_words=queue_words)
+    values = numbers(mesh.cores, 1)
+    found, report = simulate_tree_all_reduce(values, mesh, core, root, algorithm)
+    assert np.allclose(found, values.astype(float).sum(axis=0), atol=1e-5)
+    assert report.greatest_depth <= queue_words
 
 
 def test_rings_need_elements_that_divide():

@@ -99,9 +99,11 @@ def test_products_end_with_the_right_numbers_on_any_mesh_with_any_queues(
         # columns.
         assert report.words_entered["entries"] == entries * each + mesh.rows * last
         assert report.words_delivered["entries"] == (report.words_entered["entries"] * mesh.columns)
-        # Never fewer cycles than arithmetic of the fullest core, or its entries on a link.
+        # Never fewer cycles than arithmetic, memory, or entries on a link of the fullest core.
         trigger = core.trigger_cycles + core.elements_cycles(here, element_bytes)
         assert report.cycles >= most * trigger
+        # A core reads two and writes one element for each entry and token, 24 bytes in a cycle.
+        assert report.cycles >= most * here * 3 * element_bytes / 24
         assert report.cycles >= (most * each + last) * core.word_cycles
     if "sums" in y.report.words_entered:
         assert y.report.words_entered["sums"] == y.report.words_delivered["sums"]

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from penstock.wafer import SIM, Mesh
+from penstock.wafer import SILICON, SIM, Mesh
 from penstock.wafer.closed_form import (
     HIDDEN,
     PAID,
@@ -61,6 +61,25 @@ def test_cycles_are_those_of_the_closed_form_without_indices(core, tokens):
     ):
         found = simulate(weight, None, activations, run).cycles
         assert found == pytest.approx(form(product, layout, core, options, counts).total, rel=0.05)
+
+
+@pytest.mark.parametrize("core", [SIM, SILICON], ids=lambda core: core.name)
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_index_beside_a_16_bit_value_costs_no_cycles(core, tokens):
+    run = Run(Mesh(4, 4), core, HIDDEN, element_bytes=2, rounds=False)
+    weight, x, dy = drawn(64, 48), drawn(tokens, 48), drawn(tokens, 64)
+    spread = Spread(np.ones_like(weight, bool), tokens, run)
+    product, counts, options = closed_form_of(spread, run, is_indexed=False)
+    assert product.words_per_entry == 0.5
+    for form, simulate, activations, controls in (
+        (forward, simulate_forward, x, 64),
+        (data_gradient, simulate_data_gradient, dy, 63),
+    ):
+        found = simulate(weight, None, activations, run)
+        # One word per value, where the closed form has one for two.
+        assert found.report.words_entered["entries"] == weight.size + 4 * controls
+        expected = form(product, ActivationLayout(run.mesh), core, options, counts).total
+        assert found.cycles == pytest.approx(expected, rel=0.01)
 
 
 def test_words_at_the_edge_are_half_as_many():

@@ -17,6 +17,7 @@ from penstock.wafer.closed_form import (
     most_tokens,
     sram_use,
     step_cycles,
+    weight_gradient,
 )
 
 
@@ -36,6 +37,16 @@ def test_groups_move_cores_from_one_division_to_the_other():
     rows = ActivationLayout(Mesh(6, 8), row_groups=2)
     assert (rows.feature_rows, rows.token_columns, rows.chain_rows) == (3, 16, 3)
     assert str(rows) == "tokens over 16, features over 3 parts, 2 groups"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_links_of_a_row_of_cores_carry_the_entries_of_all_column_groups(groups):
+    layout = ActivationLayout(Mesh(6, 8), column_groups=groups)
+    product = StreamedProduct(10, 48, 64, element_bytes=2)  # each row of cores has 8 features
+    ahead = forward(product, layout, SIM).limits
+    # One word for each of 10 x 8 entries, and one control word for each output feature.
+    assert ahead["words at the edge"] == pytest.approx(10 * 8 + 10)
+    assert weight_gradient(product, layout, SIM).limits["gradients on links"] == pytest.approx(80)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(3, 40), CS2_MESH], ids=str)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
@@ -17,6 +17,7 @@ from penstock.wafer.closed_form import (
     HIDDEN,
     PAID,
     ActivationLayout,
+    ColumnWords,
     MaskCounts,
     RowLoad,
     StreamedProduct,
@@ -69,6 +70,8 @@ def events(counts, mesh: Mesh, tokens: int, core: CoreParameters, fifo: int = 51
 def random_mask(outputs: int, inputs: int, density: float, seed: int = 0):
     return np.random.default_rng(seed).random((outputs, inputs)) < density
 
+
+AT_ONCE = ColumnWords(100, 1, word_cycles=0.0, ramp_cycles=0.0)
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -216,8 +219,35 @@ def test_expectation_is_that_of_random_masks_within_5_percent(options, density):
 
 def test_broadcast_without_lead_is_a_barrier_at_every_output_feature():
     work = np.random.default_rng(0).integers(0, 9, (50, 12)).astype(float)
-    assert broadcast_finish(work, 1) == work.max(axis=1).sum()
-    assert broadcast_finish(work, 50) == work.sum(axis=0).max()
+    # Of words that take no time and queues that hold a part of one word there is nothing else.
+    assert broadcast_finish(work, 1, AT_ONCE) == work.max(axis=1).sum()
+    assert broadcast_finish(work, 50, AT_ONCE) == work.sum(axis=0).max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("held", [1, 3])
+def test_last_row_of_cores_is_done_when_events_of_single_words_say_so(seed, held):
+    """The same by words: a queue before each core, one before each router, room freed in order."""
+    generator = np.random.default_rng(seed)
+    outputs, rows, of_row, depth = 12, 5, 4, int(generator.integers(1, 10))
+    work = generator.integers(0, 30, (outputs, rows)).astype(float)
+    moved = np.zeros((rows, outputs * of_row + 1))  # word out of a router; the first is none
+    stored, done = np.zeros_like(moved), np.zeros((outputs + 1, rows))
+    for word in range(1, outputs * of_row + 1):
+        for row in range(rows):
+            room = [moved[row, word - 1] + 1, moved[row - 1, word] if row else 0.0]
+            if word > depth:
+                room.append(stored[row, word - depth])
+                room.extend(moved[row + 1 : row + 2, word - depth])
+            moved[row, word] = max(room)
+            freed = math.ceil(word / of_row) - held
+            free = done[freed, row] if freed > 0 else 0.0
+            stored[row, word] = max(moved[row, word], stored[row, word - 1] + 1, free)
+        if word % of_row == 0:
+            output = word // of_row
+            done[output] = np.maximum(done[output - 1], stored[:, word]) + work[output - 1]
+    words = ColumnWords(of_row, depth, word_cycles=1.0, ramp_cycles=1.0)
+    assert broadcast_finish(work, held, words) == pytest.approx(done[-1].max(), rel=0.05)
 
 
 def test_last_passage_is_the_greatest_sum_over_sequences_that_never_go_back():
@@ -265,6 +295,7 @@ def test_cycles_are_never_fewer_than_arithmetic_or_any_link_needs(product, mesh,
 
 @settings(max_examples=40, deadline=None)
 @given(product=PRODUCTS_DRAWN, mesh=MESHES, factor=st.floats(0.2, 0.95))
+@example(product=StreamedProduct(1, 37, 4913), mesh=Mesh(48, 2), factor=0.64)
 def test_fewer_entries_never_take_longer(product, mesh, factor):
     fewer = dataclasses.replace(product, density=max(0.005, product.density * factor))
     for part, less in zip(
@@ -283,8 +314,12 @@ def test_more_room_never_takes_longer(seed):
     times = [forward_finish(work, 4.0, 0.0, *room) for room in rooms[:3]]
     assert times == sorted(times, reverse=True)
     assert forward_finish(work, 0.0, 0.0, 60, None) == work.sum(axis=0).max()
-    times = [broadcast_finish(work, rows) for rows in (1, 2, 4, 60)]
+    times = [broadcast_finish(work, rows, AT_ONCE) for rows in (1, 2, 4, 60)]
     assert times == sorted(times, reverse=True)
+    queues = [ColumnWords(6, depth, 1.0, 2.0) for depth in (1, 2, 4, 16)]
+    for rows in (1, 2, 4, 60):
+        times = [broadcast_finish(work, rows, words) for words in queues]
+        assert times == sorted(times, reverse=True)
 
 
 @pytest.mark.parametrize("accumulators", [1, 2, 8])
@@ -404,3 +439,13 @@ def test_masks_that_do_not_fit_are_refused():
     assert _text(forward, product, layout, SIM, PAID, empty) == (
         "mask: expected at least one kept entry, got none"
     )
+
+
+def test_parts_of_a_masks_time_are_those_of_its_fullest_row_of_cores():
+    mask = np.zeros((6, 8), bool)
+    mask[:, 0] = mask[:2, 4] = True  # features stay where they are: 6 and 2 entries
+    product, layout = StreamedProduct(6, 8, 64), ActivationLayout(Mesh(2, 1))
+    counts = count_mask(mask, 2, is_sorted=False)
+    for form in (forward, data_gradient):
+        found = form(product, layout, PLAIN, StreamingOptions(is_sorted=False), counts)
+        assert found.arithmetic == 6 * PLAIN.elements_cycles(64), form.__name__

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.wafer import (
     CS2_MESH,
     SILICON,
@@ -100,12 +101,21 @@ def test_relay_stores_all_words_in_every_core():
     assert relay_cycles(words=10, cores=3, core=CORE) == 4 * 16 + 30
 
 
-def test_short_vectors_are_reduced_as_a_star_and_long_ones_as_a_chain():
+def test_single_words_are_reduced_as_a_star_and_vectors_as_a_chain():
     # 7 words arrive over at most 7 hops; then up, down and one addition.
-    assert line_reduce_cycles(8, 1, CORE) == 7 + 5
-    # 1,000 words pass, after 7 hops with an addition each.
+    assert line_reduce_cycles(8, 1, CORE) == line_reduce_cycles(8, 1, CORE, "star") == 7 + 5
+    # Words pass, after 7 hops with an addition each.
+    assert line_reduce_cycles(8, 1, CORE, "chain") == 1 + 7 + 35
     assert line_reduce_cycles(8, 1000, CORE) == 1000 + 7 + 35
     assert line_reduce_cycles(1, 1000, CORE) == 0
+
+
+def test_star_of_a_vector_is_refused():
+    with pytest.raises(ConfigError) as error:
+        line_reduce_cycles(8, 2, CORE, "star")
+    assert str(error.value) == (
+        "words: expected 1 for a star, whose words mix on their way, got 2; take a chain"
+    )
 
 
 def test_broadcast_on_a_line_takes_words_and_hops():
@@ -118,7 +128,14 @@ def test_all_reduce_from_the_centre_takes_half_as_long():
     centre, corner = (all_reduce_cycles(mesh, CORE, root=root) for root in ("centre", "corner"))
     assert mesh.diameter < centre < 1.15 * mesh.diameter
     assert 2 * mesh.diameter < corner < 2.15 * mesh.diameter
-    assert all_reduce_cycles(Mesh(1, 1), CORE) == 2 * 16
+    assert all_reduce_cycles(Mesh(1, 1), CORE) == 0
+
+
+def test_all_reduce_by_chains_takes_a_ramp_twice_and_an_operation_at_every_core():
+    mesh = Mesh(500, 500)
+    stars, chains = (all_reduce_cycles(mesh, CORE, algorithm=name) for name in ("star", "chain"))
+    # 250 cores of a row and 250 of a column; the middle of each adds its other side afterwards.
+    assert chains - stars == pytest.approx(2 * 250 * 5, rel=0.01)
 
 
 # --- the page of documentation --------------------------------------------------------------------

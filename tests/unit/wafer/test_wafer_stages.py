@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.counted_costs import operator_costs
+from penstock.compiler.weight_products import mark_weight_products
 from penstock.errors import BudgetError, ConfigError
 from penstock.operator_cost import OperatorCost
 from penstock.wafer import SIM, CoreParameters, Mesh
@@ -24,74 +27,91 @@ from penstock.wafer.closed_form import (
     norm,
     sram_use,
     stage_cycles,
+    streams_weight,
     token_sum,
     weight_gradient,
-    weight_shape,
 )
 
 TOKENS = 96
 LAYOUT = ActivationLayout(Mesh(8, 8))
 
 
-def costs_of(function, *shapes, dtype=torch.float32):
+def costs_of(function, *shapes, dtype=torch.float32, weights=(), tangents=()):
+    """Return the costs of a function; its other arguments are inputs of a stage."""
     with torch._subclasses.FakeTensorMode():
         inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        return operator_costs(make_fx(function)(*inputs).graph)
+        graph = make_fx(function)(*inputs).graph
+    places = graph.find_nodes(op="placeholder")
+    of_weights, later = ([places[number] for number in chosen] for chosen in (weights, tangents))
+    data = [place for place in places if place not in (*of_weights, *later)]
+    mark_weight_products(graph, of_weights, data, later)
+    return operator_costs(graph)
+
+
+def linear_costs(outputs, inputs, dtype, turned=False):
+    """Return the costs of the three products of a linear layer; its weight is [outputs, inputs], or
+    `turned`."""
+    weight = (inputs, outputs) if turned else (outputs, inputs)
+
+    def backward(x, dy, w):
+        return dy @ (w.t() if turned else w), x.t() @ dy if turned else dy.t() @ x
+
+    ahead = costs_of(
+        lambda x, w: x @ (w if turned else w.t()),
+        *((TOKENS, inputs), weight),
+        dtype=dtype,
+        weights=[1],
+    )
+    shapes = ((TOKENS, inputs), (TOKENS, outputs), weight)
+    back = costs_of(backward, *shapes, dtype=dtype, weights=[2], tangents=[1])
+    return ahead, back
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, 144), (64, 64), (192, 48)])
-def test_shape_of_a_weight_follows_from_its_costs(inputs, outputs, dtype):
-    [cost] = costs_of(torch.mm, (TOKENS, inputs), (inputs, outputs), dtype=dtype)
-    shape = weight_shape(cost, TOKENS)
-    assert {shape.outputs, shape.inputs} == {inputs, outputs}
-    assert shape.outputs >= shape.inputs
-    assert (shape.is_exact, shape.has_bias) == (True, False)
-    [cost] = costs_of(torch.addmm, (outputs,), (TOKENS, inputs), (inputs, outputs), dtype=dtype)
-    assert weight_shape(cost, TOKENS) == (
-        weight_shape(cost, TOKENS).__class__(outputs, inputs, has_bias=True)
-    )
+def test_products_of_a_weight_have_its_sides_whatever_its_orientation(
+    inputs, outputs, turned, dtype
+):
+    ahead, back = linear_costs(outputs, inputs, dtype, turned)
+    found = [(cost.form, cost.outputs, cost.inputs) for cost in (*ahead, *back)]
+    forms = ("forward", "data gradient", "weight gradient")
+    assert found == [(form, outputs, inputs) for form in forms]
+    assert all(streams_weight(cost, TOKENS) for cost in (*ahead, *back))
+    assert not any(streams_weight(cost, TOKENS - 1) for cost in (*ahead, *back))
 
 
-def test_shape_of_a_batched_product_is_not_made_up():
+def test_product_with_a_bias_has_the_sides_of_its_weight():
+    shapes = ((144,), (TOKENS, 48), (48, 144))
+    [cost] = costs_of(torch.addmm, *shapes, weights=[0, 2])
+    assert (cost.form, cost.outputs, cost.inputs) == ("forward", 144, 48)
+
+
+def test_products_of_activations_have_no_weight():
     [cost] = costs_of(torch.bmm, (6, 32, 40), (6, 40, 32))
-    assert not weight_shape(cost, 64).is_exact
+    assert (cost.form, cost.outputs, cost.inputs) == ("", 0, 0)
+    [cost] = costs_of(torch.mm, (TOKENS, 48), (48, 48))
+    assert (cost.form, cost.outputs, cost.inputs) == ("", 0, 0)
+
+
+def test_batched_product_is_never_faster_than_its_arithmetic():
+    [cost] = costs_of(torch.bmm, (6, 32, 40), (6, 40, 32))
     [operator] = stage_cycles([cost], 64, LAYOUT, SIM).operators
     assert operator.cycles >= cost.flops / 2 / LAYOUT.mesh.cores / SIM.simd_float
 
 
-def test_shape_of_a_sparse_product_counts_all_entries():
-    kept = 48 * 144 // 10
-    size = kept / (48 * 144)
-    moved = 2 * (TOKENS * (48 + 144) + 48 * 144)
-    flops = 2 * TOKENS * kept
-    cost = OperatorCost("sparse_linear", "sparse product", "bfloat16", "any", size, flops, moved)
-    assert weight_shape(cost, TOKENS).inputs == 48
-    gradient = OperatorCost(
-        "sparse_weight_gradient", "sparse product", "bfloat16", "any", size, flops, moved + 4 * kept
-    )
-    assert weight_shape(gradient, TOKENS).outputs == 144
-
-
-def test_stage_is_the_sum_of_its_products():
-    forward_costs = costs_of(torch.addmm, (144,), (TOKENS, 48), (48, 144), dtype=torch.bfloat16)
-    backward_costs = (
-        *costs_of(torch.mm, (TOKENS, 144), (144, 48), dtype=torch.bfloat16),
-        *costs_of(lambda dy, x: dy.t() @ x, (TOKENS, 144), (TOKENS, 48), dtype=torch.bfloat16),
-    )
-    product = StreamedProduct(144, 48, TOKENS, is_indexed=False)
-    ahead = stage_cycles(forward_costs, TOKENS, LAYOUT, SIM)
-    assert ahead.cycles == forward(product, LAYOUT, SIM).total
-    back = stage_cycles(backward_costs, TOKENS, LAYOUT, SIM, executable="backward")
-    assert back.cycles == (
-        data_gradient(product, LAYOUT, SIM).total + weight_gradient(product, LAYOUT, SIM).total
-    )
-    both = stage_cycles([*forward_costs, *backward_costs], TOKENS, LAYOUT, SIM, executable="turn")
-    assert both.cycles == ahead.cycles + back.cycles
+@pytest.mark.parametrize(("inputs", "outputs"), [(48, 144), (144, 48)])
+def test_stage_is_the_sum_of_its_products(inputs, outputs):
+    ahead, back = linear_costs(outputs, inputs, torch.bfloat16)
+    product = StreamedProduct(outputs, inputs, TOKENS, is_indexed=False)
+    forms = [form(product, LAYOUT, SIM).total for form in (forward, data_gradient, weight_gradient)]
+    assert stage_cycles(ahead, TOKENS, LAYOUT, SIM).cycles == forms[0]
+    assert stage_cycles(back, TOKENS, LAYOUT, SIM).cycles == forms[1] + forms[2]
+    assert stage_cycles([*ahead, *back], TOKENS, LAYOUT, SIM).cycles == sum(forms)
 
 
 def test_calls_count_as_often_as_they_are_made():
-    [cost] = costs_of(torch.mm, (TOKENS, 48), (48, 48))
+    [cost] = costs_of(torch.mm, (TOKENS, 48), (48, 48), weights=[1])
     twice = OperatorCost(**{**vars(cost), "calls": 2})
     one, two = (stage_cycles([item], TOKENS, LAYOUT, SIM) for item in (cost, twice))
     assert two.cycles == 2 * one.cycles
@@ -107,10 +127,14 @@ def test_sparse_product_streams_its_density_with_indices():
         0.125,
         2 * TOKENS * 48 * 96 // 8,
         2 * (TOKENS * 144 + 48 * 96),
+        outputs=48,
+        inputs=96,
     )
-    product = StreamedProduct(96, 48, TOKENS, density=0.125)
-    found = stage_cycles([cost], TOKENS, LAYOUT, SIM)
-    assert found.cycles == forward(product, LAYOUT, SIM).total
+    product = StreamedProduct(48, 96, TOKENS, density=0.125)
+    for form in (forward, data_gradient, weight_gradient):
+        expected = form(product, LAYOUT, SIM)
+        found = stage_cycles([replace(cost, form=expected.name)], TOKENS, LAYOUT, SIM)
+        assert found.cycles == expected.total
 
 
 def test_head_is_its_product_and_a_softmax_over_the_vocabulary():
@@ -132,7 +156,7 @@ def test_head_is_its_product_and_a_softmax_over_the_vocabulary():
         3 * flops,
         2 * (moved - 8 * tokens - 4) + 8 * tokens + 4,
     )
-    [operator] = stage_cycles([turned], tokens, LAYOUT, SIM, executable="turn").operators
+    [operator] = stage_cycles([turned], tokens, LAYOUT, SIM).operators
     assert [part.name for part in operator.parts] == [
         "forward",
         "data gradient",
@@ -152,8 +176,8 @@ def test_memory_pass_reads_two_operands_and_writes_one_per_cycle():
 def test_norm_sums_twice_over_its_column_of_cores():
     core = CoreParameters("x")
     found = norm(64 * 2400, 64, LAYOUT, core)
-    # 8 tokens are 4 words: 28 of them meet at the last of 8 cores, and a broadcast follows.
-    assert found.fill == 2 * ((28 + 5) + (4 + 7 + 5))
+    # 8 tokens are 4 words: a chain of 8 cores, each of which takes a hop and 5 cycles; and back.
+    assert found.fill == 2 * ((4 + 7 * 6) + (4 + 7 + 5))
     assert found.arithmetic == 200
 
 
@@ -163,7 +187,7 @@ def test_norm_sums_over_column_groups_too():
     found = norm(64 * 2400, 64, layout, core)
     # 16 tokens are 8 words: a chain down 8 cores and back; then 4 columns of 8 words, divided over
     # 8 rows, go 4 hops to the other group and back.
-    column = min(7 * 8 + 5, 8 + 7 + 7 * 5) + (8 + 7 + 5)
+    column = (8 + 7 + 7 * 5) + (8 + 7 + 5)
     between = 4 + 4 + 5
     assert found.fill == 2 * (column + 2 * between)
 
@@ -172,7 +196,7 @@ def test_sum_over_tokens_has_a_word_for_each_feature_of_a_core():
     core = CoreParameters("x")
     # 64 tokens of 32 features in 2 bytes: 4 features in each of 8 rows, summed over 8 columns.
     found = token_sum(2 * 64 * 32, 64, LAYOUT, core)
-    assert found.fill == min(7 * 4 + 5, 4 + 7 + 7 * 5)
+    assert found.fill == 4 + 7 + 7 * 5
     assert found.arithmetic == 2 * 64 * 32 / 64 / 24
 
 
@@ -187,7 +211,7 @@ def test_head_that_is_given_has_its_shape_entries_and_gradient(gradient):
     head = HeadShape(*shape, capacity, kept, is_sparse=True, gradient=gradient)
     cost = head_cost(tokens, 2 * tokens * capacity, 3)
     other = HeadShape.dense(100, 8)
-    stage = stage_cycles([cost], tokens, LAYOUT, SIM, executable="turn", heads=(other, head))
+    stage = stage_cycles([cost], tokens, LAYOUT, SIM, heads=(other, head))
     sparse = StreamedProduct(*shape, tokens, density=kept / (500 * 32))
     whole = StreamedProduct(*shape, tokens, is_indexed=False)
     expected = [forward(sparse, LAYOUT, SIM), data_gradient(sparse, LAYOUT, SIM)]
@@ -261,24 +285,19 @@ def test_attention_is_read_from_the_compilers_counts():
 
 
 def test_layout_of_a_stage_is_the_fastest():
-    costs = {
-        "forward": costs_of(torch.addmm, (144,), (TOKENS, 48), (48, 144), dtype=torch.bfloat16),
-        "backward": costs_of(torch.mm, (TOKENS, 144), (144, 48), dtype=torch.bfloat16),
-    }
+    ahead, back = linear_costs(144, 48, torch.bfloat16)
+    costs = {"forward": ahead, "backward": back}
     choice = choose_stage_layout(costs, TOKENS, Mesh(8, 4), SIM)
 
     def cycles(layout):
-        return sum(
-            stage_cycles(parts, TOKENS, layout, SIM, executable=name).cycles
-            for name, parts in costs.items()
-        )
+        return sum(stage_cycles(parts, TOKENS, layout, SIM).cycles for parts in costs.values())
 
     assert choice.cycles == cycles(choice.layout)
     assert choice.cycles == min(cycles(layout) for layout in candidate_layouts(Mesh(8, 4)))
 
 
 def test_stage_that_does_not_fit_is_refused():
-    costs = {"forward": costs_of(torch.mm, (8192, 4096), (4096, 4096))}
+    costs = {"forward": costs_of(torch.mm, (8192, 4096), (4096, 4096), weights=[1])}
     with pytest.raises(BudgetError) as error:
         choose_stage_layout(costs, 8192, Mesh(4, 4), SIM)
     assert str(error.value).startswith("stage: 4096 x 4096 with 8192 tokens on 4x4 cores needs ")
