@@ -6,7 +6,7 @@ GPT-2 on Zen 4, `docs/decisions.md`), so large products use oneDNN there. The tw
 different orders, so the choice affects bits.
 
 oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
-back to loops that take up to 200 times as long (Zen 3: 0.6 GFLOP/s, where float32 reaches 120). The
+back to plain loops, which take many times as long (`benchmarks/attention.py` shows it). The
 operands are then widened to float32 and the product is rounded to bfloat16. The products of two
 bfloat16 numbers are exact in float32 and are summed there in either case. PyTorch's fused attention
 has the same loops in its backward pass, so its operands are widened too.
