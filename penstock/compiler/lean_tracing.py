@@ -1,8 +1,8 @@
 """Makes an export cheaper, without any influence on its graph.
 
 For every node, the exporter symbolises the whole Python stack and describes the result a second
-time. Both are a large part of an export's time. A program needs one line of the stack: the innermost of
-a module's forward, which error messages name.
+time. Both are a large part of an export's time. A program needs one line of the stack: the
+innermost of a module's forward, which error messages name.
 """
 
 from __future__ import annotations
