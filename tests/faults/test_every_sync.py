@@ -141,6 +141,7 @@ def test_every_sync_is_necessary(made, tmp_path):
     assert unnoticed == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("count", [4, pytest.param(400, marks=pytest.mark.slow)])
 def test_crash_keeps_everything_promised(name, count, made, tmp_path):

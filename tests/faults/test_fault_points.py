@@ -47,6 +47,7 @@ def killed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", JOURNAL_POINTS)
 def test_killed_journal_rewrite_leaves_old_or_new_journal(point, killed):
     path = killed / f"{point}:1" / "journal"

@@ -144,6 +144,7 @@ class RefusingDisk:
         return write
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "moments", "first", "every"),
     [

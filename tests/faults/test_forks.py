@@ -98,6 +98,7 @@ def test_exited_worker_is_reported_with_exit_code(tmp_path, monkeypatch):
             launcher.close()
 
 
+@pytest.mark.long
 def test_killed_fork_server_keeps_workers_and_is_replaced(launcher, monkeypatch):
     launcher.start("engine")
     wait_until(lambda: not launcher.poll() and launcher.pids)

@@ -46,6 +46,7 @@ def kill(kind, moments, folder, references, count, seed):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "moments", "count"),
     [

@@ -77,6 +77,7 @@ def survive_point(point: int, fate: str) -> None:
         raise
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fate", FATES)
 def test_node_lost_at_many_points_causes_no_rollback(fate):
     offset = sum(map(ord, fate)) % (points() // SPREAD)

@@ -103,6 +103,7 @@ def test_data_set_of_another_tokenizer_is_refused(penstock):
     )
 
 
+@pytest.mark.long
 def test_data_set_of_another_text_is_refused(penstock):
     """The run's own data set is built once; what it was not built from is never trained on."""
     Path("other.txt").write_text("other words\n" * 200)

@@ -72,6 +72,7 @@ def loaded(folder):
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder / "out")
 
 
+@pytest.mark.long
 def test_exported_weights_equal_the_store_to_the_bit(trained):
     trainer, folder = trained
     model, _ = loaded(folder)

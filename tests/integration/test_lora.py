@@ -167,6 +167,7 @@ def test_any_store_engines_recomputation_and_stop_give_the_same_bits(tmp_path):
     assert run_bits(tmp_path / "three", until=3, store=flash) == bits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("freeze", [[], ["*.lora_B.weight"]])
 def test_only_untrained_adapters_are_named(freeze, tmp_path):
     """A's gradient is zero in the first step, since B is; as long as B stays zero, in all."""

@@ -217,6 +217,7 @@ def test_every_feature_occurs_among_the_seeds(outcomes):
     assert len(written) >= 10, written
 
 
+@pytest.mark.long
 def test_every_view_and_every_write_occurs_among_all_seeds():
     found = set().union(*(RandomModule(seed).features for seed in [*FAST, *SLOW][:1000]))
     views = {*SINGLE_VIEWS, *MULTIPLE_VIEWS, *DETACHED_VIEWS}

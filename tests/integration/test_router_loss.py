@@ -70,6 +70,7 @@ def experts(family: str, **changes: Any) -> Case:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [*quick_first(COMMON, ["mixtral"]), *(pytest.param(f, marks=pytest.mark.slow) for f in RARE)],

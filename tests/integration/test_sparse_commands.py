@@ -194,6 +194,7 @@ def test_packed_export_is_fine_tuned_with_its_masks(trained, tmp_path):
         assert not torch.equal(before.master(name), after.master(name)), name
 
 
+@pytest.mark.long
 def test_a_pruned_folder_is_fine_tuned_sparse_and_dense(trained, tmp_path):
     folder, _ = trained
     penstock("export", folder / "run", tmp_path / "model")

@@ -193,6 +193,7 @@ def undisturbed(tmp_path_factory):
     return undisturbed_bits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "precision", "changes"),
     thinned(["rigl", "set", "gmp"], ["fp32", "bf16"], list(CHANGES), others=LONG),

@@ -131,6 +131,7 @@ def alone_with(text, tmp_path_factory):
 CLUSTER = {"start": "listen", "spare": 0, "lease": 60.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "precision", "engines", "shards"),
     [

@@ -180,6 +180,7 @@ def test_a_program_with_an_object_as_argument_has_no_written_form(small):
         serialize(program)
 
 
+@pytest.mark.long
 def test_flipped_bits_never_read_as_anything_but_a_program(small):
     """Without a checksum a flipped digit can be another valid program; no other error may arise."""
     _, _, data = small

@@ -125,6 +125,7 @@ def test_bfloat16_is_as_near_to_exact_as_the_dense_program(family):
         assert error <= 1.5 * usual + 1e-3 * expected.norm(), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "precision"), thinned(["gpt2", "llama"], ["fp32", "bf16"], others=pytest.mark.long)
 )

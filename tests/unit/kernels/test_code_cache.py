@@ -67,6 +67,7 @@ def result_of(process):
     return float(value), int(hits)
 
 
+@pytest.mark.long
 def test_copies_of_the_same_sources_share_code(sources, start, tmp_path):
     assert result_of(start(sources)) == (6.0, 0)
     copy = tmp_path / "elsewhere" / "sources"

@@ -40,6 +40,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
 
 
 # One panel, which threads share, and panels of their own.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "is_contiguous", "tokens"),
     thinned([torch.float32, torch.bfloat16], [True, False], [30, 300], others=pytest.mark.long),

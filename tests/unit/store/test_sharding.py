@@ -29,6 +29,7 @@ def program_of(stages, dtype=torch.float32, tied=False):
     return make_program(layers, stream_dtype=dtype)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(STAGES, st.integers(1, 64), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 def test_pieces_cover_every_weight_and_divide_stages_evenly(stages, count, dtype, tied):

@@ -349,6 +349,7 @@ def test_account_before_allocation_is_the_memory_of_the_store(method, optimizer,
             assert 0 <= found[use] - size < 64 * len(program.weights), use
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["set", "rigl", "gmp"])
 def test_change_of_masks_stays_within_its_account(method):
     """Beyond the slabs, NumPy allocates what the account says, and frees it."""

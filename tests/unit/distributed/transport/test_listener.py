@@ -22,6 +22,7 @@ from penstock.errors import ClusterError
 QUESTION_BYTES = 16 + handshake.HELLO_BYTES
 
 
+@pytest.mark.long
 def test_peer_without_token_is_refused_before_parsing(endpoints, caplog):
     caplog.set_level(logging.WARNING, "penstock.distributed")
     here, other = endpoints(new_token(), 1), endpoints(new_token(), 2)

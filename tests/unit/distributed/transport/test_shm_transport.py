@@ -386,6 +386,7 @@ def be_peer(connection: socket.socket) -> NoReturn:
         os._exit(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", quick_first(range(2), [0]))
 def test_killed_peer_ends_connection_and_leaves_no_memory(seed):
     chance = random.Random(seed)
