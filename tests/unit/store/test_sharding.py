@@ -1,6 +1,7 @@
 """Which shard holds what: pieces make the weights up, and every stage is divided evenly."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
