@@ -36,10 +36,10 @@ LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 1e-2}
 WELCOME = """\
 Penstock trains a small GPT on the source of Python's standard library. Weights and optimizer \
 state stay in the store; in each step the weights stream, layer by layer, through the engine. \
-It takes about {minutes} minutes on two idle cores.
+It takes {minutes} minutes on two idle cores.
 """
 STOPPING = "Ctrl-C saves and stops. To resume: {again}\n"
-MINUTES = {"fp32": "five", "bf16": "four"}
+MINUTES = {"fp32": "five to nine", "bf16": "four to nine"}
 HELP = """\
 python -m penstock.demo [KEY=VALUE]...
 
