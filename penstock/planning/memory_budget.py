@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.config import Config, size_above
-from penstock.distributed.protocol import GRADIENTS, WINDOW, tree_connections
+from penstock.distributed.protocol import GRADIENTS, WINDOW, connections
 from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
     KEPT_OVER_USED,
@@ -472,7 +472,7 @@ def _shared_bytes(config: Config, program: Program) -> int:
     largest = max(weight.stream_bytes for weight in program.weights.values())
     if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
         return 0
-    pairs = tree_connections(config.engines, shards)
+    pairs = connections(config.engines, shards)
     if cluster.shards == "here":  # in one process
         pairs = {(max(sender, -1), max(receiver, -1)) for sender, receiver in pairs}
     calls = 2 * shards if cluster.shards == "apart" else 0
