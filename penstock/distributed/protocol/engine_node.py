@@ -197,7 +197,7 @@ class EngineNode(ForwardingNode[_EngineStep]):
     # Gradients
 
     def _send_own(self, operation: TransferOperation, node: PartialSum) -> None:
-        targets = self._position.own_targets
+        position = self._position
         for number, piece in enumerate(operation.gradients):
             tensor = node.tensors[piece.tensor]
             part = None
@@ -206,7 +206,7 @@ class EngineNode(ForwardingNode[_EngineStep]):
             elif tensor is not None:
                 part = tensor.view(-1)[piece.begin : piece.end].float()
             self._send_sum(
-                targets[number % len(targets)],
+                position.own_targets[position.lane(operation.number, number)],
                 operation.number,
                 number,
                 PartialSum(node.level, node.index, (part,)),

@@ -138,7 +138,8 @@ class ForwardingNode(ProtocolNode[Step]):
     def _forward(self, message: Message, piece: Chunk) -> None:
         """Send a chunk of weights to this node's children in the tree of the chunk."""
         position = self._position
-        below = position.child_nodes.get((piece.shard, message.chunk % position.lanes))
+        lane = position.lane(message.op, message.chunk)
+        below = position.child_nodes.get((piece.shard, lane))
         if below is None:
             raise message_validation.refuse(message, "is for another tree of relays")
         self.progress += 1

@@ -1,6 +1,6 @@
 """The trees of relays over the engines of a view, by position in the view.
 
-A relay is in one tree only, and every chunk has one tree: chunk c goes through tree c mod `lanes`.
+A relay is in one tree only, and every chunk goes through one tree: chunks alternate between them.
 The inner nodes of a tree are relays, its leaves are all engines. So an engine receives each weight
 once and sends each of its gradients once. In a tree with fan-out f a relay sends f copies of the
 weights of its tree down and one sum up, so it carries (f + 1) / lanes of what an engine's link

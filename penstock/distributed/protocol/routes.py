@@ -1,8 +1,9 @@
 """The routes of a view: the nodes to which a node sends weights, credit and gradients.
 
 A view without relays has the trees over engines (`tree_topology.py`); a view with relays has trees
-of relays, in which engines are leaves (`relay_topology.py`). The chunks of a shard alternate
-between the trees: chunk c goes through tree c mod `lanes`. Credit for a shard takes one tree only.
+of relays, in which engines are leaves (`relay_topology.py`). The chunks of an operation alternate
+between the trees, and begin with another tree than those of the operation before: `Position.lane`.
+Credit for a shard takes one tree only.
 
 Sums are fixed by the tree over micro-batches, not by the routes: a node adds whatever nodes of that
 tree it has received. So the routes change no bit of a result.
@@ -45,6 +46,10 @@ class Position:
     adds: range
     target: int | None
 
+    def lane(self, operation: int, chunk: int) -> int:
+        """Return the tree of a chunk of weights or gradients."""
+        return (operation + chunk) % self.lanes
+
 
 NOWHERE = Position(1, {}, {}, {}, (), range(0), None)
 """The position of a node that is in no tree."""
@@ -60,12 +65,13 @@ def position_of(view: MembershipView, node: int) -> Position:
     return _inner_position(view, position)
 
 
-def first_node(view: MembershipView, shard: int, chunk: int) -> int:
+def first_node(view: MembershipView, shard: int, operation: int, chunk: int) -> int:
     """Return the node to which a shard sends a chunk of weights."""
     if view.relays:
         trees = RelayTrees.of(len(view.engines), len(view.relays))
-        return view.relays[trees.root(chunk % trees.lanes)]
-    return view.engines[root(shard, chunk % _ENGINE_LANES, len(view.shards), len(view.engines))]
+        return view.relays[trees.root((operation + chunk) % trees.lanes)]
+    lane = (operation + chunk) % _ENGINE_LANES
+    return view.engines[root(shard, lane, len(view.shards), len(view.engines))]
 
 
 def connections(engines: int, shards: int, relays: int = 0) -> set[tuple[int, int]]:

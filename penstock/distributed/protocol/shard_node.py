@@ -284,7 +284,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
                 size=size,
             )
             self.sent_bytes += size
-            self._context.send(first_node(view, self._shard, chunk), message)
+            self._context.send(first_node(view, self._shard, operation.number, chunk), message)
 
     def _take_credit(self, message: Message) -> None:
         if message.op > len(self._step.transfers.schedule.operations):

@@ -74,7 +74,7 @@ def test_routes_of_neighbours_agree(engines, relays):
     nodes = {n: position_of(view, n) for n in (*view.engines, *view.relays)}
     for shard in range(3):
         for chunk in range(max(position.lanes for position in nodes.values())):
-            reached, waiting = set(), [first_node(view, shard, chunk)]
+            reached, waiting = set(), [first_node(view, shard, 0, chunk)]
             for node in waiting:
                 assert node not in reached
                 reached.add(node)
