@@ -102,7 +102,8 @@ def result_of(
             for thread in threads:
                 thread.start()
             ready = trainer._runner.manager.coordinator
-            wait_until(lambda: len(ready.ready) == engines, events)
+            members = ready.membership
+            wait_until(lambda: len((*members.engines, *members.relays)) == engines, events)
         trainer.train()
         weights = trainer.store.content_hash()
     finally:
