@@ -1,4 +1,5 @@
-"""Any number of engines and shards, here or apart, either precision and tier: one engine's bits.
+"""Any number of engines, shards and relays, here or apart, either precision and tier: one engine's
+bits.
 
 The hash is the one that `penstock inspect RUN --hash` prints.
 """
@@ -28,6 +29,7 @@ MARKS = {
     (1, 3, "bf16", "memory", "apart"): pytest.mark.long,
 }
 FEW = 8  # steps of those
+RELAYS = [(2, 1), (3, 4), (4, 9)]  # with so many engines
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +100,23 @@ def test_engines_and_shards_change_no_bit(folder, alone, engines, shards, precis
     losses, weights = made
     assert len(losses) == steps
     assert len(weights) == 32
+
+
+@pytest.mark.parametrize(
+    ("engines", "relays"),
+    [
+        pytest.param(*case, marks=pytest.mark.long if case == (3, 4) else pytest.mark.slow)
+        for case in RELAYS
+    ],
+)
+def test_relays_change_no_bit(folder, alone, engines, relays):
+    made = train(
+        folder,
+        f"{engines}-relays-{relays}",
+        FEW,
+        engines=engines,
+        shards=2,
+        cluster={"start": "local", "spare": 0, "lease": 10.0},
+        fabric={"relays": relays},
+    )
+    assert made == alone("fp32", FEW)
