@@ -5,7 +5,7 @@ batch, sequence, type, sparsity, store, shards, engines and adapters (24; two sm
 --quick). Each run is predicted in one process and trained in another, as `penstock plan` and
 `penstock train` are: what the first has in memory does not count for the second. The speed of a
 shared host drifts, so the host is measured again before a run when the last measurement is older
-than --minutes.
+than --minutes; the medians of the last five measurements count, as with `penstock calibrate`.
 
     python benchmarks/planner.py [--quick] [--folder FOLDER] [--only TEXT] [--minutes MINUTES]
 
@@ -128,16 +128,18 @@ def main() -> None:
 def measure(folder: Path, names: list[str], seconds: float, minutes: float) -> dict[str, Any]:
     """Calibrate, then predict and train every run; print a table; return the figures."""
     from penstock.calibration import calibrate
-    from penstock.machines import dump
+    from penstock.machines import MachineDescription, dump, median_machine
 
     described, measured_at = folder / "host.yaml", -math.inf
+    hosts: list[MachineDescription] = []
     found: dict[str, dict[str, Any]] = {}
     print(f"{'run':34} {'predicted':>10} {'took':>8} {'error':>7} {'memory':>7}  bytes")
     for number, name in enumerate(names):
         place = folder / f"run{number}"
         place.mkdir()
         if time.monotonic() - measured_at > 60 * minutes:
-            described.write_text(dump(calibrate(seconds, folder)))
+            hosts = [*hosts[-4:], calibrate(seconds, folder)]
+            described.write_text(dump(median_machine(hosts)))
             measured_at = time.monotonic()
         before, after = (_in_a_process(work, name, described, place) for work in WORK)
         row = found[name] = compared(CASES[name], before, after)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.calibration.host_key import HostKey, kept_file
     from penstock.calibration.host_measurement import calibrate
     from penstock.calibration.kept_measurements import (
+        MOST_MEASUREMENTS,
         is_kept,
         keep,
         kept_machine,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENOUGH_RUNS",
+    "MOST_MEASUREMENTS",
     "HostKey",
     "MeasuredRun",
     "OnProgress",
@@ -48,6 +50,7 @@ __getattr__ = lazily(
     {
         "ENOUGH_RUNS": "measured_runs",
         "HostKey": "host_key",
+        "MOST_MEASUREMENTS": "kept_measurements",
         "MeasuredRun": "measured_runs",
         "OnProgress": "repetitions",
         "accuracy_of": "measured_runs",

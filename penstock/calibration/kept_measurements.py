@@ -3,6 +3,7 @@
 A file is named for what its figures depend on: processor, cores, libraries, and what is measured.
 After a change of one of these, the file is not found, and the host is measured again. The first
 line of the file, a comment, is a checksum of the others. The file is a machine file as any other.
+Its figures are the medians of the last measurements, each of which has a file beside it.
 """
 
 from __future__ import annotations
@@ -20,40 +21,83 @@ from penstock.calibration.measured_runs import accuracy_of, kept_runs, runs_file
 from penstock.calibration.repetitions import OnProgress
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
 from penstock.io import durable, read_plain
-from penstock.machines import MachineDescription, dump, load_machine
+from penstock.machines import MachineDescription, dump, load_machine, median_machine
+
+MOST_MEASUREMENTS = 5
+"""Older ones are forgotten."""
 
 _MAX_BYTES = 1 << 20
 _SEAL = "# penstock calibrate, checksum "
 Notice = Callable[[str], None]
 
 
-def keep(machine: MachineDescription, key: HostKey) -> Path:
-    """Keep the measurements of a host; an error leaves the old file.
+def keep(machine: MachineDescription, key: HostKey, *, forgets: bool = False) -> Path:
+    """Keep a measurement of a host; an error leaves the old file.
 
-    **Returns:** the file.
+    Args:
+        forgets: whether earlier measurements no longer count.
+
+    **Returns:** the file that has the medians of the last measurements.
 
     Raises:
         StorageError: the system refuses to write it.
     """
     path = kept_file(key)
+    earlier = {} if forgets else _earlier(key)
+    numbers = sorted(earlier)[-(MOST_MEASUREMENTS - 1) :]
+    number = max(numbers, default=0) + 1
+    measured = [*(earlier[one] for one in numbers), machine]
     sources = {**machine.sources, KEY: str(key)}
-    text = dump(machine.model_copy(update={"sources": sources})).encode()
-    sealed = f"{_SEAL}{xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
-    # Nothing is synced: a file that a crash has torn fails its checksum, and is measured again.
-    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    if earlier:
+        sources["measurements"] = f"medians of the last {len(measured)} measurements"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(sealed)
+        _write(_numbered(path, number), machine, {**machine.sources, KEY: str(key)})
         runs_file(key).unlink(missing_ok=True)  # their predictions came from other measurements
-        os.replace(temporary, path)
+        _write(path, median_machine(measured), sources)
+        for old in _all_numbered(path):
+            if old not in (*numbers, number):
+                _numbered(path, old).unlink(missing_ok=True)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise StorageError(
             f"{path}: cannot keep the measurements of this host: {error.strerror or error}; free "
             "some space there, or set XDG_CACHE_HOME to another folder"
         ) from error
     return path
+
+
+def _write(path: Path, machine: MachineDescription, sources: dict[str, str]) -> None:
+    text = dump(machine.model_copy(update={"sources": sources})).encode()
+    sealed = f"{_SEAL}{xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+    # Nothing is synced: a file that a crash has torn fails its checksum, and is measured again.
+    temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    try:
+        temporary.write_bytes(sealed)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _earlier(key: HostKey) -> dict[int, MachineDescription]:
+    """Return the measurements of a host by number; a damaged one does not count."""
+    path, found = kept_file(key), {}
+    for number in _all_numbered(path):
+        with contextlib.suppress(PenstockError):
+            machine = _read(_numbered(path, number), key)
+            if machine is not None:
+                found[number] = machine
+    return found
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_suffix(f".{number}.yaml")
+
+
+def _all_numbered(path: Path) -> list[int]:
+    names = (other.name.split(".") for other in path.parent.glob(f"{path.stem}.*.yaml"))
+    return sorted(int(parts[-2]) for parts in names if parts[-2].isdecimal())
 
 
 def kept_machine(key: HostKey) -> MachineDescription | None:
@@ -65,7 +109,15 @@ def kept_machine(key: HostKey) -> MachineDescription | None:
         CorruptionError: the file is damaged, or those of another host.
         StorageError: the system cannot read the file.
     """
-    path = kept_file(key)
+    machine = _read(kept_file(key), key)
+    if machine is None:
+        return None
+    accuracy = accuracy_of(kept_runs(key), str(runs_file(key)))
+    return machine.model_copy(update={"accuracy": accuracy})
+
+
+def _read(path: Path, key: HostKey) -> MachineDescription | None:
+    """Return the measurements in a file; None if there is no such file."""
     try:
         data = read_plain(path, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -87,8 +139,7 @@ def kept_machine(key: HostKey) -> MachineDescription | None:
         raise CorruptionError(
             f"{path}: expected measurements of {key}, got those of {machine.sources.get(KEY)}"
         )
-    accuracy = accuracy_of(kept_runs(key), str(runs_file(key)))
-    return machine.model_copy(update={"accuracy": accuracy})
+    return machine
 
 
 def is_kept(machine: MachineDescription) -> bool:
@@ -130,7 +181,7 @@ def this_host(
         measure = calibrate
     machine = measure(budget_seconds, None, on_progress, notice)
     try:
-        keep(machine, key)
+        keep(machine, key, forgets=True)
     except StorageError as error:
         notice(str(error))
     return machine

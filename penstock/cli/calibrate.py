@@ -28,20 +28,24 @@ def calibrate(
         typer.Option(help="Folder on the disk to measure; default the user's cache folder."),
     ] = None,
     show: Annotated[
-        bool, typer.Option("--show", help="Show the last measurements; measure nothing.")
+        bool, typer.Option("--show", help="Show the kept measurements; measure nothing.")
+    ] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Earlier measurements no longer count.")
     ] = False,
 ) -> None:
-    """Measure this host, once: products, memory, optimizer, disk, messages between processes.
+    """Measure this host: products, memory, optimizer, disk, messages between processes.
 
-    Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays there. At
-    the first use, kernels are compiled as well, which takes some minutes.
+    The medians of the last five measurements count: on a shared host, whose speed varies, measure
+    again at other times. Let nothing else run meanwhile. At most 512 MiB are written to the disk;
+    nothing stays there. At the first use, kernels are compiled as well, which takes some minutes.
     """
     from rich.console import Console
 
     from penstock.calibration import HostKey, kept_file
 
     key = HostKey.here()
-    machine = _kept(key) if show else _measured(key, seconds, flash_dir)
+    machine = _kept(key) if show else _measured(key, seconds, flash_dir, forget)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # A pipe has no width of its own to keep to.
@@ -63,19 +67,21 @@ def _kept(key: HostKey) -> MachineDescription:
     return machine
 
 
-def _measured(key: HostKey, seconds: float, flash_dir: Path | None) -> MachineDescription:
+def _measured(
+    key: HostKey, seconds: float, flash_dir: Path | None, forgets: bool
+) -> MachineDescription:
     from rich.console import Console
 
     from penstock.calibration import calibrate as measure
-    from penstock.calibration import keep
+    from penstock.calibration import keep, kept_machine
 
     console = Console(stderr=True)
     with _progress(console) as on_progress:
         machine = measure(
             seconds, flash_dir, on_progress, lambda text: console.print(text, soft_wrap=True)
         )
-    keep(machine, key)
-    return machine
+    keep(machine, key, forgets=forgets)
+    return kept_machine(key) or machine
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from penstock.machines.gpu_cluster import (
     load_gpu_cluster,
 )
 from penstock.machines.load import dump, known_machines, load_any, load_machine
+from penstock.machines.median import median_machine
 from penstock.machines.rates import IN_FLOPS, RateCurve, RateTable, Work
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "load_any",
     "load_gpu_cluster",
     "load_machine",
+    "median_machine",
 ]

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from measured_host import host
 
-from penstock.calibration import HostKey, keep, kept_file, kept_machine, this_host
+from penstock.calibration import (
+    MOST_MEASUREMENTS,
+    HostKey,
+    keep,
+    kept_file,
+    kept_machine,
+    this_host,
+)
 from penstock.errors import CorruptionError, StorageError
 from penstock.kernels.processor import processor_name
 
@@ -167,4 +174,33 @@ def test_an_error_while_writing_leaves_the_old_file(monkeypatch):
     with pytest.raises(StorageError, match="No space left on device"):
         keep(host(rate=6.0), KEY)
     assert rate_of(kept_machine(KEY)) == 5.0
-    assert [path.name for path in kept_file(KEY).parent.iterdir()] == [kept_file(KEY).name]
+    names = sorted(path.name for path in kept_file(KEY).parent.iterdir())
+    assert names == [f"{kept_file(KEY).stem}.1.yaml", kept_file(KEY).name]
+
+
+# --- several measurements -------------------------------------------------------------------------
+
+
+def test_medians_of_the_last_five_measurements_count():
+    for rate, median in ((5.0, 5.0), (1.0, 3.0), (9.0, 5.0), (2.0, 3.5), (3.0, 3.0), (4.0, 3.0)):
+        keep(host(rate=rate), KEY)
+        assert rate_of(kept_machine(KEY)) == median, rate
+    assert kept_machine(KEY).sources["measurements"] == "medians of the last 5 measurements"
+    assert len(list(kept_file(KEY).parent.iterdir())) == MOST_MEASUREMENTS + 1
+
+
+def test_earlier_measurements_can_be_forgotten():
+    for rate in (1.0, 2.0):
+        keep(host(rate=rate), KEY)
+    path = keep(host(rate=10.0), KEY, forgets=True)
+    assert rate_of(kept_machine(KEY)) == 10.0
+    assert "measurements" not in kept_machine(KEY).sources
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_a_damaged_measurement_does_not_count():
+    path = keep(host(rate=1.0), KEY)
+    keep(host(rate=100.0), KEY)
+    path.with_suffix(".2.yaml").write_text("not a machine")
+    keep(host(rate=3.0), KEY)
+    assert rate_of(kept_machine(KEY)) == 2.0

@@ -63,6 +63,16 @@ def test_show_prints_the_last_measurements_and_measures_nothing(asked):
     assert "pointwise 64.0 KiB 2 GiB/s" in words(done.stdout)
 
 
+def test_measuring_again_shows_medians_and_forget_only_the_last(asked):
+    keep(host(rate=2**31), HostKey.here())  # measured now: 1.5e9 bytes per second
+    page = words(penstock("calibrate").stdout)
+    assert "pointwise 64.0 KiB 1.7 GiB/s ±17.8%" in page
+    assert "measurements: medians of the last 2 measurements" in page
+    page = words(penstock("calibrate", "--forget").stdout)
+    assert "pointwise 64.0 KiB 1.4 GiB/s ±0.00%" in page
+    assert "measurements:" not in page
+
+
 def test_show_without_measurements_says_how_to_get_them(asked):
     done = penstock("calibrate", "--show")
     key = HostKey.here()

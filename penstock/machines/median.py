@@ -1,0 +1,71 @@
+"""One description of a machine from several measurements of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.machines.description import MachineDescription
+from penstock.machines.rates import RateCurve
+
+_CURVES = (("engine",), ("store",), ("store", "flash"), ("processes",))
+_FIGURES = (
+    ("engine", "operator_seconds"),
+    ("engine", "stage_seconds"),
+    ("store", "flash", "both"),
+    ("processes", "both"),
+    ("processes", "seconds"),
+)
+
+
+def median_machine(measured: Sequence[MachineDescription]) -> MachineDescription:
+    """Return the last of several measurements of one machine, with the median of each figure.
+
+    A shared machine is faster in some minutes than in others; the median of measurements that lie
+    apart is nearer to what a run finds than the last one. A curve with other sizes than those of
+    the last measurement, and a part that it lacks, do not count. The spread of a curve is that of
+    its points within a measurement or between them, whichever is larger.
+    """
+    last = measured[-1].model_dump()
+    all_of = [machine.model_dump() for machine in measured]
+    for path in _CURVES:
+        part = _at(last, path)
+        if part is not None:
+            parts = [other for one in all_of if (other := _at(one, path)) is not None]
+            part["rates"] = [_median_curve(curve, parts) for curve in part["rates"]]
+    for *keys, figure in _FIGURES:
+        part = _at(last, keys)
+        if part is not None and part[figure] is not None:
+            values = [
+                value
+                for one in all_of
+                if (other := _at(one, keys)) and (value := other[figure]) is not None
+            ]
+            part[figure] = statistics.median(values)
+    return MachineDescription.model_validate(last)
+
+
+def _at(found: Any, path: Sequence[str]) -> Any:
+    """Return the part of a description under some keys; None where a part is missing."""
+    for key in path:
+        found = found[key] if found is not None else None
+    return found
+
+
+def _median_curve(curve: dict[str, Any], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    keys = ("work", "dtype", "layout", "sizes")
+    alike = [
+        other
+        for part in parts
+        for other in part["rates"]
+        if all(other[key] == curve[key] for key in keys)
+    ]
+    points = list(zip(*(other["rates"] for other in alike), strict=True))
+    rates = [statistics.median(point) for point in points]
+    between = max(
+        (max(point) - min(point)) / 2 / rate for point, rate in zip(points, rates, strict=True)
+    )
+    spread = max(between, *(other["spread"] for other in alike))
+    found = {**curve, "rates": rates, "spread": round(spread, 3)}
+    return RateCurve.model_validate(found).model_dump()
