@@ -66,7 +66,7 @@ def test_show_prints_the_last_measurements_and_measures_nothing(asked):
 def test_measuring_again_shows_medians_and_forget_only_the_last(asked):
     keep(host(rate=2**31), HostKey.here())  # measured now: 1.5e9 bytes per second
     page = words(penstock("calibrate").stdout)
-    assert "pointwise 64.0 KiB 1.7 GiB/s ±17.8%" in page
+    assert "pointwise 64.0 KiB 1.7 GiB/s ±17.80%" in page
     assert "measurements: medians of the last 2 measurements" in page
     page = words(penstock("calibrate", "--forget").stdout)
     assert "pointwise 64.0 KiB 1.4 GiB/s ±0.00%" in page
