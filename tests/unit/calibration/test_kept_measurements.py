@@ -204,3 +204,17 @@ def test_a_damaged_measurement_does_not_count():
     path.with_suffix(".2.yaml").write_text("not a machine")
     keep(host(rate=3.0), KEY)
     assert rate_of(kept_machine(KEY)) == 2.0
+
+
+def test_a_host_is_measured_in_a_process_of_its_own(monkeypatch):
+    """The memory that a measurement leaves would count as that of the libraries."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command[1:])
+        keep(host(rate=7.0), KEY)
+
+    monkeypatch.setattr("penstock.calibration.kept_measurements.subprocess.run", run)
+    machine = this_host(key=KEY, notice=lambda text: None, budget_seconds=5)
+    assert rate_of(machine) == 7.0
+    assert commands == [["-m", "penstock", "calibrate", "--forget", "--seconds", "5"]]
