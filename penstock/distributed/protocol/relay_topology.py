@@ -17,7 +17,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-_USUAL_FAN_OUTS = (8, 16)  # with smaller ones more relays are needed, with larger ones trees wait
+_FLAT, _USUAL_FAN_OUT = 16, 8  # up to so many engines one level; else this fan-out
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def enough_relays(engines: int) -> int:
     """
     if engines <= 2:
         return 0
-    return min(
-        (min(fan_out, engines) + 1) * sum(_levels(engines, fan_out)) for fan_out in _USUAL_FAN_OUTS
-    )
+    if engines <= _FLAT:
+        return engines + 1
+    return (_USUAL_FAN_OUT + 1) * sum(_levels(engines, _USUAL_FAN_OUT))
 
 
 def relay_connections(trees: RelayTrees, shards: int) -> set[tuple[int, int]]:
