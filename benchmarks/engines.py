@@ -16,8 +16,7 @@ memory; `sockets_of_memcpy` that of a link which uses its socket alone; `tls_of_
 which is encrypted, as between hosts, over the same socket. What they and the copy take of processor
 time is said beside: on a machine with other work it is the steadier figure.
 
-`--relays` compares two and four engines with the same and as many relays as `fabric.relays` takes
-for hosts of their own, all on this machine: what the copies, checksums and additions of relays cost
+`--relays` compares two and four engines with the same and as many relays, all on this machine: what the copies, checksums and additions of relays cost
 where they relieve no link. `value` is then the lesser ratio of tokens/s with relays to without.
 """
 
@@ -59,9 +58,9 @@ LOOPS = {
 }
 RELAY_LOOPS = {
     "two": (2, "local", "auto"),
-    "two, relays": (2, "local", "auto", 3),
+    "two, relays": (2, "local", "auto", 2),
     "four": (4, "local", "auto"),
-    "four, relays": (4, "local", "auto", 5),
+    "four, relays": (4, "local", "auto", 4),
 }
 LAYERS, MICRO_BATCHES, LENGTH, WIDTH = 4, 4, 256, 1024
 LINK_BYTES, CHUNK_BYTES = 256 << 20, 4 << 20

@@ -4,8 +4,8 @@ A relay is in one tree only, and every chunk goes through one tree: chunks alter
 The inner nodes of a tree are relays, its leaves are all engines. So an engine receives each weight
 once and sends each of its gradients once. In a tree with fan-out f a relay sends f copies of the
 weights of its tree down and one sum up, so it carries (f + 1) / lanes of what an engine's link
-carries. With lanes = f + 1 relays keep up with engines whose links are busy all the time, in both
-directions.
+carries. With lanes = f + 1 relays just keep up with engines whose links are busy all the time, in
+both directions.
 
 The fan-outs are powers of two: engines with a power of two of micro-batches each then form whole
 subtrees of the tree over micro-batches, and a relay sends one sum for all that it receives.
@@ -18,6 +18,7 @@ import itertools
 from dataclasses import dataclass
 
 _FLAT, _USUAL_FAN_OUT = 16, 8  # up to so many engines one level; else this fan-out
+_SPARE_LANES = 1  # beside those that just keep up: queues would never become shorter
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def enough_relays(engines: int) -> int:
     if engines <= 2:
         return 0
     if engines <= _FLAT:
-        return engines + 1
-    return (_USUAL_FAN_OUT + 1) * sum(_levels(engines, _USUAL_FAN_OUT))
+        return engines + 1 + _SPARE_LANES
+    return (_USUAL_FAN_OUT + 1 + _SPARE_LANES) * sum(_levels(engines, _USUAL_FAN_OUT))
 
 
 def relay_connections(trees: RelayTrees, shards: int) -> set[tuple[int, int]]:

@@ -93,7 +93,7 @@ def test_engine_of_a_cluster_with_relays_moves_its_own_bytes(
 
 def test_automatic_relays_are_those_of_a_run(script, load):
     automatic = dataclasses.replace(load, relays="auto")
-    assert [automatic.relays_of(engines) for engines in (1, 8, 192)] == [0, 9, 252]
+    assert [automatic.relays_of(engines) for engines in (1, 8, 192)] == [0, 10, 280]
     assert load.relays_of(192) == 0
 
 
