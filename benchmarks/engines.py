@@ -16,8 +16,9 @@ memory; `sockets_of_memcpy` that of a link which uses its socket alone; `tls_of_
 which is encrypted, as between hosts, over the same socket. What they and the copy take of processor
 time is said beside: on a machine with other work it is the steadier figure.
 
-`--relays` compares two and four engines with the same and as many relays, all on this machine: what the copies, checksums and additions of relays cost
-where they relieve no link. `value` is then the lesser ratio of tokens/s with relays to without.
+`--relays` compares two and four engines with the same and as many relays, all on this machine: what
+the copies, checksums and additions of relays cost where they relieve no link. `value` is then the
+lesser ratio of tokens/s with relays to without.
 """
 
 from __future__ import annotations
