@@ -67,7 +67,7 @@ GOALS = [
     Goal(CS2, Load("gpt3-13b", "bf16", 24, chunks=256, relays="auto"), 0.99),
     Goal(
         CS2,
-        Load("gpt3-175b", "bf16", 1, chunks=128, relays="auto", slot_bytes=2_500_000_000),
+        Load("gpt3-175b", "bf16", 1, chunks=256, relays="auto", slot_bytes=2_500_000_000),
         0.99,
     ),
     Goal(H200, Load("gpt3-13b", "bf16", 64, chunks=16, relays="auto"), 0.95),

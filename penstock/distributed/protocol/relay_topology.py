@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 _FLAT, _USUAL_FAN_OUT = 16, 8  # up to so many engines one level; else this fan-out
 _SPARE_LANES = 1  # beside those that just keep up: queues would never become shorter
+_BUSY = 0.9  # share of the time that a relay's link may be busy; below it shorter ways count
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class RelayTrees:
     def of(cls, engines: int, relays: int) -> RelayTrees:
         """Return the trees of `relays` relays in which a step of `engines` engines is shortest.
 
-        First the busiest relay should keep up with an engine's link; then a chunk should arrive
-        early; then relays should carry little.
+        First the busiest relay should keep up with an engine's link, with some room; then a chunk
+        should arrive early; then relays should carry little.
         """
 
         def cost(trees: RelayTrees) -> tuple[float, int, float]:
             copies = min(trees.fan_out, engines)
             load = (copies + 1) / trees.lanes
-            return max(1.0, load), len(trees.levels) * (copies + 1), load
+            return max(_BUSY, load), len(trees.levels) * (copies + 1), load
 
         shapes = [_levels(engines, fan_out) for fan_out in _fan_outs(engines)]
         return min(

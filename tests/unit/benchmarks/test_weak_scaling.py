@@ -120,7 +120,7 @@ def test_a_curve_has_an_efficiency_for_every_number_of_engines(script, program, 
     assert 0 < idle[0] < idle[1] <= idle[2]
     printed = capsys.readouterr().out
     for engines, seconds in zip((1, 2, 3), found["step_seconds"], strict=True):
-        assert re.search(rf"^ +{engines} +{seconds:.4f} ", printed, re.MULTILINE)
+        assert re.search(rf"^ +{engines} +0 +{seconds:.4f} ", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["CS2", "H200"])

@@ -80,12 +80,12 @@ def test_page_says_what_happens_when_an_engine_is_lost():
 
 @pytest.mark.parametrize(("engines", "relays"), [(1, 0), (2, 0), (4, 6)])
 def test_page_says_how_many_relays_keep_up_with_the_links(engines, relays):
-    planned_run = planned(RACK, engines=engines, batch={"size": 4})
+    planned_run = planned(RACK, engines=engines, batch={"size": 4, "micro": 1})
     text = f"{relays} relays (fabric.relays) forward weights"
     assert (text in shown(planned_run)) == bool(relays)
     assert as_json(planned_run, [])["relays"] == relays
     fixed = {"fabric": {"relays": 3}, "cluster": {"start": "local"}}
-    assert planned(RACK, engines=engines, batch={"size": 4}, **fixed).relays == 3
+    assert planned(RACK, engines=engines, batch={"size": 4, "micro": 1}, **fixed).relays == 3
 
 
 def test_page_of_one_host_names_no_relays():
