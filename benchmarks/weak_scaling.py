@@ -73,7 +73,7 @@ GOALS = [
     Goal(H200, Load("gpt3-13b", "bf16", 64, chunks=16, relays="auto"), 0.95),
     Goal(H200, Load("llama-70b", "bf16", 64, chunks=16, relays="auto"), 0.95),
 ]
-QUICK_LAYERS = 4  # with which the ends of a step weigh more, and less is simulated
+QUICK_LAYERS = 2  # with which the ends of a step weigh more, and less is simulated
 
 # The link that this implementation has today, as measured between two processes of one machine.
 SOCKETS = dataclasses.replace(
