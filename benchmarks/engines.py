@@ -6,7 +6,7 @@ weights in place; one engine in another process; two engines in two others; thes
 sockets in place of shared memory (`cluster.shared_memory: off`). The work of a step is the same for
 all, and so is the number of threads of an engine, since the last bits depend on it.
 
-    python benchmarks/engines.py [--quick] [--rounds N]
+    python benchmarks/engines.py [--quick] [--rounds N] [--links | --relays]
 
 `value` is the median ratio of tokens/s of two engines to one, both in other processes: what scaling
 out adds beside the price of another process (`apart`: one engine in another process over one in
@@ -15,6 +15,10 @@ authenticated, checksummed on both sides, in chunks as the weights travel, over 
 memory; `sockets_of_memcpy` that of a link which uses its socket alone; `tls_of_memcpy` that of one
 which is encrypted, as between hosts, over the same socket. What they and the copy take of processor
 time is said beside: on a machine with other work it is the steadier figure.
+
+`--relays` compares two and four engines with the same and as many relays, all on this machine: what
+the copies, checksums and additions of relays cost where they relieve no link. `value` is then the
+lesser ratio of tokens/s with relays to without.
 """
 
 from __future__ import annotations
@@ -53,6 +57,12 @@ LOOPS = {
     "one, sockets": (1, "local", "off"),
     "two, sockets": (2, "local", "off"),
 }
+RELAY_LOOPS = {
+    "two": (2, "local", "auto"),
+    "two, relays": (2, "local", "auto", 2),
+    "four": (4, "local", "auto"),
+    "four, relays": (4, "local", "auto", 4),
+}
 LAYERS, MICRO_BATCHES, LENGTH, WIDTH = 4, 4, 256, 1024
 LINK_BYTES, CHUNK_BYTES = 256 << 20, 4 << 20
 WAYS = ("shared", "sockets", "tls")  # of a link's payloads
@@ -65,6 +75,7 @@ class Job:
     loop: str
     layers: int
     folder: str
+    with_relays: bool = False  # of RELAY_LOOPS
 
 
 def main() -> None:
@@ -74,6 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--links", action="store_true", help="links alone, no training")
+    parser.add_argument("--relays", action="store_true", help="two and four engines with relays")
     parser.add_argument("--receiver", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -85,6 +97,9 @@ def main() -> None:
     layers, rounds = (1, 2) if options.quick else (LAYERS, 7)
     rounds = options.rounds or rounds
     machine = describe_machine()
+    if options.relays:
+        compare_relays(layers, rounds, machine)
+        return
     links = link_figures(max(rounds, 5))
     if options.links:
         print_result(
@@ -96,15 +111,7 @@ def main() -> None:
             **links,
         )
         return
-    folder = tempfile.mkdtemp()
-    try:
-        workers = {loop: Worker(Job(loop, layers, f"{folder}/{loop}"), __file__) for loop in LOOPS}
-        seconds = take_turns(workers, rounds)
-        found = summarize(workers, seconds, MICRO_BATCHES * LENGTH)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if len(set(found["loss"].values())) != 1:
-        raise SystemExit(f"the loops should have the same losses to the bit: {found['loss']}")
+    found, seconds = measure_loops(list(LOOPS), layers, rounds, with_relays=False)
     print_table(
         {"engines": 14, "tokens/s": 9, "two is": 9},
         (
@@ -134,13 +141,57 @@ def main() -> None:
     )
 
 
+def measure_loops(
+    loops: list[str], layers: int, rounds: int, *, with_relays: bool
+) -> tuple[dict, dict[str, list[float]]]:
+    """Return the figures of loops that took turns, and their seconds; their losses are equal."""
+    folder = tempfile.mkdtemp()
+    try:
+        workers = {
+            loop: Worker(Job(loop, layers, f"{folder}/{loop}", with_relays), __file__)
+            for loop in loops
+        }
+        seconds = take_turns(workers, rounds)
+        found = summarize(workers, seconds, MICRO_BATCHES * LENGTH)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if len(set(found["loss"].values())) != 1:
+        raise SystemExit(f"the loops should have the same losses to the bit: {found['loss']}")
+    return found, seconds
+
+
+def compare_relays(layers: int, rounds: int, machine: dict) -> None:
+    """Print what relays cost beside two and four engines of this machine."""
+    found, seconds = measure_loops(list(RELAY_LOOPS), layers, rounds, with_relays=True)
+    ratios = {count: speeds_over(seconds, f"{count}, relays")[count] for count in ("two", "four")}
+    print_table(
+        {"engines": 14, "tokens/s": 9},
+        ((loop, f"{found['tokens_per_second'][loop]:.1f}") for loop in RELAY_LOOPS),
+    )
+    for count, ratio in ratios.items():
+        relays = RELAY_LOOPS[f"{count}, relays"][3]
+        print(f"{count} engines with {relays} relays are {ratio:.3f} times as fast as without")
+    print_result(
+        "engines",
+        min(ratios.values()),
+        target=None,
+        unit="tokens/s of engines with relays over the same without, all on this machine",
+        machine=machine,
+        relays_at_two=ratios["two"],
+        relays_at_four=ratios["four"],
+        tokens_per_second=found["tokens_per_second"],
+        layers=layers,
+        rounds=rounds,
+    )
+
+
 def training_loop(job: Job) -> Callable[[], float]:
     """Return a step of a trainer with the loop's engines."""
     from side_by_side.gpt import HEADS, SEED, VOCABULARY
 
     from penstock.training import Trainer
 
-    engines, start, shared_memory = LOOPS[job.loop]
+    engines, start, shared_memory, *relays = (RELAY_LOOPS if job.with_relays else LOOPS)[job.loop]
     text = Path(job.folder) / "text.txt"
     text.parent.mkdir(parents=True)
     text.write_text("\n".join(f"{n} water and {n % 7} weights" for n in range(20_000)))
@@ -158,6 +209,7 @@ def training_loop(job: Job) -> Callable[[], float]:
             "batch": {"size": MICRO_BATCHES, "micro": 1},
             "engines": engines,
             "cluster": {"start": start, "spare": 0, "shared_memory": shared_memory},
+            "fabric": {"relays": relays[0] if relays else 0},
             "run": {"dir": str(Path(job.folder) / "run"), "seed": SEED, "steps": 1000},
         }
     )

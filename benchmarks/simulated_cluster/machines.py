@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.distributed.protocol import enough_relays
 from penstock.distributed.simulation import Links
 
 SOCKET_BYTES_PER_SECOND = 3.76e9
@@ -36,7 +37,9 @@ class Load:
     """What one engine does in a step: `sequences` of `length` tokens, one micro-batch each.
 
     What an operation sends is simulated in at most `chunks` chunks, none smaller than a run's. With
-    fewer than a run's it takes longer, since a chunk goes on only when all of it has come.
+    fewer than a run's it takes longer, since a chunk goes on only when all of it has come. `relays`
+    is the number of relays; `auto`: as many as a run takes. `layers` replaces those of the model;
+    `slot_bytes` is the most that the weights of a stage take.
     """
 
     model: str
@@ -44,6 +47,13 @@ class Load:
     sequences: int
     length: int = 2048
     chunks: int = 8
+    relays: int | Literal["auto"] = 0
+    layers: int | None = None
+    slot_bytes: int | None = None
+
+    def relays_of(self, engines: int) -> int:
+        """How many relays a run with so many engines has."""
+        return enough_relays(engines) if self.relays == "auto" else self.relays
 
     @property
     def tokens(self) -> int:
@@ -52,9 +62,9 @@ class Load:
 
 
 # The wafer's peak at 1.1 GHz with numbers of 16 bits, the fastest that is quoted: nothing hides
-# better behind it. The vendor's tree of nodes between the wafers (SwarmX: one to four, at the rate
-# of a link) is left out; wafers hand weights on, and add sums, over their own links. On these a
-# weight takes 32 bits, which hold 16 of its own and where it belongs.
+# better behind it. A relay (SwarmX) has one link like that of a wafer; without relays wafers hand
+# weights on, and add sums, over their own links. On these a weight takes 32 bits, which hold 16 of
+# its own and where it belongs.
 CS2 = Machine("CS-2, 1.2 Tb/s", Links(150e9, 1e-5), 7.5e15, 40 * 10**9, True, 1, 4e12, 4)
 
 # 40 % of the H200's peak in bf16.

@@ -28,7 +28,7 @@ from simulated_cluster.machines import Machine
 from simulated_cluster.works import Engine, Order, Shard
 
 # Of the operations at the ends of a step: nothing hides how a chunk goes down or up the tree.
-CHUNKS_AT_ENDS, ENDS = 64, 2
+CHUNKS_AT_ENDS, ENDS = 256, 2
 ROW_BYTES = 4  # of a token, input and target: of a vocabulary of 2^16 they travel as two each
 FIRST_ENGINE, FIRST_RELAY = 1000, 10_000
 FEW_WEIGHTS = 64  # of a stage, in the step before the one that is measured
@@ -56,7 +56,7 @@ def transfers_of(
     for operation in schedule:
         number, sweep = operation.number, operation.sweep
         is_end = min(number, len(schedule) - 1 - number) < ENDS
-        parts = CHUNKS_AT_ENDS if is_end else chunks
+        parts = max(CHUNKS_AT_ENDS, chunks) if is_end else chunks
         specs = [program.weights[name] for name in operation.weights]
         widths = [spec.stream_dtype.itemsize for spec in specs]
         width = machine.weight_width or max(widths, default=1)

@@ -420,16 +420,16 @@ class Budget:
         return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
 
 
-def transfer_buffer_bytes(program: Program, device: str, dense_gradients: bool = False) -> int:
+def transfer_buffer_bytes(
+    program: Program, device: str, dense_gradients: bool = False, adds: bool = True
+) -> int:
     """Return the memory of the transfer buffers of an engine in a process of its own.
 
     Weights arrive in `WINDOW` buffers, each as large as the largest stage. A CPU computes with the
     buffers in place, so one buffer is the stage that waits while another computes. Gradients need
-    memory for as many operations as shards release at once, twice: the engine's own gradients, and
-    their sum with those of other engines. Chunks of sparse weights wait beside the buffers, and
-    their masks are kept.
-
-    **Arguments:** `dense_gradients` says that some steps compute the gradient of every element.
+    memory for as many operations as shards release at once: the engine's own gradients, and if it
+    `adds`, as without relays, their sum with those of others. Chunks of sparse weights and masks
+    are beside the buffers. With `dense_gradients` some steps compute those of every element.
     """
     _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
     buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
@@ -442,7 +442,7 @@ def transfer_buffer_bytes(program: Program, device: str, dense_gradients: bool =
         _, chunks = largest_stage(program, lambda w: w.stream_bytes if w.is_sparse else 0)
         masks = sum(index_memory(weight.capacity, weight.elements) for weight in sparse)
         buffers += WINDOW * chunks + masks
-    return buffers + 2 * most
+    return buffers + (2 if adds else 1) * most
 
 
 def computes_dense_gradients(config: Config) -> bool:

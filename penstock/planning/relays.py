@@ -6,15 +6,19 @@ from penstock.config import Config
 from penstock.distributed.protocol import enough_relays
 
 
-def relay_count(config: Config, engines: int | None = None) -> int:
+def relay_count(
+    config: Config, engines: int | None = None, *, has_links: bool | None = None
+) -> int:
     """Return how many relays a run has with so many engines; None: those of its configuration.
 
     Relays on the host of the engines relieve no link. So `auto` is none on one machine, and none
-    where only a user starts processes.
+    where only a user starts processes; with `has_links` it is as on several hosts.
     """
     relays, cluster = config.fabric.relays, config.cluster
     if relays != "auto":
         return relays
-    if cluster.start != "ray" or cluster.address is None:
+    if has_links is None:
+        has_links = cluster.start == "ray" and cluster.address is not None
+    if not has_links:
         return 0
     return enough_relays(config.engines if engines is None else engines)

@@ -10,7 +10,7 @@ from penstock.config import Config
 from penstock.engine import expected_layout_bytes, most_layout_bytes
 from penstock.errors import ConfigError
 from penstock.machines import MachineDescription
-from penstock.planning import ExecutionPlan, mask_rule_of, store_factory
+from penstock.planning import ExecutionPlan, mask_rule_of, relay_count, store_factory
 from penstock.prediction.operation_times import StepCosts, step_costs
 from penstock.prediction.run_price import RunPrice, price_of_engines
 from penstock.prediction.step_tasks import Arrangement, StepTasks
@@ -172,6 +172,12 @@ class Prediction:
         """Return the resource that is busy for the largest share of a sweep."""
         busy = self.busy[sweep]
         return max(busy, key=lambda name: busy[name])
+
+    @property
+    def relays(self) -> int:
+        """Relays of the run. The prediction holds for engines whose links carry their own weights
+        and gradients only; with `fabric.relays: auto` it is as many as that takes."""
+        return relay_count(self.config, has_links=self.machine.link is not None)
 
     @property
     def price(self) -> RunPrice:

@@ -178,6 +178,17 @@ def _decisions(prediction: Prediction) -> str:
     return (
         f"As training decides: {plan.micro_batches} micro-batches of {plan.micro_batch} x "
         f"{plan.sequence_length}; {stages} stages; {repeated}.{_after_a_loss(prediction)}"
+        f"{_relays(prediction)}"
+    )
+
+
+def _relays(prediction: Prediction) -> str:
+    """Return how many relays there are; nothing without any."""
+    if not prediction.relays:
+        return ""
+    return (
+        f" {prediction.relays:,} relays (fabric.relays) forward weights and add gradients, so that "
+        "an engine's link carries its own only."
     )
 
 
@@ -223,6 +234,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "parameters": plan.program.parameters,
         "trainable_parameters": plan.program.trainable_parameters,
         "engines": prediction.config.engines,
+        "relays": prediction.relays,
         "batch_size": prediction.config.batch.size,
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,

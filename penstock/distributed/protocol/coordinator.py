@@ -399,7 +399,7 @@ class Coordinator(CoordinatorState):
         elif sender in self.engines and about not in relays:
             self._fail(sender, kind, text)
         elif about in relays or sender in relays:
-            self.lost(about if about in relays else sender, f"it failed: {kind}: {text}")
+            self._fail_relay(about if about in relays else sender, f"it failed: {kind}: {text}")
         elif self.membership.holders.is_last_replica(sender):
             self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
         else:
@@ -414,6 +414,12 @@ class Coordinator(CoordinatorState):
 
     def _fail(self, engine: int, kind: str, text: str) -> None:
         self._recover(self._recovery.after_failure(engine, kind, text))
+
+    def _fail_relay(self, relay: int, why: str) -> None:
+        if self._recovery.gives_up_relays():
+            self.wanted_relays = 0
+            self._report("no relays", f"too many failed; the last, relay {relay}: {why}")
+        self.lost(relay, why)
 
     def _lose_replica(self, node: int, why: str) -> None:
         holders = self.membership.holders

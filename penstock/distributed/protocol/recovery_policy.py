@@ -18,6 +18,7 @@ from penstock.distributed.protocol.step_request import UnrecoverableError
 from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
 from penstock.errors import ClusterError
 
+_MOST_RELAY_FAILURES = 3  # at one step: no step needs a relay, so none is worth more
 _MOST_COMMITS = 4  # times a decision is sent to a replica that does not acknowledge it
 
 
@@ -69,11 +70,13 @@ class RecoveryPolicy:
             can_replace_engine,
         )
         self._retry_budget = RetryBudget(0, attempts)
+        self._relay_failures = 0  # at the step
 
     def begin(self, step: int) -> None:
         """Start a new retry budget for a step, unless the step is a retry."""
         if step > self._retry_budget.step:
             self._retry_budget = RetryBudget(step, self._attempts)
+            self._relay_failures = 0
 
     def after_failure(self, engine: int, kind: str, text: str) -> RecoveryAction:
         """Choose the action after an engine failed: evict it, unless the error would occur on other
@@ -88,6 +91,12 @@ class RecoveryPolicy:
         if final_error is None:
             return EvictNode(engine, f"its work failed: {kind}: {text}")
         return self._abort(UnrecoverableError(engine, kind, final_error))
+
+    def gives_up_relays(self) -> bool:
+        """Record that a relay failed; return whether so many did at this step that the run should
+        go on without relays."""
+        self._relay_failures += 1
+        return self._relay_failures > _MOST_RELAY_FAILURES
 
     def _has_another(self, engine: int) -> bool:
         left = [other for other in self._membership.engines if other != engine]

@@ -4,8 +4,8 @@ A relay is in one tree only, and every chunk goes through one tree: chunks alter
 The inner nodes of a tree are relays, its leaves are all engines. So an engine receives each weight
 once and sends each of its gradients once. In a tree with fan-out f a relay sends f copies of the
 weights of its tree down and one sum up, so it carries (f + 1) / lanes of what an engine's link
-carries. With lanes = f + 1 relays keep up with engines whose links are busy all the time, in both
-directions.
+carries. With lanes = f + 1 relays just keep up with engines whose links are busy all the time, in
+both directions.
 
 The fan-outs are powers of two: engines with a power of two of micro-batches each then form whole
 subtrees of the tree over micro-batches, and a relay sends one sum for all that it receives.
@@ -17,7 +17,9 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-_USUAL_FAN_OUTS = (8, 16)  # with smaller ones more relays are needed, with larger ones trees wait
+_FLAT, _USUAL_FAN_OUT = 16, 8  # up to so many engines one level; else this fan-out
+_SPARE_LANES = 1  # beside those that just keep up: queues would never become shorter
+_BUSY = 0.9  # share of the time that a relay's link may be busy; below it shorter ways count
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class RelayTrees:
     def of(cls, engines: int, relays: int) -> RelayTrees:
         """Return the trees of `relays` relays in which a step of `engines` engines is shortest.
 
-        First the busiest relay should keep up with an engine's link; then a chunk should arrive
-        early; then relays should carry little.
+        First the busiest relay should keep up with an engine's link, with some room; then a chunk
+        should arrive early; then relays should carry little.
         """
 
         def cost(trees: RelayTrees) -> tuple[float, int, float]:
             copies = min(trees.fan_out, engines)
             load = (copies + 1) / trees.lanes
-            return max(1.0, load), len(trees.levels) * (copies + 1), load
+            return max(_BUSY, load), len(trees.levels) * (copies + 1), load
 
         shapes = [_levels(engines, fan_out) for fan_out in _fan_outs(engines)]
         return min(
@@ -116,9 +118,9 @@ def enough_relays(engines: int) -> int:
     """
     if engines <= 2:
         return 0
-    return min(
-        (min(fan_out, engines) + 1) * sum(_levels(engines, fan_out)) for fan_out in _USUAL_FAN_OUTS
-    )
+    if engines <= _FLAT:
+        return engines + 1 + _SPARE_LANES
+    return (_USUAL_FAN_OUT + 1 + _SPARE_LANES) * sum(_levels(engines, _USUAL_FAN_OUT))
 
 
 def relay_connections(trees: RelayTrees, shards: int) -> set[tuple[int, int]]:

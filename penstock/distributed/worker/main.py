@@ -203,7 +203,7 @@ class Worker:
 
     def _take_role(self, connection: Connection, assignment: Assignment) -> None:
         number, spec, slot = assignment.node, assignment.run, assignment.slot
-        what = f"{assignment.role}" if slot is None else f"shard {slot.shard}"
+        what = assignment.role if slot is None else f"shard {slot.shard}"
         log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
         self._endpoint.shares_memory = spec["config"]["cluster"]["shared_memory"] == "auto"
         try:

@@ -76,6 +76,27 @@ def test_store_traffic_is_independent_of_the_number_of_engines(script, program, 
         assert made.most_sent <= 4 * (2 * sum(twice) + 2 * sum(per_stage)) + 10_000
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("engines", "relays"), [(2, 3), (4, 5), (4, 12)])
+def test_engine_of_a_cluster_with_relays_moves_its_own_bytes(
+    script, program, load, engines, relays
+):
+    machine = machine_like(script.CS2)
+    plan, _ = script.fit(machine, program, load)
+    transfers = script.transfers_of(program, machine, plan.recompute, 8)
+    size = SEQUENCES, LENGTH, plan.recompute
+    made = script.measure(machine, program, transfers, engines, *size, relays)
+    assert made.store_sent == made.most_taken - SEQUENCES * LENGTH * 4  # rows of the next step
+    assert made.store_sent == transfers.weight_bytes
+    assert made.most_sent == made.store_taken == transfers.gradient_bytes
+
+
+def test_automatic_relays_are_those_of_a_run(script, load):
+    automatic = dataclasses.replace(load, relays="auto")
+    assert [automatic.relays_of(engines) for engines in (1, 8, 192)] == [0, 10, 280]
+    assert load.relays_of(192) == 0
+
+
 def test_links_bound_a_step_in_which_nothing_is_computed(script, program, load):
     rate = 1e6
     machine = machine_like(script.CS2, links=Links(rate, 0.0), store_bytes_per_second=float("inf"))
@@ -99,7 +120,7 @@ def test_a_curve_has_an_efficiency_for_every_number_of_engines(script, program, 
     assert 0 < idle[0] < idle[1] <= idle[2]
     printed = capsys.readouterr().out
     for engines, seconds in zip((1, 2, 3), found["step_seconds"], strict=True):
-        assert re.search(rf"^ +{engines} +{seconds:.4f} ", printed, re.MULTILINE)
+        assert re.search(rf"^ +{engines} +0 +{seconds:.4f} ", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["CS2", "H200"])

@@ -103,8 +103,8 @@ def test_relays_need_processes():
         ({"start": "listen"}, 4, 0),
         ({"start": "ray"}, 4, 0),  # on this machine
         ({"start": "ray", "address": "auto"}, 2, 0),
-        ({"start": "ray", "address": "auto"}, 4, 5),
-        ({"start": "ray", "address": "auto"}, 192, 221),
+        ({"start": "ray", "address": "auto"}, 4, 6),
+        ({"start": "ray", "address": "auto"}, 192, 280),
     ],
 )
 def test_automatic_relays_are_for_hosts_with_links(cluster, engines, relays):

@@ -8,7 +8,7 @@ from rich.console import Console
 from penstock.calibration import HostKey, MeasuredRun, keep, keep_run, kept_machine
 from penstock.config import Config
 from penstock.machines import MachineDescription
-from penstock.prediction import Planner, page
+from penstock.prediction import Planner, as_json, page
 
 RATES = [{"work": "product", "rates": [1e11]}, {"work": "pointwise", "rates": [1e10]}]
 STORE = {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}]}
@@ -76,3 +76,17 @@ def test_page_says_what_happens_when_an_engine_is_lost():
         "have no memory for its share; to go on with fewer, raise engine.memory or engines, or "
         "lower batch.size"
     ]
+
+
+@pytest.mark.parametrize(("engines", "relays"), [(1, 0), (2, 0), (4, 6)])
+def test_page_says_how_many_relays_keep_up_with_the_links(engines, relays):
+    planned_run = planned(RACK, engines=engines, batch={"size": 4, "micro": 1})
+    text = f"{relays} relays (fabric.relays) forward weights"
+    assert (text in shown(planned_run)) == bool(relays)
+    assert as_json(planned_run, [])["relays"] == relays
+    fixed = {"fabric": {"relays": 3}, "cluster": {"start": "local"}}
+    assert planned(RACK, engines=engines, batch={"size": 4, "micro": 1}, **fixed).relays == 3
+
+
+def test_page_of_one_host_names_no_relays():
+    assert "relays" not in shown(planned(DESK))

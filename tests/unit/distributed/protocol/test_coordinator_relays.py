@@ -77,6 +77,21 @@ def test_failed_relay_is_evicted(sender, about):
     assert event.text == "relay 500: it failed: ProtocolError: no sense"
 
 
+def test_run_goes_on_without_relays_when_several_fail_at_one_step():
+    play = Play(relays=range(500, 510))
+    play.start(2)
+    play.begun()
+    for relay in range(500, 504):
+        play.say(relay, MessageType.FAILURE, body={"error": "OSError", "text": "no room"})
+        play.see()
+        play.begun()
+    assert [e.kind for e in play.happened][-2:] == ["no relays", "relay lost"]
+    assert play.coordinator.wanted_relays == 0
+    assert play.coordinator._epochs.view.relays == ()
+    play.finish()
+    assert play.ended[-1].error is None
+
+
 def test_engine_that_a_relay_complains_about_is_evicted():
     play = Play(relays=RELAYS)
     play.start(2)

@@ -54,13 +54,13 @@ def test_enough_relays_keep_up_with_busy_engines(engines):
     enough = enough_relays(engines)
     trees = RelayTrees.of(engines, enough)
     copies = min(trees.fan_out, engines)
-    assert (copies + 1) / trees.lanes <= 1  # of an engine's link, in each direction
-    assert len(trees.levels) <= 3
-    assert enough <= 2 * engines + 2
+    assert (copies + 1) / trees.lanes < 1  # of an engine's link, in each direction
+    assert len(trees.levels) <= 4
+    assert enough <= 2.2 * engines + 4
 
 
 def test_one_or_two_engines_need_no_relay():
-    assert [enough_relays(engines) for engines in (1, 2, 3, 4, 192)] == [0, 0, 4, 5, 221]
+    assert [enough_relays(engines) for engines in (1, 2, 3, 4, 192)] == [0, 0, 5, 6, 280]
 
 
 @pytest.mark.parametrize(("engines", "relays"), [(1, 0), (5, 0), (5, 1), (5, 4), (20, 27)])
