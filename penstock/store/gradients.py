@@ -151,6 +151,12 @@ class Gradients:
             self._masks.grow(name, dense)
         return kept, is_finite
 
+    @property
+    def squares_so_far(self) -> float:
+        """The sum of the squares of the gradients that have arrived; it only grows, unless a tied
+        weight's parts cancel."""
+        return math.fsum(part for squares in self._squares.values() for part in squares)
+
     def report(self) -> GradientReport:
         """Return the report on this step's gradients."""
         squares = np.array([part for name in self._squares.values() for part in name], np.float64)
