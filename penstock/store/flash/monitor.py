@@ -1,4 +1,4 @@
-"""The lock that guards the state of a flash store's threads, and the error that stopped one of them.
+"""The lock that guards what the threads of a flash store share, and the error that ended one.
 
 A change of the state wakes every waiting thread. An error in a thread stops all threads and is
 raised to the caller.

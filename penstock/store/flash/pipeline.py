@@ -190,7 +190,7 @@ class Pipeline:
                 self._drop()
             begun, updated = self._adopt()
             self._updater.is_written = is_written
-            self._updater.awaiting = {unit.index for unit in units} - updated
+            self._updater.awaiting = {unit.index for unit in units}.difference(updated)
             rest = (unit for unit in units if unit.index not in begun)
             blocks = ((unit, block) for unit in rest for block in self._state.blocks(unit))
             self._pass.extend(blocks)
@@ -431,9 +431,9 @@ class Pipeline:
         unit, block = missing
         if self._speculation.touches([unit.index]):
             return None  # its state on flash will be that of the last step but one
-        if self._speculation.is_planned and not self._state.is_resident(unit, block):
-            if not self._state.has_many_free:
-                return None
+        may_fill_all = not self._speculation.is_planned or self._state.has_many_free
+        if not may_fill_all and not self._state.is_resident(unit, block):
+            return None  # speculative updates need the rest of the buffers
         buffer = self._state.take(*missing)
         return None if buffer is None else partial(self._hold, *missing, buffer)
 

@@ -1,4 +1,4 @@
-"""Speculative updates: made as gradients arrive, before the commit, and adopted or thrown away by it.
+"""Speculative updates: made as gradients arrive, and adopted or thrown away by the commit.
 
 The clip factor of a step needs all gradients of the step, so updates wait for the commit, and all
 state moves in the forward sweep. A speculative update is made with the factor that is expected. Its

@@ -1,4 +1,4 @@
-"""The updater of a flash store: a thread that updates blocks in the order in which they are read."""
+"""The updater of a flash store: a thread that updates blocks in the order of their reads."""
 
 from __future__ import annotations
 

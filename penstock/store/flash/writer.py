@@ -112,11 +112,10 @@ class Writer:
             self.masks[unit.index] = index
             self._hand(partial(self._writes.mask, unit, index), lambda: None)
         write = partial(self._writes.weights, unit, blocks, self._frames[unit.index])
-        finish = partial(self._finish_weights, unit, checks, blocks, branch)
         if branch is not None:
             branch.busy += 1
-            write = branch.unless_dropped(write)
-        self._hand(write, finish)
+        finish = partial(self._finish_weights, unit, checks, blocks, branch)
+        self._hand(write if branch is None else branch.unless_dropped(write), finish)
 
     def _finish_weights(
         self,
