@@ -96,8 +96,10 @@ def guesses_of(speculate: Speculate) -> Guesses:
     **Raises:** `ConfigError` if the environment names guesses that do not exist.
     """
     forced = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not forced or forced == "off":
+    if not forced:
         return NoClipping() if speculate == "on" else NoGuesses()
+    if forced == "off":
+        return NoGuesses()
     kind, _, seed = forced.partition(":")
     if kind not in ("on", "wrong", "mixed") or not (seed or "0").isdecimal():
         raise ConfigError(
