@@ -15,6 +15,7 @@ over speculation in the reader, and always find room beside the units that are b
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from enum import Enum
@@ -178,8 +179,10 @@ class Speculation:
         self.withdraw()
 
     @property
-    def _room(self) -> int:
+    def _room(self) -> float:
         """The memory beside the weights that the caller may need at once."""
+        if self._frames.holds_all:
+            return math.inf
         return self._frames.budget_bytes - self._frames.least_bytes
 
     def _bytes_of(self, units: Collection[int]) -> int:
