@@ -55,7 +55,7 @@ class Speculator:
     def begin(self, step: int) -> None:
         """Begin a step, counted from 1, before its first gradient."""
         self._expected = None
-        self._guess = None if self._masks.change_at(step) else self._guesses.of(step)
+        self._guess = self._guesses.of(step)
         self._pipeline.plan(self._guess is not None)
 
     def received(self, step: int, units: Sequence[Unit]) -> None:
@@ -66,10 +66,10 @@ class Speculator:
         guess = self._guess
         if guess is None:
             return
-        if self._certainly_differs(guess):
+        if self._masks.change_at(step) or self._certainly_differs(guess):
             self._guess = None
             self._pipeline.plan(False)
-            self._pipeline.drop_speculation()
+            self.drop()
             return
         chosen = [unit for unit in units if is_speculative(unit) and guess.is_for(unit.index)]
         if not chosen:

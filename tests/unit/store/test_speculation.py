@@ -272,6 +272,7 @@ def test_weights_fetched_before_the_commit_are_those_of_the_last_step(flash, mon
 @pytest.mark.parametrize("dram", [LITTLE, AMPLE])
 def test_discarded_step_is_replayed_with_other_gradients(flash, monkeypatch, dram):
     ours, theirs, _ = speculating(flash, monkeypatch, 1.0, dram)
+    ours._speculator._guesses = Fixed(1.0, waits=True)
     for store in (ours, theirs):
         store.discard()
     assert traffic_of(ours)[1] > 0
