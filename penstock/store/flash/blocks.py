@@ -130,6 +130,14 @@ class StateBlocks:
         """Whether more than half of the buffers are free."""
         return 2 * len(self._spare) > self._buffers
 
+    def give_up(self) -> None:
+        """Free the buffer of the last block that was read ahead, if more than half of the buffers
+        hold such blocks."""
+        ahead = [k for k in self._held if k not in self._resident and k[0] not in self._whole]
+        if 2 * len(ahead) > self._buffers:
+            self._spare.append(self._held.pop(max(ahead, key=self._place.__getitem__)))
+            self._cursor = 0
+
     def invalidate(self, unit: Unit) -> None:
         """Forget the state of a unit that is held: it is not that of the last commit."""
         for block in self.blocks(unit):

@@ -151,7 +151,9 @@ class Pipeline:
     def _has_speculated(self) -> bool:
         branch = self._speculation.branch
         return branch is None or (
-            not branch.remaining and branch.busy == 0 and self._next_speculative_unit() is None
+            not branch.remaining
+            and branch.busy == 0
+            and self._speculation.next_unit((), ()) is None
         )
 
     def drop_speculation(self) -> None:
@@ -414,6 +416,9 @@ class Pipeline:
             return None
         is_there = self._state.holds(unit, block)
         buffer = self._state.take(unit, block)
+        if buffer is None:
+            self._state.give_up()
+            buffer = self._state.take(unit, block)
         if buffer is None:
             return None
         if not branch.remaining:
