@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.errors import ConfigError
+from penstock.store.interface import Decision
 
 ENVIRONMENT_VARIABLE = "PENSTOCK_SPECULATE"
 
-Speculate = Literal["off", "on"]
+Speculate = Literal["off", "on", "auto"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,33 @@ class Guesses(Protocol):
         """Return the guess of a step, from 1; None if there should be none."""
         ...
 
+    def expects(self, stage: int, squares: float) -> bool:
+        """Return whether the guess of the step is still expected to be right.
 
-class NoGuesses:
+        **Arguments:** `squares` is the sum of the squares of the gradients up to this stage's.
+        """
+        ...
+
+    def decided(self, decision: Decision, was_right: bool | None) -> None:
+        """Learn from a step.
+
+        **Arguments:** `was_right` says whether its guess was; None if nothing was speculated.
+        """
+        ...
+
+
+class _FixedGuesses:
+    """Guesses that learn nothing."""
+
+    def expects(self, stage: int, squares: float) -> bool:
+        """Return true."""
+        return True
+
+    def decided(self, decision: Decision, was_right: bool | None) -> None:
+        """Learn nothing."""
+
+
+class NoGuesses(_FixedGuesses):
     """No step is speculated."""
 
     def of(self, step: int) -> Guess | None:
@@ -55,7 +81,7 @@ class NoGuesses:
         return None
 
 
-class NoClipping:
+class NoClipping(_FixedGuesses):
     """No step is expected to clip."""
 
     def of(self, step: int) -> Guess | None:
@@ -63,7 +89,7 @@ class NoClipping:
         return Guess()
 
 
-class ForcedGuesses:
+class ForcedGuesses(_FixedGuesses):
     """The guesses of tests, the same in every process.
 
     **Arguments:** `kind` is `on`, `wrong` or `mixed`, `seed` that of mixed ones.
@@ -90,14 +116,14 @@ class ForcedGuesses:
         return Guess(factor, is_for, waits=drawn.random() < 0.5)
 
 
-def guesses_of(speculate: Speculate) -> Guesses:
-    """Return the guesses of a setting, or those that a test forces.
+def forced_guesses() -> Guesses | None:
+    """Return the guesses that a test forces, if there are any.
 
     **Raises:** `ConfigError` if the environment names guesses that do not exist.
     """
     forced = os.environ.get(ENVIRONMENT_VARIABLE)
     if not forced:
-        return NoClipping() if speculate == "on" else NoGuesses()
+        return None
     if forced == "off":
         return NoGuesses()
     kind, _, seed = forced.partition(":")

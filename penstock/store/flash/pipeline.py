@@ -305,6 +305,10 @@ class Pipeline:
             self._state.change({unit.index: self._version.blocks(unit) for unit in sparse})
             self._writer.masks = {u.index: self._version.masks.index(u) for u in sparse}
 
+    def waited(self) -> float:
+        """Return the seconds that the caller has waited since the store was opened."""
+        return self.spans.seconds("flash")
+
     def take_traffic(self) -> FlashTraffic:
         """Return the bytes moved and the caller's waiting time since the last call."""
         with self._changed:

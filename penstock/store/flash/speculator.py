@@ -51,19 +51,21 @@ class Speculator:
         self._durable_every = durable_every
         self._guess: Guess | None = None
         self._expected: Decision | None = None  # set while units are updated by it
+        self._has_speculated = False  # in this step
 
     def begin(self, step: int) -> None:
         """Begin a step, counted from 1, before its first gradient."""
-        self._expected = None
+        self._expected, self._has_speculated = None, False
         self._guess = self._guesses.of(step)
         self._pipeline.plan(self._guess is not None)
 
-    def received(self, step: int, units: Sequence[Unit]) -> None:
+    def received(self, step: int, stage: int, units: Sequence[Unit]) -> None:
         """Let units whose gradients have arrived be updated, if the guess may still be right.
 
         Only after the updates of the last step, whose seal is requested.
         """
         guess = self._guess
+        is_expected = self._guesses.expects(stage, self._gradients.squares_so_far)
         if guess is None:
             return
         if self._masks.change_at(step) or self._certainly_differs(guess):
@@ -72,10 +74,11 @@ class Speculator:
             self.drop()
             return
         chosen = [unit for unit in units if is_speculative(unit) and guess.is_for(unit.index)]
-        if not chosen:
+        if not chosen or not is_expected:
             return
         if self._expected is None:
             rate = learning_rate(self._rule.schedule, step - 1)
+            self._has_speculated = True
             self._expected = Decision(step, math.nan, guess.clip_scale, rate)
             self._updates.expect(self._expected)
         self._pipeline.speculate(chosen, is_written=step % self._durable_every == 0)
@@ -88,15 +91,20 @@ class Speculator:
             return True
         return guess.clip_scale == 1.0 and limit is not None and squares > limit * limit
 
-    def is_as_expected(self, decision: Decision) -> bool:
-        """Whether the speculative updates are those of this decision."""
+    def decided(self, decision: Decision) -> bool:
+        """Return whether the speculative updates are those of this decision; otherwise throw them
+        away."""
         expected = self._expected
-        return (
+        is_right = (
             expected is not None
             and (expected.clip_scale, expected.learning_rate)
             == (decision.clip_scale, decision.learning_rate)
             and not decision.replaces_update
         )
+        self._guesses.decided(decision, is_right if self._has_speculated else None)
+        if not is_right:
+            self.drop()
+        return is_right
 
     def drop(self) -> None:
         """Throw the speculative updates of the step away."""

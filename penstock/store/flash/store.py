@@ -28,6 +28,7 @@ import torch
 from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
+from penstock.store.flash.adaptive_guesses import guesses_of
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.content import FlashContent
@@ -41,7 +42,7 @@ from penstock.store.flash.division import (
 )
 from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames, least_bytes
-from penstock.store.flash.guesses import Speculate, guesses_of
+from penstock.store.flash.guesses import Speculate
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.flash.opening import open_files, require_flash, require_masks
 from penstock.store.flash.pipeline import Pipeline
@@ -82,7 +83,8 @@ class FlashStore:
         block_elements: elements that are read, updated and written at once.
         durable_every: one of every so many steps is durable.
         masks: decides the masks of sparse weights, if there are any.
-        speculate: whether updates are made before the commit (`speculation.py`).
+        speculate: whether updates are made before the commit (`speculation.py`); with `auto`, where
+            that is expected to pay (`adaptive_guesses.py`).
 
     Raises:
         BudgetError: `dram_bytes` cannot hold the minimum working set.
@@ -148,7 +150,7 @@ class FlashStore:
             self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
             self._speculator = Speculator(
-                guesses_of(speculate),
+                guesses_of(speculate, rule.clip_norm, self._pipeline.waited),
                 rule,
                 self._gradients,
                 self._updates,
@@ -296,7 +298,7 @@ class FlashStore:
             for unit, slab in slabs.items():
                 self._pipeline.spill(unit, slab)
         if not self._unsealed:  # then a speculative update goes to a place of its own
-            self._speculator.received(self.step + 1, units)
+            self._speculator.received(self.step + 1, stage, units)
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""
@@ -333,9 +335,7 @@ class FlashStore:
         """Commit the step by the decision for all shards (`DramStore.decide`)."""
         require_next(decision, self.step)
         self._masks.accept(decision)
-        is_as_expected = self._speculator.is_as_expected(decision)
-        if not is_as_expected:
-            self._speculator.drop()
+        is_as_expected = self._speculator.decided(decision)
         self._gradients.decided()
         self._updates.decided(decision)
         self.step, self._unsealed = self.step + 1, True

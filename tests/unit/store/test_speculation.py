@@ -25,9 +25,7 @@ from penstock.store.flash.guesses import (
     ENVIRONMENT_VARIABLE,
     ForcedGuesses,
     Guess,
-    NoClipping,
-    NoGuesses,
-    guesses_of,
+    forced_guesses,
 )
 
 DEEP = [{f"{i}.weight": (90, 70), f"{i}.bias": (70,)} for i in range(9)]
@@ -160,7 +158,7 @@ def test_least_memory_is_left_to_the_sweep(flash, monkeypatch):
     same(ours, theirs)
 
 
-class Fixed:
+class Fixed(ForcedGuesses):
     """Guesses the same of every step."""
 
     def __init__(self, clip_scale, waits=False):
@@ -327,18 +325,24 @@ def test_store_is_closed_amid_speculation_and_opens_at_the_last_step(flash, monk
     same(again, theirs)
 
 
-def test_guesses_by_setting_and_by_environment(monkeypatch):
+def test_guesses_that_the_environment_forces(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    assert isinstance(guesses_of("off"), NoGuesses)
-    assert isinstance(guesses_of("on"), NoClipping)
-    assert NoClipping().of(7) == Guess(1.0)
+    assert forced_guesses() is None
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "off")
-    assert isinstance(guesses_of("on"), NoGuesses)
+    assert forced_guesses().of(1) is None
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "mixed:3")
-    drawn = [guesses_of("off").of(step) for step in range(40)]
+    drawn = [forced_guesses().of(step) for step in range(40)]
     assert {None if each is None else each.clip_scale > 1 for each in drawn} == {None, True, False}
     assert ForcedGuesses("wrong").of(1).clip_scale > 1.0
     for refused in ("sometimes", "mixed:x"):
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, refused)
         with pytest.raises(ConfigError, match=f"PENSTOCK_SPECULATE: expected .*{refused}"):
-            guesses_of("off")
+            forced_guesses()
+
+
+def test_adaptive_speculation_changes_no_bit(flash, monkeypatch):
+    """The disk is the slowest here, and norms are around the limit."""
+    ours, theirs = pair(flash, monkeypatch, "", dram=LITTLE, clip_norm=240.0, speculate="auto")
+    for scale in (1.0, 0.5, 1.0, 0.9, 2.0, 0.7, 0.3, 0.3, 1.5, 0.3, 0.3):
+        assert backward_too(ours, 1, scale=scale) == backward_too(theirs, 1, scale=scale)
+    same(ours, theirs)
