@@ -1,6 +1,7 @@
 """Updates before the commit change no bit, whether the commit decides as expected or not."""
 
 import itertools
+import random
 import threading
 import time
 
@@ -21,6 +22,7 @@ from store_programs import (
 
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.store import SGD, AdamW, GroupSettings
+from penstock.store.flash import medium
 from penstock.store.flash.guesses import (
     ENVIRONMENT_VARIABLE,
     ForcedGuesses,
@@ -345,4 +347,72 @@ def test_adaptive_speculation_changes_no_bit(flash, monkeypatch):
     ours, theirs = pair(flash, monkeypatch, "", dram=LITTLE, clip_norm=240.0, speculate="auto")
     for scale in (1.0, 0.5, 1.0, 0.9, 2.0, 0.7, 0.3, 0.3, 1.5, 0.3, 0.3):
         assert backward_too(ours, 1, scale=scale) == backward_too(theirs, 1, scale=scale)
+    same(ours, theirs)
+
+
+class Unsteady:
+    """Right and wrong guesses of some of the units, waited for or not."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def of(self, step):
+        drawn = random.Random(f"{self.seed} {step}")
+        factor = drawn.choice((None, 1.0, 1.0, 1.0, 0.5))
+        units = drawn.getrandbits(9) | drawn.choice((0, 0x1FF))
+        waits = drawn.random() < 0.2
+        return (
+            None if factor is None else Guess(factor, lambda unit: bool(units >> unit & 1), waits)
+        )
+
+    def expects(self, stage, squares):
+        return random.Random(f"{self.seed} {stage} {squares}").random() < 0.9
+
+    def decided(self, decision, was_right):
+        pass
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))]
+)
+def test_any_memory_disk_and_timing(flash, monkeypatch, seed):
+    """A disk whose reads and writes take random times; steps that are interrupted and replayed."""
+    drawn = random.Random(seed)
+    least = 4 * 2048 * (8 + 4) + 4 * STAGE
+    ours, theirs = pair(
+        flash,
+        monkeypatch,
+        "",
+        dram=least + drawn.randrange(0, 24) * STAGE // 2,
+        keep_steps=drawn.choice((1, 2)),
+        durable_every=drawn.choice((1, 1, 1, 2)),
+        optimizer=drawn.choice((AdamW(0.9, 0.95, 1e-8), SGD(0.9), SGD())),
+    )
+    ours._speculator._guesses = Unsteady(seed)
+    slow_reads, slow_writes = drawn.choice(((0, 0), (2e-3, 0), (0, 2e-3), (1e-3, 1e-3)))
+    read_at, write_at = medium.read_at, medium.write_at
+
+    def slow_read(*rest):
+        time.sleep(slow_reads * random.random())
+        return read_at(*rest)
+
+    def slow_write(*rest):
+        time.sleep(slow_writes * random.random())
+        return write_at(*rest)
+
+    monkeypatch.setattr(medium, "read_at", slow_read)
+    monkeypatch.setattr(medium, "write_at", slow_write)
+    for _ in range(12):
+        if drawn.random() < 0.2:  # an attempt that ends in its backward sweep
+            forward_sweep(ours)
+            gradients = random_gradients(ours.program, np.random.default_rng(seed))
+            for stage in range(8, drawn.randrange(0, 9) - 1, -1):
+                ours.fetch(stage)
+                ours.receive(stage, gradients[stage])
+            if drawn.random() < 0.5:
+                forward_sweep(ours)
+            ours.discard()
+        assert backward_too(ours, 1, seed) == backward_too(theirs, 1, seed)
+        if drawn.random() < 0.1:
+            same(ours, theirs)
     same(ours, theirs)
