@@ -23,6 +23,7 @@ from penstock.distributed.protocol import (
     Coordinator,
     EngineNode,
     MessageType,
+    RelayNode,
     RolledBackError,
     ShardNode,
     Timeouts,
@@ -40,7 +41,7 @@ from penstock.step.micro_batches import EngineRows
 from penstock.step_schedule import StepSchedule
 from penstock.store.flash import go_back
 
-MICRO_BATCHES, STEPS, FIRST_ENGINE, SEED = 4, 6, 100, 7
+MICRO_BATCHES, STEPS, FIRST_ENGINE, FIRST_RELAY, SEED = 4, 6, 100, 1000, 7
 SMALL_CHUNK = 4096  # bytes: several chunks of most weights
 
 
@@ -198,6 +199,7 @@ class SparseCluster:
         stream_dtype=torch.float32,
         faults: Faults | None = None,
         folder=None,
+        relays=0,
         **settings,
     ) -> None:
         self.program = trained_program(policy, stream_dtype)
@@ -229,6 +231,7 @@ class SparseCluster:
             Timeouts(silence=1.0, stall=2.0, job=20.0),
             self.events.append,
             can_replace_engine=lambda: True,
+            relays=relays,
         )
         self.network.set_coordinator(self.coordinator)
         self.storage = [InProcessShard(store) for store in self.store.shards]
@@ -254,6 +257,10 @@ class SparseCluster:
         self.loses = lambda message: False
         for _ in range(engines):
             self.join()
+        for relay in range(FIRST_RELAY, FIRST_RELAY + relays):
+            node = RelayNode(relay, self.network.context(relay), self.plan)
+            self.network.add(relay, node)
+            self.coordinator.relay_joined(relay)
 
     def join(self) -> int:
         """Let one more engine come."""

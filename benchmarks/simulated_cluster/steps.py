@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
 
@@ -12,7 +13,7 @@ from penstock.distributed.protocol import (
     Chunk,
     Coordinator,
     EngineNode,
-    Phase,
+    RelayNode,
     ShardNode,
     StepResult,
     Timeouts,
@@ -29,7 +30,9 @@ from simulated_cluster.works import Engine, Order, Shard
 # Of the operations at the ends of a step: nothing hides how a chunk goes down or up the tree.
 CHUNKS_AT_ENDS, ENDS = 64, 2
 ROW_BYTES = 4  # of a token, input and target: of a vocabulary of 2^16 they travel as two each
-FIRST_ENGINE = 1000
+FIRST_ENGINE, FIRST_RELAY = 1000, 10_000
+FEW_WEIGHTS = 64  # of a stage, in the step before the one that is measured
+IDLE_SECONDS = 1.0  # between the two steps: what was sent ahead is there
 
 
 def transfers_of(
@@ -83,6 +86,7 @@ class Measured:
     store_sent: int
     store_taken: int
     most_sent: int  # by any engine
+    most_taken: int
 
 
 def measure(
@@ -93,8 +97,10 @@ def measure(
     sequences: int,
     length: int,
     recompute: Collection[int] = (),
+    relays: int = 0,
 ) -> Measured:
-    """Make one step, and count from when all have seen who takes part, as between two steps.
+    """Make two steps, and measure the second: its rows were sent ahead, as those of a third are in
+    it. Next to no weights travel in the first.
 
     Args:
         machine: what every engine and every shard is.
@@ -104,9 +110,12 @@ def measure(
         sequences: how many each of them has; 0: nothing is computed.
         length: of a sequence, in tokens.
         recompute: the stages whose forward is made again.
+        relays: how many there are between the shards and the engines.
     """
     shards = range(1, 1 + machine.shards)
-    schedule, by_step = StepSchedule.of(program, recompute), ByStep.always(transfers)
+    schedule = StepSchedule.of(program, recompute)
+    first = transfers_of(program, machine, recompute, 1, FEW_WEIGHTS)
+    by_step = ByStep(transfers, first, lambda step: step == 1)
     members = range(FIRST_ENGINE, FIRST_ENGINE + engines)
     works: dict[int, Engine | Shard] = {}
     network = Network(
@@ -114,7 +123,12 @@ def measure(
     )
     timeouts = Timeouts(silence=1e3, stall=1e4, job=1e5)
     coordinator = Coordinator(
-        network.context(0), [(n,) for n in shards], engines, timeouts, lambda event: None
+        network.context(0),
+        [(n,) for n in shards],
+        engines,
+        timeouts,
+        lambda event: None,
+        relays=relays,
     )
     for place, number in enumerate(shards):
         shard = works[number] = Shard(machine, transfers, place)
@@ -124,18 +138,32 @@ def measure(
         engine = works[number] = Engine(schedule, machine, sequences)
         network.add(number, EngineNode(number, network.context(number), by_step, engine))
         coordinator.joined(number)
+    for number in range(FIRST_RELAY, FIRST_RELAY + relays):
+        network.add(number, RelayNode(number, network.context(number), by_step))
+        coordinator.relay_joined(number)
     network.set_coordinator(coordinator)
-    ended: list[StepResult] = []
     rows = sequences * length * ROW_BYTES
-    coordinator.start(Order(1, engines, rows), ended.append)
-    network.run(lambda: bool(ended) or coordinator.phase is Phase.RUNNING, math.inf)
+    orders = [Order(step, engines, rows) for step in (1, 2, 3)]
+    _make_step(network, coordinator, *orders[:2])
+    network.run(functools.partial(_has_come, network, network.now + IDLE_SECONDS), math.inf)
     began, sent, taken = network.now, dict(network.sent_bytes), dict(network.taken_bytes)
-    network.run(lambda: bool(ended), math.inf)
-    if ended[0].error is not None:
-        raise ended[0].error
+    _make_step(network, coordinator, *orders[1:])
     return Measured(
         network.now - began,
         sum(network.sent_bytes[n] - sent.get(n, 0) for n in shards),
         sum(network.taken_bytes[n] - taken.get(n, 0) for n in shards),
         max(network.sent_bytes[n] - sent.get(n, 0) for n in members),
+        max(network.taken_bytes[n] - taken.get(n, 0) for n in members),
     )
+
+
+def _make_step(network: Network, coordinator: Coordinator, order: Order, following: Order) -> None:
+    ended: list[StepResult] = []
+    coordinator.start(order, ended.append, following)
+    network.run(lambda: bool(ended), math.inf)
+    if ended[0].error is not None:
+        raise ended[0].error
+
+
+def _has_come(network: Network, moment: float) -> bool:
+    return network.now >= moment

@@ -1,4 +1,4 @@
-"""`penstock scale`: change the number of engines of a run that trains."""
+"""`penstock scale`: change the number of engines and relays of a run that trains."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ from typing import Annotated
 
 import typer
 
+_LEAST = {"engines": 1, "relays": 0}
+
 
 def scale(
     run: Annotated[Path, typer.Argument(help="Folder of a run that is training now.")],
-    engines: Annotated[
-        str, typer.Argument(metavar="engines=NUMBER", help="New number of engines.")
+    numbers: Annotated[
+        list[str],
+        typer.Argument(metavar="engines=NUMBER relays=NUMBER", help="New numbers, one or both."),
     ],
 ) -> None:
     """Change the number of engines of RUN from its next step; the result stays the same to the bit.
 
-    Needs a run with `cluster.start` other than none, started by the same user.
+    Without `relays` their number follows from `fabric.relays`. Needs a run with `cluster.start`
+    other than none, started by the same user.
     """
     from penstock.errors import ConfigError
 
-    key, _, number = engines.partition("=")
-    if key != "engines" or not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"expected engines=NUMBER, 1 or more, got {engines!r}")
+    wanted: dict[str, int] = {}
+    for text in numbers:
+        key, _, number = text.partition("=")
+        if key not in _LEAST or not number.isdecimal() or int(number) < _LEAST[key]:
+            raise ConfigError(
+                f"expected engines=NUMBER, 1 or more, or relays=NUMBER, 0 or more, got {text!r}"
+            )
+        wanted[key] = int(number)
 
     from penstock.distributed.control import scale as order
 
-    before = order(run, int(number))
-    typer.echo(f"{run}: {before} engine(s) now, {number} from the next step")
+    done = order(run, wanted.get("engines"), wanted.get("relays"))
+    typer.echo(f"{run}: {done.engines_before} engine(s) now, {done.engines} from the next step")
+    if done.relays_before or done.relays:
+        typer.echo(f"{run}: {done.relays_before} relay(s) now, {done.relays} from the next step")

@@ -142,8 +142,11 @@ def _page(
             [(name, [_cycles(part.limits.get(name, 0.0)) for part in parts]) for name in limits],
         ),
         (
-            "cycles at the beginning and the end, in addition",
-            [("fill", [_cycles(part.fill) for part in parts])],
+            "in addition",
+            [
+                ("waiting", [_cycles(part.waiting) for part in parts]),
+                ("beginning and end", [_cycles(part.fill) for part in parts]),
+            ],
         ),
     ]
     first = max(len(title) for _, rows in sections for title, _ in rows) + 1

@@ -13,6 +13,7 @@ from penstock.config.deciding_keys import (
 )
 from penstock.config.document import FileKind, dump_inline, dump_tables, read
 from penstock.config.engine import EngineConfig
+from penstock.config.fabric import MOST_RELAYS, FabricConfig
 from penstock.config.field_table import field_table
 from penstock.config.load import check_data, load, to_config
 from penstock.config.lora import LoraConfig
@@ -35,11 +36,13 @@ from penstock.config.sparsity import SparsityConfig
 from penstock.config.starter import commented
 
 __all__ = [
+    "MOST_RELAYS",
     "ByteSize",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
     "EngineConfig",
+    "FabricConfig",
     "FactoryModel",
     "FileKind",
     "GroupConfig",

@@ -134,11 +134,15 @@ def cluster_keys(where: str) -> dict[str, dict[str, Any]]:
     """Return the keys that `Trainer(cluster=...)` sets, by section.
 
     The argument is a launcher or an address. In one process, all shards are local and have one
-    replica each.
+    replica each, and there are no relays.
     """
     start: dict[str, Any] = {"start": where, "address": None, "environment": []}
     if where == "none":
-        return {"cluster": {**start, "shards": "here"}, "store": {"replicas": 1}}
+        return {
+            "cluster": {**start, "shards": "here"},
+            "store": {"replicas": 1},
+            "fabric": {"relays": "auto"},
+        }
     if where == "ray":
         return {"cluster": {"start": where}}
     if where in _STARTS:

@@ -14,6 +14,7 @@ from penstock.config.cluster import ClusterConfig
 from penstock.config.data import DataConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.evaluation import EvaluationConfig
+from penstock.config.fabric import FabricConfig
 from penstock.config.logging import LoggingConfig
 from penstock.config.lora import LoraConfig
 from penstock.config.model import (
@@ -85,6 +86,7 @@ class Config(Section):
         1, "number of engines; the result is the same to the bit for any", ge=1, le=1024
     )
     cluster: ClusterConfig = section(ClusterConfig, "where engines run")
+    fabric: FabricConfig = section(FabricConfig, "what lies between store and engines")
     run: RunConfig = section(RunConfig, "the run's folder, length and seed")
     evaluation: EvaluationConfig = section(EvaluationConfig, "held-out loss during training")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
@@ -114,6 +116,12 @@ class Config(Section):
                 f"expected 1 with cluster.shards: {self.cluster.shards}, got "
                 f"{self.store.replicas}; a replica in the same process would be lost with it: set "
                 "cluster.shards to apart",
+            )
+        if self.fabric.relays not in ("auto", 0) and self.cluster.start == "none":
+            raise refuse(
+                "fabric.relays",
+                f"expected auto or 0 with cluster.start: none, got {self.fabric.relays}; relays "
+                "are processes of their own: set cluster.start to local, ray or listen",
             )
         self._check_devices()
         self._check_wafer()

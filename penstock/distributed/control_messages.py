@@ -18,7 +18,7 @@ from penstock.errors import ProtocolError
 
 Opens = Literal["when asked", "what was left", "empty"]
 
-Role = Literal["engine", "shard"]
+Role = Literal["engine", "shard", "relay"]
 
 _LONGEST_NAME = 200  # characters of a name
 
@@ -27,7 +27,7 @@ _LONGEST_NAME = 200  # characters of a name
 class Join:
     """A request to join: the worker's name, listening address, and requested role.
 
-    `role` is None for a process that accepts either role. `shard` is None for a process that
+    `role` is None for a process that accepts any role. `shard` is None for a process that
     accepts any shard.
     """
 
@@ -48,7 +48,7 @@ class Join:
             expected = f"a name of at most {_LONGEST_NAME} characters"
             raise _invalid(message, "worker", worker, expected)
         if role not in (None, *get_args(Role)):
-            raise _invalid(message, "role", role, "'engine', 'shard' or nothing")
+            raise _invalid(message, "role", role, "'engine', 'shard', 'relay' or nothing")
         if shard is not None:
             shard = message_validation.integer(message, "shard", 0)
         return cls(worker, address_of(message, body.get("listens")), role, shard)
@@ -56,7 +56,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The assignment of a process: node number, replica slot or None, run specification.
+    """The assignment of a process: node number, role, replica slot of a shard, run specification.
 
     `opens` says how a shard opens its store: `when asked` at the start of a run; `what was left` as
     the replacement of a lost last holder; `empty` to receive a copy from another holder.
@@ -65,6 +65,7 @@ class Assignment:
     """
 
     node: int
+    role: Role
     slot: ReplicaSlot | None
     opens: Opens
     run: Mapping[str, Any]
@@ -86,7 +87,10 @@ class Assignment:
             message_validation.integer(message, "node", 1),
             _slot_of(message, body.get("place")),
         )
-        return cls(node, slot, _opens_of(message), body["run"], tuple(nodes))
+        role = _role_of(message, body.get("role"))
+        if (role == "shard") != (slot is not None):
+            raise _invalid(message, "place", slot, "a shard and a replica for a shard only")
+        return cls(node, role, slot, _opens_of(message), body["run"], tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class WorkerMetrics:
 
     @classmethod
     def read(cls, message: Message) -> WorkerMetrics | None:
-        """Return the metrics of a `HEARTBEAT`; None for a shard, which reports no metrics.
+        """Return the metrics of a `HEARTBEAT`; None for a shard or a relay, which have none.
 
         **Raises:** `ProtocolError` if the body is malformed.
         """
@@ -146,6 +150,13 @@ def _opens_of(message: Message) -> Opens:
         if value == known:
             return cast(Opens, known)
     raise _invalid(message, "opens", value, f"one of {', '.join(map(repr, get_args(Opens)))}")
+
+
+def _role_of(message: Message, value: Any) -> Role:
+    for known in get_args(Role):
+        if value == known:
+            return cast(Role, known)
+    raise _invalid(message, "role", value, f"one of {', '.join(map(repr, get_args(Role)))}")
 
 
 def _slot_of(message: Message, value: Any) -> ReplicaSlot | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from penstock.planning.program_cache import OutlinedModels
     from penstock.planning.program_outline import outline_program
+    from penstock.planning.relays import relay_count
     from penstock.planning.sparse_weights import SparsePlan, mask_rule_of
     from penstock.planning.wafer import wafer_options, with_wafer
 
@@ -35,6 +36,7 @@ __all__ = [
     "measure_current",
     "outline_program",
     "plan_execution",
+    "relay_count",
     "selected_weights",
     "store_factory",
     "transfer_buffer_bytes",
@@ -59,6 +61,7 @@ __getattr__ = lazily(
         "measure_current": "product_choices",
         "outline_program": "program_outline",
         "plan_execution": "execution_plan",
+        "relay_count": "relays",
         "transfer_buffer_bytes": "memory_budget",
         "wafer_options": "wafer",
         "with_products": "product_choices",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.config import Config, size_above
-from penstock.distributed.protocol import GRADIENTS, WINDOW, tree_connections
+from penstock.distributed.protocol import GRADIENTS, WINDOW, connections
 from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
     KEPT_OVER_USED,
@@ -29,6 +29,7 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine_limits import Machine
+from penstock.planning.relays import relay_count
 from penstock.planning.sparse_weights import mask_rule_of
 from penstock.planning.store_factory import (
     assembly_of,
@@ -193,7 +194,7 @@ class Budget:
         config = self._config
         if not self._process:
             return 0
-        workers = config.engines + config.cluster.spare
+        workers = config.engines + config.cluster.spare + relay_count(config)
         workers += config.store.holders if config.cluster.shards == "apart" else 0
         return workers * self._process + (_TEMPLATE_BYTES if self._are_forked else 0)
 
@@ -377,7 +378,7 @@ class Budget:
             where = "calls to the store's shards, on other hosts"
         here = self._engines_here
         number = f"{here} engines" if here > 1 else "engine"
-        workers = "worker processes, with standby engines"
+        workers = "worker processes, with standby engines and relays"
         shared = "memory that processes share (cluster.shared_memory)"
         return [
             ("libraries and compiled model, measured", self._libraries),
@@ -472,7 +473,7 @@ def _shared_bytes(config: Config, program: Program) -> int:
     largest = max(weight.stream_bytes for weight in program.weights.values())
     if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
         return 0
-    pairs = tree_connections(config.engines, shards)
+    pairs = connections(config.engines, shards, relay_count(config))
     if cluster.shards == "here":  # in one process
         pairs = {(max(sender, -1), max(receiver, -1)) for sender, receiver in pairs}
     calls = 2 * shards if cluster.shards == "apart" else 0

@@ -92,6 +92,7 @@ class DistributedStepRunner:
         self._straggler_detector = StragglerDetector(config.cluster.slow)
         self._compute_timer = ComputeTimer()
         self._has_begun = False
+        self._following: _TrainingStepRequest | None = None  # whose rows are sent ahead
         self._spans = spans or Spans()
         self.measured: Measured | None = None  # of the last step
         self.commit: Commit | None = None  # of the last step
@@ -124,14 +125,7 @@ class DistributedStepRunner:
             on_flash = self._store if isinstance(self._store, ShardedFlashStore) else None
             self.manager.replicas.copy_to_learners(on_flash)
             self.manager.event_queue.step = self._store.step  # as the shards last reported
-            request = _TrainingStepRequest(
-                self._layout.program,
-                self._rule,
-                self._batches,
-                self._store.step,
-                self._config.run.seed,
-                self._masks,
-            )
+            request = self._request_after(self._store.step)
             with self._spans.span("trainer", "step", step=request.step):
                 outcome = self._attempt(request)
             if outcome.error is None:
@@ -152,6 +146,24 @@ class DistributedStepRunner:
         self.measured = self._collect_spans()
         return done
 
+    def _request_after(self, done: int) -> _TrainingStepRequest:
+        """Return the request for the step after `done` steps, and remember the one behind it."""
+        known = self._following
+        request = known if known is not None and known.step == done + 1 else self._new_request(done)
+        is_last = request.step >= self._config.run.steps
+        self._following = None if is_last else self._new_request(request.step)
+        return request
+
+    def _new_request(self, done: int) -> _TrainingStepRequest:
+        return _TrainingStepRequest(
+            self._layout.program,
+            self._rule,
+            self._batches,
+            done,
+            self._config.run.seed,
+            self._masks,
+        )
+
     def _collect_spans(self) -> Measured:
         """Return what was measured since the last call, by the nodes too if spans are kept."""
         own = self._spans.drain()
@@ -169,7 +181,8 @@ class DistributedStepRunner:
             ended.set()
 
         manager = self.manager
-        manager.call(lambda: manager.coordinator.start(request, done))
+        following = self._following
+        manager.call(lambda: manager.coordinator.start(request, done, following))
         try:
             while not ended.wait(timeout=_POLL_SECONDS):
                 manager.event_queue.poll()

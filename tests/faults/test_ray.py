@@ -42,7 +42,7 @@ class Watched:
         # A lease that no busy machine exceeds: what is tested here is noticed without it.
         cluster = {"start": "ray", "spare": 0, "lease": 30.0, "stall": 30.0}
         self.trainer = Trainer(
-            settings(folder, "ray", engines=2, cluster=cluster),
+            settings(folder, "ray", engines=2, cluster=cluster, fabric={"relays": 1}),
             on_event=lambda e: self.happened.append(e) if isinstance(e, ClusterEvent) else None,
         )
         self.losses: list[float] = []
@@ -53,6 +53,9 @@ class Watched:
 
     def engines(self) -> tuple[int, ...]:
         return self.manager.coordinator.engines
+
+    def relays(self) -> tuple[int, ...]:
+        return self.manager.coordinator._epochs.view.relays
 
     def train(self, steps: int) -> None:
         self.losses += [self.trainer.run_step().loss for _ in range(steps)]
@@ -69,13 +72,14 @@ def run(tmp_path_factory) -> Iterator[Watched]:
 
 
 @pytest.mark.long
-def test_ray_engines_with_one_killed_give_bits_of_one_engine(run):
+def test_ray_engines_and_relay_with_one_of_each_killed_give_bits_of_one_engine(run):
     run.train(1)
     run.await_engines(2)  # on a busy machine the run starts with the first
     run.train(1)
     engines = run.engines()
     actors = run.manager.launcher.pids
-    assert len(engines) == len(actors) == 2
+    assert len(engines) == 2
+    assert len(actors) == 3  # and a relay
     killed = run.manager.registry.find(engines[1]).worker
     os.kill(actors[killed], signal.SIGKILL)
     run.train(2)
@@ -88,6 +92,15 @@ def test_ray_engines_with_one_killed_give_bits_of_one_engine(run):
     assert len(how) == 1
     assert how[0].startswith(f"{killed} on {os.uname().nodename} with pid {actors[killed]} ended")
     assert killed not in run.manager.launcher.pids
+
+    [relay] = run.relays()
+    os.kill(run.manager.launcher.pids[run.manager.registry.find(relay).worker], signal.SIGKILL)
+    run.train(1)
+    assert run.manager.event_queue.counts["relay lost"] == 1
+    wait_until(lambda: run.manager.coordinator.membership.relays, run.happened, 400)
+    run.train(1)
+    assert len(run.relays()) == 1
+    assert run.relays() != (relay,)
 
     alone = Trainer(settings(run.folder, "alone"))
     losses = [alone.run_step().loss for _ in run.losses]

@@ -44,6 +44,37 @@ def test_number_of_engines_and_shards_does_not_change_bits(policy, nodes):
     assert bool(requests) == (policy != "static")
 
 
+@pytest.mark.parametrize(
+    ("policy", "engines", "shards", "relays"),
+    thinned(
+        ["gmp", "set", "rigl"],
+        [2, 4, 3],
+        [1, 2, 2],
+        [1, 3, 5],
+        others=pytest.mark.long,
+    ),
+)
+def test_relays_add_gradients_of_entries_to_the_bits_of_one_store(policy, engines, shards, relays):
+    cluster = SparseCluster(policy, engines, shards, relays=relays, clip_norm=1.0)
+    require_same(cluster, cluster.train(), policy)
+    senders = {m.sender for _, to, m in cluster.sent if m.kind is MessageType.GRADIENT and to < 100}
+    assert senders
+    assert min(senders) >= 1000  # the shards receive sums of relays only
+
+
+def test_relay_lost_in_a_step_that_changes_masks_changes_no_bit():
+    cluster, gone = SparseCluster("rigl", 2, 2, relays=2, clip_norm=1.0), []
+
+    def lose(sender, to, message):
+        if message.kind is MessageType.GRADIENT and message.step == 3 and not gone:
+            gone.append(1000)
+            cluster.network.kill(1000)
+
+    cluster.on_send = lose
+    require_same(cluster, cluster.train(), "rigl")
+    assert [event.kind for event in cluster.events if "lost" in event.kind] == ["relay lost"]
+
+
 def test_bfloat16_run_has_the_bits_of_one_store():
     cluster = SparseCluster("rigl", 3, 2, torch.bfloat16, clip_norm=1.0)
     require_same(cluster, cluster.train(), "rigl", torch.bfloat16)

@@ -23,6 +23,7 @@ from penstock.distributed.protocol import (
     EngineInput,
     EngineNode,
     ProtocolEvent,
+    RelayNode,
     RolledBackError,
     ShardNode,
     StepResult,
@@ -42,6 +43,7 @@ from penstock.step_schedule import ByStep
 STAGES, WEIGHTS, MICRO_BATCHES, STEPS = 3, 17, 8, 3
 HELD = 2 * STAGES  # arrays of a shard, and steps until all of them have been compared
 FIRST_ENGINE = 100  # numbers from here on are engines, 1, 2 ... are shards
+FIRST_RELAY = 10_000
 
 
 def initial() -> list[np.ndarray]:
@@ -103,10 +105,10 @@ def reference(steps: int = STEPS) -> tuple[list[list[float]], list[np.ndarray]]:
     return losses, weights
 
 
-def transfers(shards: int) -> TransferSchedule:
+def transfers(shards: int, chunk_bytes: int = 32) -> TransferSchedule:
     bounds = [WEIGHTS * s // shards for s in range(shards + 1)]
     pieces = [Chunk(s, 0, bounds[s], bounds[s + 1], 4) for s in range(shards)]
-    cut = chunks(pieces, chunk_bytes=32)
+    cut = chunks(pieces, chunk_bytes)
     order = [(s, "forward") for s in range(STAGES - 1)] + [(STAGES - 1, "turn")]
     order += [(s, "backward") for s in reversed(range(STAGES - 1))]
     return TransferSchedule(
@@ -309,8 +311,9 @@ class ToyOrder(WithoutMasks):
 class ToyCluster:
     """Shards, engines and a coordinator in a simulated network, and who brings back what is lost.
 
-    `cost` says the seconds of a job; by default longer than a message takes, so that faults fall
-    between any two of these. Node 1 + s + r * shards is the r-th of the first nodes of shard s.
+    Relays and rows that are sent ahead are there if a test wants them. `cost` says the seconds of a
+    job; by default longer than a message takes, so that faults fall between any two of these. Node
+    1 + s + r * shards is the r-th of the first nodes of shard s.
     """
 
     def __init__(
@@ -323,12 +326,16 @@ class ToyCluster:
         cost: Callable[[], float] = lambda: 0.002,
         replicas: int = 1,
         on_flash: bool = True,
+        relays: int = 0,
+        sends_ahead: bool = False,
+        plan: TransferSchedule | None = None,
     ) -> None:
-        self.plan = transfers(shards)
+        self.plan = plan or transfers(shards)
+        self.sends_ahead = sends_ahead
         self.network = Network(Links(1e6, 1e-4), faults, cost=lambda number: cost(), notice=notice)
         self.happened: list[ProtocolEvent] = []
         self.stores: dict[int, ToyShard] = {}  # of every node that ever was a shard's
-        self.nodes: dict[int, ShardNode | EngineNode] = {}
+        self.nodes: dict[int, ShardNode | EngineNode | RelayNode] = {}
         numbers = [[1 + s + r * shards for r in range(replicas)] for s in range(shards)]
         for s, number in ((s, number) for s, some in enumerate(numbers) for number in some):
             self._add_shard(number, ToyShard(s, self.plan, on_flash=on_flash))
@@ -339,6 +346,7 @@ class ToyCluster:
             Timeouts(silence=1.0, stall=2.0, job=20.0),
             self._tell,
             can_replace_engine=lambda: self.can_replace_engine,
+            relays=relays,
         )
         self.network.set_coordinator(self.coordinator)
         self.can_replace_engine = True  # whether the coordinator may count on other engines
@@ -347,9 +355,11 @@ class ToyCluster:
         self.engine: Callable[[int], ToyEngine] = lambda number: ToyEngine()
         self.watch: Callable[[], object] = lambda: None  # is called between any two events
         self._next_shard = 1 + shards * replicas
-        self._next = FIRST_ENGINE
+        self._next, self._next_relay = FIRST_ENGINE, FIRST_RELAY
         for _ in range(engines):
             self.join()
+        for _ in range(relays):
+            self.join_relay()
 
     def _add(self, number: int, node) -> None:
         self.nodes[number] = node
@@ -372,6 +382,8 @@ class ToyCluster:
         if happened.kind == "engine lost" and not is_dead:
             # Its link is closed, so it comes back, by another number; the old one is a zombie.
             self.network.after(0.5, self.join)
+        if happened.kind == "relay lost" and not is_dead:
+            self.network.after(0.5, self.join_relay)
         if happened.kind == "shard lost":
             self._lost.add(happened.node)
             self.network.after(0.3, self.bring_back, happened.node)
@@ -451,14 +463,24 @@ class ToyCluster:
         self.coordinator.joined(number)
         return number
 
+    def join_relay(self) -> int:
+        """Let one more relay come."""
+        number, self._next_relay = self._next_relay, self._next_relay + 1
+        context = self.network.context(number)
+        self._add(number, RelayNode(number, context, ByStep.always(self.plan)))
+        self.coordinator.relay_joined(number)
+        return number
+
     def train(self, steps: int = STEPS, first: int = 1, limit: float = 300.0) -> list[StepResult]:
         """Make the steps from the first on, and return how each ended."""
         outcomes: dict[int, StepResult] = {}
-        step = first
+        step, following = first, None
         while step <= steps:
             self._copy_to_learners()
             ended: list[StepResult] = []
-            self.coordinator.start(ToyOrder(step), ended.append)
+            order = following if following and following.step == step else ToyOrder(step)
+            following = ToyOrder(step + 1) if self.sends_ahead and step < steps else None
+            self.coordinator.start(order, ended.append, following)
             came = self.network.run(lambda ended=ended: bool(self.watch() or ended), limit)
             assert came, f"step {step} hangs at {self.network.now:.1f} s: {self.coordinator.phase}"
             (outcome,) = ended

@@ -1,4 +1,5 @@
-"""Any number of engines and shards, here or apart, either precision and tier: one engine's bits.
+"""Any number of engines, shards and relays, here or apart, either precision and tier: one engine's
+bits.
 
 The hash is the one that `penstock inspect RUN --hash` prints.
 """
@@ -30,6 +31,7 @@ MARKS = {
     (1, 3, "bf16", "memory", "apart"): pytest.mark.long,
 }
 FEW = 8  # steps of those
+RELAYS = [(2, 1), (3, 4), (4, 9)]  # with so many engines
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +147,23 @@ def test_updates_before_the_commit_change_no_bit(
     adopted, discarded = (sum(each) for each in zip(*traffic, strict=True))
     assert (adopted > 0) == (mode != "wrong")
     assert (discarded > 0) == (mode != "on")
+
+
+@pytest.mark.parametrize(
+    ("engines", "relays"),
+    [
+        pytest.param(*case, marks=pytest.mark.long if case == (3, 4) else pytest.mark.slow)
+        for case in RELAYS
+    ],
+)
+def test_relays_change_no_bit(folder, alone, engines, relays):
+    made = train(
+        folder,
+        f"{engines}-relays-{relays}",
+        FEW,
+        engines=engines,
+        shards=2,
+        cluster={"start": "local", "spare": 0, "lease": 10.0},
+        fabric={"relays": relays},
+    )
+    assert made == alone("fp32", FEW)

@@ -102,7 +102,8 @@ def result_of(
             for thread in threads:
                 thread.start()
             ready = trainer._runner.manager.coordinator
-            wait_until(lambda: len(ready.ready) == engines, events)
+            members = ready.membership
+            wait_until(lambda: len((*members.engines, *members.relays)) == engines, events)
         trainer.train()
         weights = trainer.store.content_hash()
     finally:
@@ -133,15 +134,16 @@ CLUSTER = {"start": "listen", "spare": 0, "lease": 60.0}
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("method", "precision", "engines", "shards"),
+    ("method", "precision", "engines", "shards", "relays"),
     [
-        ("rigl", "fp32", 2, 1),
-        pytest.param("gmp", "bf16", 1, 2, marks=pytest.mark.long),
-        pytest.param("set", "fp32", 3, 3, marks=pytest.mark.long),
+        ("rigl", "fp32", 2, 1, 0),
+        pytest.param("gmp", "bf16", 1, 2, 0, marks=pytest.mark.long),
+        pytest.param("set", "fp32", 3, 3, 0, marks=pytest.mark.long),
+        pytest.param("rigl", "fp32", 2, 2, 3, marks=pytest.mark.long),
     ],
 )
 def test_engines_elsewhere_have_the_bits_of_one_process(
-    method, precision, engines, shards, text, alone_with, tmp_path
+    method, precision, engines, shards, relays, text, alone_with, tmp_path
 ):
     alone = alone_with(method, precision)
     assert any(changed for _, changed, _ in alone[2])
@@ -153,8 +155,9 @@ def test_engines_elsewhere_have_the_bits_of_one_process(
         engines=engines,
         cluster=CLUSTER,
         store={"shards": shards},
+        fabric={"relays": relays},
     )
-    assert result_of(config, engines) == alone
+    assert result_of(config, engines + relays) == alone
 
 
 def test_shards_in_this_process_have_the_bits_of_one_store(text, alone_with, tmp_path):

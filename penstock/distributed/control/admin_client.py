@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,46 @@ from penstock.errors import ClusterError, ConfigError, ProtocolError
 _SECONDS = 10.0  # time limit for the reply
 
 
-def scale(run: Path, engines: int) -> int:
-    """Set a running trainer's number of engines from its next step on; return the previous number.
+@dataclass(frozen=True)
+class Scaled:
+    """The numbers of engines and relays of a run: before a request, and from its next step on."""
+
+    engines_before: int
+    engines: int
+    relays_before: int
+    relays: int
+
+
+def scale(run: Path, engines: int | None = None, relays: int | None = None) -> Scaled:
+    """Set a running trainer's number of engines, of relays, or both, from its next step on.
+
+    Without a number of engines it stays; without one of relays it follows from `fabric.relays`.
 
     Raises:
-        ConfigError: the run does not exist, is not training, or cannot have this many engines.
+        ConfigError: the run does not exist, is not training, or cannot have these numbers.
         ClusterError: the run does not answer.
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")
     path = run / rendezvous_file.NAME
     if not path.exists():
+        given = f"fabric.relays={relays}" if engines is None else f"engines={engines}"
         raise ConfigError(
             f"{run}: expected a run that is training now, with cluster.start other than none; the "
             f"folder has no {rendezvous_file.NAME}. To change the number when the run is started, "
-            f"give engines={engines} to penstock train"
+            f"give {given} to penstock train"
         )
-    reply = _request(run, {"engines": engines})
+    reply = _request(run, {"engines": engines, "relays": relays})
     if "error" in reply:
         raise ConfigError(f"{run}: {reply['error']}")
-    before = reply.get("before")
-    if type(before) is not int:
+    keys = ("before", "engines", "relays_before", "relays")
+    numbers = [number for key in keys if type(number := reply.get(key)) is int]
+    if len(numbers) < len(keys):
         raise ProtocolError(
-            f"{run}: expected the previous number of engines in the reply, got "
+            f"{run}: expected the numbers of engines and relays in the reply, got "
             f"{str(reply)[:80]!r}; does the run use the same version of Penstock?"
         )
-    return before
+    return Scaled(*numbers)
 
 
 def _request(run: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:

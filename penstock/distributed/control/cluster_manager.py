@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config import Config
+from penstock.config import MOST_RELAYS, Config
 from penstock.distributed import rendezvous_file
 from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, WorkerRegistry
 from penstock.distributed.control.span_collector import SpanCollector
@@ -40,7 +40,7 @@ from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
 from penstock.distributed.worker import LocalShardExecutor
 from penstock.errors import ClusterError, CorruptionError, PenstockError, ProtocolError
-from penstock.planning import ExecutionPlan
+from penstock.planning import ExecutionPlan, relay_count
 from penstock.store import Store
 from penstock.telemetry import ClusterEvent
 
@@ -107,6 +107,7 @@ class ClusterManager:
             addresses=self.registry.addresses,
             can_replace_engine=self._can_replace_engine,
             is_alive=self._is_alive,
+            relays=relay_count(config),
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
         self._calls = RpcClient(self._send, self.event_queue.require_sound)
@@ -140,11 +141,12 @@ class ClusterManager:
 
     @property
     def _wanted_workers(self) -> Mapping[Role, int]:
-        """The number of workers that should run: separate shards, and engines with spares."""
+        """The number of workers that should run: separate shards, engines with spares, relays."""
         shards = 0
         if self.spec.has_shard_processes:
             shards = self._config.store.holders - self._assignment.retired
-        return {"shard": shards, "engine": self._wanted_engines}
+        relays = self.coordinator.wanted_relays
+        return {"shard": shards, "engine": self._wanted_engines, "relay": relays}
 
     @property
     def _wanted_engines(self) -> int:
@@ -192,19 +194,22 @@ class ClusterManager:
     # Engines
 
     def await_engines(self) -> None:
-        """Before the first step, wait for all engines, up to a time limit.
+        """Before the first step, wait for all engines and relays, up to a time limit.
 
         Raises:
             InterruptedError: a stop was requested.
         """
         wanted, deadline = self._config.engines, time.monotonic() + _ENGINES_SECONDS
-        while len(self.coordinator.ready) < wanted:
+        coordinator, membership = self.coordinator, self.coordinator.membership
+        while len(coordinator.ready) < wanted or len(membership.relays) < coordinator.wanted_relays:
             self.event_queue.poll()
             if self.event_queue.should_stop():
                 raise InterruptedError("stopped while waiting for engines")
             if time.monotonic() > deadline:
-                text = f"{len(self.coordinator.ready)} of {wanted} engines have joined within "
+                text = f"{len(coordinator.ready)} of {wanted} engines have joined within "
                 text += f"{_ENGINES_SECONDS:.0f} s; the run starts with these engines"
+                if relays := coordinator.wanted_relays:
+                    text += f" and {len(membership.relays)} of {relays} relays"
                 self.event_queue.emit("waiting", text)
                 return
             time.sleep(0.02)
@@ -223,14 +228,17 @@ class ClusterManager:
             return True
         return silent < _STARVED_LEASES * lease and self.launcher.starves(member.worker)
 
-    def scale(self, engines: int) -> None:
-        """Use this many engines from the next step after they have joined.
+    def scale(self, engines: int, relays: int | None = None) -> None:
+        """Use this many engines, and relays, from the next step after they have joined.
 
-        **Raises:** `ClusterError` if this number is out of range or the endpoint is closed;
+        Without a number of relays it follows from `fabric.relays`.
+
+        **Raises:** `ClusterError` if a number is out of range or the endpoint is closed;
         `BudgetError` if this machine lacks the memory.
         """
         self._require_engines(engines)
-        self._run_in_endpoint(lambda: self._scale(engines))
+        relays = self._require_relays(relays, engines)
+        self._run_in_endpoint(lambda: self._scale(engines, relays))
 
     def _require_engines(self, wanted: object) -> int:
         least, most = self._layout.least_engines, self._layout.micro_batches
@@ -243,12 +251,24 @@ class ClusterManager:
             self._layout.room.require(wanted)
         return wanted
 
-    def _scale(self, engines: int) -> int:
-        before, self.coordinator.wanted = self.coordinator.wanted, engines
+    def _require_relays(self, relays: object, engines: int) -> int:
+        if relays is None:
+            if self._config.fabric.relays != "auto":
+                return self.coordinator.wanted_relays
+            return relay_count(self._config, engines)
+        if type(relays) is not int or not 0 <= relays <= MOST_RELAYS:
+            raise ClusterError(f"relays: expected 0 to {MOST_RELAYS}, got {relays!r}")
+        return relays
+
+    def _scale(self, engines: int, relays: int) -> dict[str, int]:
+        coordinator = self.coordinator
+        before = {"before": coordinator.wanted, "relays_before": coordinator.wanted_relays}
+        coordinator.wanted, coordinator.wanted_relays = engines, relays
         self._supervisor.fill(self._wanted_workers)
-        self.event_queue.emit(
-            "scaled", f"{before} engine(s) so far, {engines} from the next step on"
-        )
+        text = f"{before['before']} engine(s) so far, {engines} from the next step on"
+        if relays or before["relays_before"]:
+            text += f"; {before['relays_before']} relay(s) so far, {relays} from then on"
+        self.event_queue.emit("scaled", text)
         return before
 
     def close(self) -> None:
@@ -306,10 +326,13 @@ class ClusterManager:
     def _handle_admin_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the number of engines on an admin request; return the body of the reply."""
         try:
-            wanted = self._require_engines(body.get("engines"))
+            wanted = self.coordinator.wanted
+            if body.get("engines") is not None or body.get("relays") is None:
+                wanted = self._require_engines(body.get("engines"))
+            relays = self._require_relays(body.get("relays"), wanted)
         except PenstockError as error:
             return {"error": str(error)}
-        return {"engines": wanted, "before": self._scale(wanted)}
+        return {"engines": wanted, "relays": relays, **self._scale(wanted, relays)}
 
     def _admit(self, member: ClusterMember) -> None:
         self._endpoint.attach(member.number, member.connection)
@@ -326,7 +349,12 @@ class ClusterManager:
         self.coordinator.lost(number, f"its connection ended ({error})")
 
     def _on_protocol_event(self, event: ProtocolEvent) -> None:
-        is_loss = event.kind in ("engine lost", "shard lost", "replica lost")
+        is_loss = event.kind in (
+            "engine lost",
+            "relay lost",
+            "shard lost",
+            "replica lost",
+        )
         self.event_queue.emit(event.kind, event.text, event.node)
         if is_loss and event.node is not None:
             self._lose(event.node)

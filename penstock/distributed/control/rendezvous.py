@@ -1,9 +1,9 @@
 """The rendezvous: a process joins, is assigned a role, and reports that it is ready.
 
 A process that joins gets a vacant replica slot of a shard; without a vacant slot it becomes an
-engine. A process that was started for one role gets only that role. A process started as a shard
-waits until a slot is vacant. A process that cannot fill its role is refused; another process of its
-kind would be refused too.
+engine, or a relay if no more engines are wanted and relays are. A process that was started for one
+role gets only that role. A process started as a shard waits until a slot is vacant. A process that
+cannot fill its role is refused; another process of its kind would be refused too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.distributed.control_messages import Join, Opens, ReplicaSlot
+from penstock.distributed.control_messages import Join, Opens, ReplicaSlot, Role
 from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.protocol import COORDINATOR, Coordinator, Message, MessageType
 from penstock.distributed.replication import ReplicaManager
@@ -91,7 +91,8 @@ class Rendezvous:
             self._waiting[connection] = join
             self.assign_waiting()
             return
-        slot = None if join.role == "engine" else self._slot_for(join, self._wants_engines())
+        is_shard = join.role in (None, "shard")
+        slot = self._slot_for(join, self._wants_engines()) if is_shard else None
         if slot is None and join.shard is not None:
             text = f"shard {join.shard} of the store needs no other process: all its replicas run"
             self._refuse(connection, text)
@@ -101,26 +102,42 @@ class Rendezvous:
     def _assign(self, connection: Connection, join: Join, slot: ReplicaSlot | None) -> None:
         """Send a process its assignment."""
         opens: Opens = "when asked"
-        number, spec = self._next, self._spec
+        number, spec, role = self._next, self._spec, self._role_for(join, slot)
         if slot is not None and not self._assignment.was_complete:
             number = spec.first_nodes[slot.shard][slot.replica]
         else:
             self._next += 1
         if slot is not None and self._assignment.was_complete:
             opens = "empty" if self._assignment.is_held(slot.shard) else "what was left"
-        member = ClusterMember(number, connection, join.worker, join.address, slot, opens)
+        member = ClusterMember(number, connection, join.worker, join.address, role, slot, opens)
         self._registry.joining[connection] = member
         local_shards = [nodes[0] for nodes in spec.first_nodes]
         if spec.has_shard_processes:
             local_shards = []
         body = {
             "node": number,
+            "role": role,
             "place": None if slot is None else list(slot),
             "opens": opens,
             "run": spec.terms,
             "shards_there": local_shards,
         }
         connection.send(Message(MessageType.ASSIGN, 0, COORDINATOR, body=body))
+
+    def _role_for(self, join: Join, slot: ReplicaSlot | None) -> Role:
+        """Return the role of a process that joins, given its replica slot."""
+        if slot is not None:
+            return "shard"
+        if join.role is not None:
+            return join.role
+        coordinator = self._coordinator
+        relays = self._count("relay", coordinator.membership.relays)
+        is_relay = not self._wants_engines() and relays < coordinator.wanted_relays
+        return "relay" if is_relay else "engine"
+
+    def _count(self, role: Role, ready: Sequence[int]) -> int:
+        """Return how many processes of a role are ready or joining."""
+        return len(ready) + sum(m.role == role for m in self._registry.joining.values())
 
     def _slot_for(self, join: Join, others_expected: bool) -> ReplicaSlot | None:
         """Return the replica slot for a process that joins; None if it gets no slot."""
@@ -133,15 +150,13 @@ class Rendezvous:
         return self._assignment.free({member.slot for member in self._registry.all})
 
     def _wants_engines(self) -> bool:
-        engines = len(self._coordinator.ready)
-        engines += sum(not member.is_shard for member in self._registry.joining.values())
-        return engines < self._engines_wanted()
+        return self._count("engine", self._coordinator.ready) < self._engines_wanted()
 
     def _admit(self, member: ClusterMember, body: Mapping[str, Any]) -> None:
         """Admit a process that is ready to the run."""
         number, slot = member.number, member.slot
-        spec = self._spec
-        if body.get("digest") != (spec.engine_digest if slot is None else spec.shard_digest):
+        spec, is_engine = self._spec, member.role == "engine"
+        if body.get("digest") != (spec.engine_digest if is_engine else spec.shard_digest):
             text = (
                 f"{member} compiled another program than this process; install the same versions "
                 "of Penstock, PyTorch and transformers on all hosts"
@@ -151,7 +166,8 @@ class Rendezvous:
         self._on_admitted(member)
         self._registry.admit(member)
         if slot is None:
-            self._coordinator.joined(number)
+            join = self._coordinator.joined if is_engine else self._coordinator.relay_joined
+            join(number)
             return
         if member.waits_for_copy:
             self._assignment.add_learner(slot, number)
@@ -169,7 +185,7 @@ class Rendezvous:
         The run ends if it needs the role and the error would recur with another process.
         """
         is_needed = member.is_shard and not member.waits_for_copy
-        is_needed |= not (member.is_shard or self._coordinator.ready)
+        is_needed |= member.role == "engine" and not self._coordinator.ready
         if is_needed and kind is not UnfitHostError:
             self._event_queue.fail(kind(text))
         self._refuse(member.connection, text, member.number)
@@ -188,7 +204,8 @@ class ClusterMember:
     connection: Connection
     worker: str
     address: Address
-    slot: ReplicaSlot | None  # replica slot; None for an engine
+    role: Role
+    slot: ReplicaSlot | None  # replica slot of a shard; else None
     opens: Opens  # how a shard opens its store
 
     @property
@@ -203,7 +220,7 @@ class ClusterMember:
 
     def __str__(self) -> str:
         if self.slot is None:
-            return f"engine {self.number}"
+            return f"{self.role} {self.number}"
         which = f"replica {self.slot.replica} of " if self.slot.replica else ""
         return f"{which}shard {self.slot.shard}"
 

@@ -74,6 +74,8 @@ class RayConnection:
         self.wants: Mapping[Role, Mapping[str, int]] = {
             "engine": {"num_cpus": threads, "num_gpus": target_of(device).gpus},
             "shard": {"num_cpus": min(threads, 1), "num_gpus": 0},
+            # A waiting relay must not take the processor of an engine that replaces a lost one.
+            "relay": {"num_cpus": 0, "num_gpus": 0},
         }
         self.options: dict[str, Any] = {
             "scheduling_strategy": "SPREAD",
@@ -110,7 +112,7 @@ class RayWorker:
         return socket.gethostname(), os.getpid(), str(node)
 
     def serve(self, address: Address, token: str, name: str, role: Role) -> str:
-        """Run an engine or a shard until the run ends; return the reason of the end."""
+        """Run an engine, a shard or a relay until the run ends; return the reason of the end."""
         try:
             Worker(address, token, name, role).serve()
         except ClusterError as error:
@@ -283,11 +285,15 @@ class RayLauncher:
         return True
 
     def _start(self, worker: str, role: Role) -> None:
-        wants, actors = self._connection.wants[role], self._actors.values()
+        wants, actors = self._connection.wants[role], list(self._actors.values())
+        is_relay = role == "relay"
+        # A relay's link carries as much as that of any other worker, so all of them count. A node
+        # without processors for workers, such as many a head, is for none.
+        alike = [actor.node for actor in actors if is_relay or actor.role == role]
         node = self._placement.choose(
             self._ray.nodes(),
-            {"CPU": wants["num_cpus"], "GPU": wants["num_gpus"]},
-            alike=[actor.node for actor in actors if actor.role == role],
+            {"CPU": 1 if is_relay else wants["num_cpus"], "GPU": wants["num_gpus"]},
+            alike=alike,
             others=[actor.node for actor in actors if actor.role != role],
         )
         options = {**self._connection.options, **wants}

@@ -3,8 +3,9 @@
 Ray's own SPREAD strategy goes from node to node and ignores where workers run. With two hosts, one
 may get all restarted workers, and so both replicas of a shard. This policy chooses the node with
 the fewest workers of the same role. Engines and shards are each spread separately, since they may
-not fit on the same nodes. Ray lists a dead node for another half minute, so a node on which a
-worker had to be killed is chosen last for a while.
+not fit on the same nodes. A relay goes to the node with the fewest workers of any role, whose link
+has most to spare: to nodes without an engine first. Ray lists a dead node for another half minute,
+so a node on which a worker had to be killed is chosen last for a while.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ from penstock.distributed.protocol.messages import (
     unpack_arrays,
 )
 from penstock.distributed.protocol.node_context import BoundContext, Job, NodeContext
+from penstock.distributed.protocol.relay_node import RelayNode
+from penstock.distributed.protocol.relay_topology import enough_relays
+from penstock.distributed.protocol.routes import connections
 from penstock.distributed.protocol.shard_node import GRADIENTS, WINDOW, ShardExecutor, ShardNode
 from penstock.distributed.protocol.span_messages import MOST_SPANS, clock_of, measured_of
 from penstock.distributed.protocol.step_request import (
@@ -42,7 +45,6 @@ from penstock.distributed.protocol.transfer_schedule import (
     chunks,
     sparse_chunks,
 )
-from penstock.distributed.protocol.tree_topology import tree_connections
 
 __all__ = [
     "CHUNK_BYTES",
@@ -65,6 +67,7 @@ __all__ = [
     "NodeContext",
     "Phase",
     "ProtocolEvent",
+    "RelayNode",
     "RolledBackError",
     "ShardExecutor",
     "ShardNode",
@@ -78,6 +81,8 @@ __all__ = [
     "WithoutMasks",
     "chunks",
     "clock_of",
+    "connections",
+    "enough_relays",
     "lengths",
     "measured_of",
     "message_validation",
@@ -87,7 +92,6 @@ __all__ = [
     "sent_on",
     "slot_of",
     "sparse_chunks",
-    "tree_connections",
     "unpack",
     "unpack_arrays",
 ]

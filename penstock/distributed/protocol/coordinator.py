@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.distributed.protocol import message_validation
+from penstock.distributed.protocol.coordinator_state import CoordinatorState
 from penstock.distributed.protocol.epoch import EpochManager
 from penstock.distributed.protocol.failure_detector import FailureDetector, Heartbeat, StallTimer
 from penstock.distributed.protocol.membership import Membership
@@ -36,6 +37,7 @@ from penstock.distributed.protocol.recovery_policy import (
     StepStatus,
     took_too_long,
 )
+from penstock.distributed.protocol.rows_ahead import RowsAhead
 from penstock.distributed.protocol.step_request import (
     ProtocolEvent,
     RolledBackError,
@@ -51,7 +53,7 @@ from penstock.errors import ClusterError, ProtocolError, StorageError
 _OPEN = (Phase.FORMING, Phase.AGREEING, Phase.RUNNING)
 
 
-class Coordinator:
+class Coordinator(CoordinatorState):
     """Drives one step at a time.
 
     Args:
@@ -64,6 +66,7 @@ class Coordinator:
         addresses: the listening addresses by node number; a view is sent with its nodes' addresses.
         can_replace_engine: whether a new engine may join when no engine is left.
         is_alive: whether a node is alive although it has been silent for so many seconds.
+        relays: how many relays are wanted; `wanted_relays` may be set at any time.
     """
 
     def __init__(
@@ -77,83 +80,51 @@ class Coordinator:
         addresses: Mapping[int, Any] | None = None,
         can_replace_engine: Callable[[], bool] = lambda: True,
         is_alive: Callable[[int, float], bool] = lambda node, silent: False,
+        relays: int = 0,
     ) -> None:
-        self.membership = Membership(shards, engines, least)
+        membership = Membership(shards, engines, least, relays)
+        epochs = EpochManager(membership, addresses if addresses is not None else {}, self._send)
+        super().__init__(membership, epochs)
         self.phase = Phase.IDLE
         self.counts: Counter[str] = Counter()
         self._context, self._timeouts, self._on_event = context, timeouts, on_event
         self._is_alive = is_alive
-        addresses = addresses if addresses is not None else {}
-        self._epochs = EpochManager(self.membership, addresses, self._send)
         self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, can_replace_engine)
         self._transaction: StepTransaction | None = None  # of the step in flight
         self._on_result: Callable[[StepResult], None] = lambda result: None
         self._detector, self._stall_timer = FailureDetector(), StallTimer()
+        self._rows_ahead = RowsAhead(self._send)
+        self._following: StepRequest | None = None
 
     # Requests of the trainer process
-
-    @property
-    def ready(self) -> Sequence[int]:
-        """The engines that may take part, including spare engines."""
-        return self.membership.engines
-
-    @property
-    def engines(self) -> tuple[int, ...]:
-        """The engines of the current view."""
-        return self._epochs.view.engines
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch."""
-        return self._epochs.epoch
-
-    @property
-    def wanted(self) -> int:
-        """How many engines are to take part, from the next step on."""
-        return self.membership.wanted
-
-    @wanted.setter
-    def wanted(self, engines: int) -> None:
-        self.membership.wanted = engines
 
     def joined(self, engine: int) -> None:
         """Add an engine that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join(engine)
-        self._detector.watch(engine)
-        self._report("joined", f"engine {engine} is ready", engine)
-        if self.phase is Phase.GATHERING:
-            self._form()
+        self._admit(engine, "joined", f"engine {engine} is ready")
 
-    @property
-    def holders(self) -> Sequence[Sequence[int]]:
-        """The replicas of every shard, the streaming replica first."""
-        return self.membership.holders.shards
-
-    @property
-    def learners(self) -> Sequence[int]:
-        """The nodes that wait for a copy of a shard."""
-        return tuple(self.membership.holders.learners)
-
-    @property
-    def is_agreed(self) -> bool:
-        """Whether all replicas of all shards are known to be at one step."""
-        return self._epochs.is_agreed
+    def relay_joined(self, relay: int) -> None:
+        """Add a relay that is ready; it takes part from the next step on, if it is wanted."""
+        self.membership.join_relay(relay)
+        self._admit(relay, "relay joined", f"relay {relay} is ready")
 
     def shard_joined(self, shard: int, node: int) -> None:
         """Assign a lost shard to a new node, which has the stored state of the lost node."""
         self.membership.assign_shard(shard, node)
-        self._detector.watch(node)
         self._epochs.is_agreed = False
-        self._report("shard joined", f"node {node} holds shard {shard} now", node)
-        if self.phase is Phase.GATHERING:
-            self._form()
+        self._admit(node, "shard joined", f"node {node} holds shard {shard} now")
 
     def learner_joined(self, shard: int, node: int) -> None:
         """Add a new node as a learner; it becomes a replica of the shard when it has a copy."""
         self.membership.add_learner(shard, node)
-        self._detector.watch(node)
         text = f"shard {shard}: node {node} waits for a copy of the shard"
-        self._report("replica joined", text, node)
+        self._admit(node, "replica joined", text)
+
+    def _admit(self, node: int, kind: str, text: str) -> None:
+        self._detector.watch(node)
+        self._report(kind, text, node)
+        if self.phase is Phase.GATHERING:
+            self._form()
 
     def promote(self, node: int) -> bool:
         """Make a learner a replica, between two steps; it has the whole state of its shard.
@@ -177,23 +148,33 @@ class Coordinator:
             self._lose_replica(node, why)
             return
         shard = self.membership.holders.learners.get(node)
+        what = "relay" if node in self.membership.relays else "engine"
         self.membership.lose(node)
         self._detector.forget(node)
         if shard is not None:
             text = f"shard {shard}: node {node}, before its copy was complete: {why}"
             self._report("replica lost", text, node)
             return
-        self._report("engine lost", f"engine {node}: {why}", node)
-        if node in self.engines and self.phase in _OPEN:
+        self._report(f"{what} lost", f"{what} {node}: {why}", node)
+        if node in self._epochs.view.nodes and self.phase in _OPEN:
             self._form()
 
-    def start(self, request: StepRequest, on_result: Callable[[StepResult], None]) -> None:
-        """Start a step; `on_result` is called once, with the result."""
+    def start(
+        self,
+        request: StepRequest,
+        on_result: Callable[[StepResult], None],
+        following: StepRequest | None = None,
+    ) -> None:
+        """Start a step; `on_result` is called once, with the result.
+
+        If the step that follows is known, its rows are sent while this step runs.
+        """
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a step is in flight: {self.phase.value}")
         view = self.membership.view(request.micro_batches)
         self._transaction, self._on_result = StepTransaction(view, request, self._send), on_result
         self._recovery.begin(request.step)
+        self._following = following
         if self._epochs.is_ready(view):
             self._begin()
         else:
@@ -275,7 +256,7 @@ class Coordinator:
         if transaction is None or self.phase is Phase.GATHERING:
             self._stall_timer.begin(now)
             return
-        members = (*self.engines, *self._epochs.view.shard_nodes)
+        members = self._epochs.view.nodes
         busy, progress = detector.busy(members), tuple(detector.progress(members).values())
         arrived = (self._epochs.acknowledged, *transaction.counts)
         state = (self.phase, self.epoch, arrived, progress)
@@ -350,10 +331,14 @@ class Coordinator:
         # No other step may begin before this step has ended.
         self._epochs.is_quiescent = False
         self._phase(Phase.RUNNING)
+        transaction = self._present
         try:
-            self._present.begin()
+            transaction.begin(self._rows_ahead.of(transaction.request, self.epoch))
         except Exception as error:  # the data's error ends the step, not the coordinator
             self._end(StepResult(self._step, error=error))
+            return
+        if self._following is not None:
+            self._rows_ahead.send(self._following, self.epoch, self.engines)
 
     def _take_losses(self, message: Message) -> None:
         self._present.record_losses(message)
@@ -400,18 +385,21 @@ class Coordinator:
 
     def _take_failure(self, message: Message) -> None:
         sender, about = message.sender, message.body.get("about")
-        if sender not in (*self.engines, *self._shards):
+        relays = self._epochs.view.relays
+        if sender not in (*self.engines, *relays, *self._shards):
             return
         if self.phase is Phase.COMMITTING:
             if sender not in self._shards:
-                return  # a decided step needs no engine
+                return  # a decided step needs no engine and no relay
         elif self.phase not in _OPEN:
             return  # the report is about an aborted transaction
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
         if about in self.engines:
             self._fail(about, kind, text)  # the engine has sent an invalid message
-        elif sender in self.engines:
+        elif sender in self.engines and about not in relays:
             self._fail(sender, kind, text)
+        elif about in relays or sender in relays:
+            self.lost(about if about in relays else sender, f"it failed: {kind}: {text}")
         elif self.membership.holders.is_last_replica(sender):
             self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
         else:
@@ -493,7 +481,8 @@ class Coordinator:
         kind: MessageType,
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
+        step: int | None = None,
     ) -> None:
-        step, epoch = self._step, self.epoch
+        step, epoch = self._step if step is None else step, self.epoch
         fields = {"epoch": epoch, "sender": COORDINATOR, "step": step, "body": body or {}}
         self._context.send(to, message_with(payload, kind=kind, **fields))

@@ -49,8 +49,7 @@ class EpochManager:
         """Advance the epoch and send the view to all nodes; spare engines drop their step state."""
         self.view = view
         self._acknowledged.clear()
-        nodes = (*view.shard_nodes, *view.engines)
-        listening = {str(n): self._addresses[n] for n in nodes if n in self._addresses}
+        listening = {str(n): self._addresses[n] for n in view.nodes if n in self._addresses}
         self._enter_epoch({**view.as_body(), "addresses": listening})
 
     def advance_epoch(self) -> None:
@@ -72,8 +71,7 @@ class EpochManager:
     @property
     def unacknowledged(self) -> list[int]:
         """The nodes that have not acknowledged the view, engines first."""
-        nodes = (*self.view.engines, *self.view.shard_nodes)
-        return [node for node in nodes if node not in self._acknowledged]
+        return [node for node in self.view.nodes if node not in self._acknowledged]
 
     @property
     def acknowledged(self) -> int:

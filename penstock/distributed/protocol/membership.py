@@ -1,4 +1,4 @@
-"""The nodes of a run: the replicas of every shard, and the engines in the order they joined.
+"""The nodes of a run: the replicas of every shard, engines and relays in the order they joined.
 
 This module is plain state with queries; the coordinator decides what to do. All replicas of a shard
 hold the same bits, because all of them do the same work. A new node waits as a learner until it has
@@ -20,13 +20,18 @@ class Membership:
         shards: the replicas of each shard, in shard order.
         engines: how many engines are wanted; `wanted` may be set at any time.
         least: the number of engines whose memory suffices; with fewer engines no step is made.
+        relays: how many relays are wanted; `wanted_relays` may be set at any time. A step is made
+            with the relays that there are, and without relays if there are none.
     """
 
-    def __init__(self, shards: Sequence[Sequence[int]], engines: int, least: int) -> None:
-        self.wanted = engines
+    def __init__(
+        self, shards: Sequence[Sequence[int]], engines: int, least: int, relays: int = 0
+    ) -> None:
+        self.wanted, self.wanted_relays = engines, relays
         self.least = least
         self.holders = ReplicaSets(shards)
         self._ready: dict[int, None] = {}  # engines that may take part, in the order they joined
+        self._relays: dict[int, None] = {}  # that may take part, in the order they joined
 
     @property
     def wanted(self) -> int:
@@ -45,13 +50,18 @@ class Membership:
         return tuple(self._ready)
 
     @property
+    def relays(self) -> tuple[int, ...]:
+        """The relays that may take part."""
+        return tuple(self._relays)
+
+    @property
     def participants(self) -> tuple[int, ...]:
-        """All nodes that may take part: replicas, then engines."""
-        return (*self.holders.nodes, *self._ready)
+        """All nodes that may take part: replicas, then engines, then relays."""
+        return (*self.holders.nodes, *self._ready, *self._relays)
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All nodes: replicas, engines, and learners."""
+        """All nodes: replicas, engines, relays, and learners."""
         return (*self.participants, *self.holders.learners)
 
     def __contains__(self, node: int) -> bool:
@@ -59,7 +69,8 @@ class Membership:
 
     def view(self, micro_batches: int) -> MembershipView:
         """Return the nodes that would take part in a step of so many micro-batches."""
-        return MembershipView(self.holders.shards, self.engines[: min(self.wanted, micro_batches)])
+        engines = self.engines[: min(self.wanted, micro_batches)]
+        return MembershipView(self.holders.shards, engines, self.relays[: self.wanted_relays])
 
     def lacks(self, view: MembershipView) -> str | None:
         """Return what is missing for a step of a view; None if the step can be made."""
@@ -75,6 +86,10 @@ class Membership:
         """Add an engine."""
         self._ready[engine] = None
 
+    def join_relay(self, relay: int) -> None:
+        """Add a relay."""
+        self._relays[relay] = None
+
     def assign_shard(self, shard: int, node: int) -> None:
         """Assign a lost shard to a new node."""
         self.holders.add(shard, node)
@@ -86,6 +101,7 @@ class Membership:
     def lose(self, node: int) -> None:
         """Remove a node."""
         self._ready.pop(node, None)
+        self._relays.pop(node, None)
         self.holders.remove(node)
 
 

@@ -70,6 +70,7 @@ class MessageType(enum.IntEnum):
     HISTOGRAM_REQUEST = 26  # coordinator to shards: count the entries for these selections
     HISTOGRAM_REPLY = 27  # shard to coordinator: the counts of its entries
     SPANS = 28  # to a node: measure; return what was measured so far; and the answer
+    ROWS = 29  # coordinator to engine: the rows of the next step
     # Between the two ends of a connection:
     SHM_OFFER = 100  # an offer of shared memory
     BUFFER_CREDIT = 101  # slots for reuse; empty: the receiver cannot map the shared memory

@@ -172,9 +172,11 @@ def find_suspect(status: StepStatus, membership: Membership, stalls: int) -> tup
         return (missing[0], why) if missing else None
     if incomplete := transaction.behind:
         return incomplete[0], "the other replica of its shard has all gradients, it has not"
-    # The engine with the least progress is behind the broken connection. A tie goes to the engine
-    # nearest the root.
-    progress = status.detector.progress(epochs.view.engines)
+    # The node with the least progress is behind the broken connection. A tie goes to the node
+    # nearest the root. Relays, which no step needs, and engines are suspects in turn.
+    is_turn_of_relays = stalls % 2 == 1 and epochs.view.relays
+    suspects = epochs.view.relays if is_turn_of_relays else epochs.view.engines
+    progress = status.detector.progress(suspects)
     return min(progress, key=lambda n: progress[n]), "the step waits for it"
 
 

@@ -28,8 +28,8 @@ from penstock.distributed.protocol.messages import (
 )
 from penstock.distributed.protocol.node_base import ProtocolNode
 from penstock.distributed.protocol.node_context import NodeContext
+from penstock.distributed.protocol.routes import first_node
 from penstock.distributed.protocol.transfer_schedule import TransferOperation, TransferSchedule
-from penstock.distributed.protocol.tree_topology import root
 from penstock.spans import Spans
 from penstock.step_schedule import ByStep
 
@@ -271,7 +271,6 @@ class ShardNode(ProtocolNode[_ShardStep]):
     ) -> None:
         view, sends = self._view, self._step.transfers.sends
         assert view is not None
-        engines, shards = view.engines, len(view.shards)
         for chunk, part in zip(sends[operation.number], parts, strict=True):
             size = operation.weights[chunk].size if part is None else part.nbytes
             message = Message(
@@ -285,8 +284,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
                 size=size,
             )
             self.sent_bytes += size
-            begin = root(self._shard, chunk, shards, len(engines))
-            self._context.send(engines[begin], message)
+            self._context.send(first_node(view, self._shard, operation.number, chunk), message)
 
     def _take_credit(self, message: Message) -> None:
         if message.op > len(self._step.transfers.schedule.operations):

@@ -16,7 +16,7 @@ from penstock.collectives import partition
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
 from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays
-from penstock.distributed.protocol.step_request import StepRequest, StepResult
+from penstock.distributed.protocol.step_request import EngineInput, StepRequest, StepResult
 from penstock.errors import CorruptionError
 
 
@@ -53,20 +53,26 @@ class StepTransaction:
         self.commits = 0  # how often the decision was sent again
         self._nodes = list(view.shard_nodes)  # the replicas that have not left
 
-    def begin(self) -> None:
+    def begin(self, ahead: Sequence[EngineInput] | None = None) -> None:
         """Send BEGIN to all nodes, and to each engine its rows.
+
+        **Arguments:** `ahead` is the engines' input without rows, if they were sent before.
 
         **Raises:** whatever the data raise; no node has begun then.
         """
         engines = self._view.engines
+        inputs = self.request.parts(len(engines)) if ahead is None else ahead
         parts = [
             (engine, part.body, *pack_arrays(part.rows))
-            for engine, part in zip(engines, self.request.parts(len(engines)), strict=True)
+            for engine, part in zip(engines, inputs, strict=True)
         ]
         for node in self._nodes:
             self._send(node, MessageType.BEGIN)
+        for relay in self._view.relays:
+            self._send(relay, MessageType.BEGIN, {"total": self.request.micro_batches})
         for engine, body, described, payload in parts:
-            self._send(engine, MessageType.BEGIN, {**body, "rows": described}, payload)
+            rows = {"rows": described} if ahead is None else {}
+            self._send(engine, MessageType.BEGIN, {**body, **rows}, payload)
 
     def decide(self) -> bool:
         """Make the decision from the losses, the reports, and the histograms if masks change.

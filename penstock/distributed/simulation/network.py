@@ -1,7 +1,9 @@
 """A network of nodes in virtual time.
 
 Every node has a network card with a rate in each direction, and every message has a latency. A card
-sends messages one after another, and receives them one after another. The seed of `Faults` is the
+sends messages one after another, and receives them one after another, in the order in which their
+first bytes arrive. Messages without a payload wait for no other: they are a few bytes on
+connections of their own. The seed of `Faults` is the
 only source of chance, and nothing depends on the clock: one seed is one run.
 """
 
@@ -160,17 +162,19 @@ class Network:
         """Send a message, subject to the faults."""
         if sender in self._dead:
             return
-        seconds = self._links.seconds(message.size)
-        departure = max(self.now, self._sending_until[sender]) + seconds
-        self._sending_until[sender] = departure
-        self.sent_bytes[sender] += message.size
+        size, latency = message.size, self._links.latency
+        seconds, departure = self._links.seconds(size), self.now
+        if size:
+            departure = max(departure, self._sending_until[sender])
+            self._sending_until[sender] = departure + seconds
+            self.sent_bytes[sender] += size
         for late, carried in self._faults.carry(self.now, sender, to, message):
-            arrival = departure + self._links.latency + late
-            arrival = max(arrival, self._receiving_until[to] + seconds)
-            if late == 0:
-                self._receiving_until[to] = arrival
             arguments = (sender, to, self.now, carried)
-            self._at(arrival, self._unless_stopped, (to, self._deliver, arguments))
+            begins = departure + latency + late
+            if size and not late:
+                self._at(begins, self._receive, (seconds, to, arguments))
+            else:
+                self._at(begins + seconds, self._unless_stopped, (to, self._deliver, arguments))
 
     def work(self, number: int, job: Job) -> None:
         """Run a job when the node's worker is free; the job takes `cost` seconds.
@@ -207,6 +211,12 @@ class Network:
         report()
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)
+
+    def _receive(self, seconds: float, to: int, arguments: tuple[Any, ...]) -> None:
+        """Receive a message whose first byte is there, after those that were there before it."""
+        end = max(self.now, self._receiving_until[to]) + seconds
+        self._receiving_until[to] = end
+        self._at(end, self._unless_stopped, (to, self._deliver, arguments))
 
     def _deliver(
         self, sender: int, to: int, sent: float, carried: Message | CorruptionError

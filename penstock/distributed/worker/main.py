@@ -1,13 +1,14 @@
-"""A worker process: joins a run, becomes an engine or a shard of the store, ends with the run.
+"""A worker process: joins a run, becomes an engine, a shard or a relay, ends with the run.
 
     python -m penstock.cluster.worker HOST PORT [--port NUMBER]
-    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER] [--port NUMBER]
+    python -m penstock.cluster.worker RUN/cluster.json [--shard NUMBER | --relay]
+        [--port NUMBER]
 
 The run's token comes from the environment variable `PENSTOCK_TOKEN` or from the rendezvous file of
-the run. The coordinator assigns everything else: the role (engine, or which shard), the model, the
-cut into stages, the memory. An engine keeps no state of the run: after a lost connection the engine
-joins again as a new engine, as long as the coordinator's process listens. A shard whose connection
-is lost ends, so that another process can open its files on flash.
+the run. The coordinator assigns everything else: the role (engine, relay, or which shard), the
+model, the cut into stages, the memory. An engine or a relay keeps no state of the run: after a lost
+connection it joins again as a new node, as long as the coordinator's process listens. A shard whose
+connection is lost ends, so that another process can open its files on flash.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,21 @@ from penstock.distributed.protocol import (
     Job,
     Message,
     MessageType,
+    RelayNode,
     ShardNode,
 )
 from penstock.distributed.rendezvous_file import read_record
 from penstock.distributed.transport import Connection, Endpoint, own_host
 from penstock.distributed.worker.node_adapters import WorkerNode, WorkerShard
-from penstock.distributed.worker.roles import BuiltRole, ShardRole, build_engine, build_shard
+from penstock.distributed.worker.roles import (
+    BuiltRole,
+    EngineRole,
+    RelayRole,
+    ShardRole,
+    build_engine,
+    build_relay,
+    build_shard,
+)
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -87,7 +97,7 @@ class Worker:
         self._role: Role | None = role if shard is None else "shard"
         self._shard = shard
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._node: EngineNode | ShardNode | None = None
+        self._node: EngineNode | ShardNode | RelayNode | None = None
         self._adapter: WorkerNode | None = None
         self._number = 0
         self._connection: Connection | None = None
@@ -193,14 +203,14 @@ class Worker:
 
     def _take_role(self, connection: Connection, assignment: Assignment) -> None:
         number, spec, slot = assignment.node, assignment.run, assignment.slot
-        what = "an engine" if slot is None else f"shard {slot.shard}"
+        what = f"{assignment.role}" if slot is None else f"shard {slot.shard}"
         log.info("joined the run at %s:%s as %s, node %d", *self._address, what, number)
         self._endpoint.shares_memory = spec["config"]["cluster"]["shared_memory"] == "auto"
         try:
             if slot is not None:
                 self._built = build_shard(spec, slot, assignment.opens)
-            elif self._built is None or self._built.spec != spec:
-                self._built = build_engine(spec)
+            else:
+                self._built = self._built_without_state(assignment.role, spec)
         except PenstockError as error:
             body = {"error": type(error).__name__, "text": str(error)}
             connection.send(Message(MessageType.FAILURE, 0, number, body=body))
@@ -220,6 +230,14 @@ class Worker:
             connection.send(Message(MessageType.READY, 0, number, body={"digest": built.digest}))
 
         self._endpoint.call(add)
+
+    def _built_without_state(self, role: Role, spec: Mapping[str, Any]) -> BuiltRole:
+        """Return an engine or a relay, the present one if it is of this run."""
+        kind, build = (RelayRole, build_relay) if role == "relay" else (EngineRole, build_engine)
+        built = self._built
+        if built is not None and isinstance(built.role, kind) and built.spec == spec:
+            return built
+        return build(spec)
 
     def _connection_ended(self, connection: Connection, error: Exception) -> None:
         if connection is self._connection:
@@ -261,7 +279,8 @@ def main() -> None:
                 f"{TOKEN}: expected the run's token in this environment variable, which is not "
                 "set; set it, or give the path of the run's cluster.json"
             )
-        Worker(address, token, name, shard=options.shard, port=options.listen).serve()
+        role: Role | None = "relay" if options.relay else None
+        Worker(address, token, name, role, options.shard, options.listen).serve()
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -270,11 +289,13 @@ def main() -> None:
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m penstock.cluster.worker",
-        description="Join a run as an engine or a shard, until the run ends.",
+        description="Join a run as an engine, a shard or a relay, until the run ends.",
     )
     parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="host or file of the run")
     parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="port of the run at HOST")
-    parser.add_argument("--shard", type=int, help="number of the shard that this worker holds")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--shard", type=int, help="number of the shard that this worker holds")
+    only.add_argument("--relay", action="store_true", help="be a relay (fabric.relays)")
     parser.add_argument(
         "--port",
         type=int,

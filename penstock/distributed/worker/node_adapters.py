@@ -12,6 +12,7 @@ from penstock.distributed.protocol import (
     Job,
     Message,
     MessageType,
+    RelayNode,
     ShardNode,
 )
 from penstock.distributed.replication import SnapshotReceiver, SnapshotSender
@@ -23,7 +24,7 @@ from penstock.errors import ClusterError, CorruptionError, PenstockError
 class WorkerNode:
     """A protocol node whose peer addresses are updated from every view."""
 
-    def __init__(self, node: EngineNode | ShardNode, endpoint: Endpoint) -> None:
+    def __init__(self, node: EngineNode | ShardNode | RelayNode, endpoint: Endpoint) -> None:
         self._node, self._endpoint = node, endpoint
 
     @property
@@ -50,7 +51,7 @@ class WorkerShard(WorkerNode):
     """A shard's node that also serves RPCs on its store."""
 
     def __init__(
-        self, node: EngineNode | ShardNode, endpoint: Endpoint, storage: OwnedShard
+        self, node: EngineNode | ShardNode | RelayNode, endpoint: Endpoint, storage: OwnedShard
     ) -> None:
         super().__init__(node, endpoint)
         self._storage, self._assembler = storage, FrameAssembler(lambda number: storage.most_bytes)

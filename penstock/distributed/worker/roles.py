@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import size_above
 from penstock.distributed.control_messages import Opens, ReplicaSlot
-from penstock.distributed.protocol import EngineNode, NodeContext, ShardNode, TransferSchedule
+from penstock.distributed.protocol import (
+    EngineNode,
+    NodeContext,
+    RelayNode,
+    ShardNode,
+    TransferSchedule,
+)
 from penstock.distributed.rpc import OwnedShard
 from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
@@ -66,12 +72,27 @@ class ShardRole:
         return {}
 
 
+class RelayRole:
+    """The role of a relay: forwards weights and adds gradients."""
+
+    def __init__(self, transfers: ByStep[TransferSchedule]) -> None:
+        self.transfers = transfers
+
+    def node(self, number: int, context: NodeContext) -> RelayNode:
+        """Return the relay's node."""
+        return RelayNode(number, context, self.transfers)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return no metrics: a relay computes nothing."""
+        return {}
+
+
 @dataclass(frozen=True)
 class BuiltRole:
     """A role that was built for a run, and the specification that all processes must share."""
 
     spec: Mapping[str, Any]
-    role: EngineRole | ShardRole
+    role: EngineRole | ShardRole | RelayRole
     digest: str
 
 
@@ -163,6 +184,17 @@ def build_shard(spec: Mapping[str, Any], slot: ReplicaSlot, opens: Opens) -> Bui
     work = LocalShardExecutor(owned, shard, compiled.schedules, has_replica)
     digest = shard_digest(compiled.program, compiled.transfers)
     return BuiltRole(dict(spec), ShardRole(shard, owned, work, compiled.transfers), digest)
+
+
+def build_relay(spec: Mapping[str, Any]) -> BuiltRole:
+    """Build a relay, on any host: it needs the transfers of a step, and no device.
+
+    Raises:
+        PenstockError: the program cannot be compiled here.
+    """
+    compiled = _compile(spec, "cpu", "torch")
+    digest = shard_digest(compiled.program, compiled.transfers)
+    return BuiltRole(dict(spec), RelayRole(compiled.transfers), digest)
 
 
 def _require_device(device: str) -> None:

@@ -45,20 +45,19 @@ if TYPE_CHECKING:
         count_mask,
         expected_load_factor,
     )
+    from penstock.wafer.closed_form.recursions import (
+        SumSteps,
+        broadcast_finish,
+        forward_finish,
+    )
     from penstock.wafer.closed_form.skew import (
         ColumnWords,
         RowLoad,
-        broadcast_finish,
         broadcast_skew,
-        forward_finish,
         forward_skew,
     )
     from penstock.wafer.closed_form.sparse_products import (
-        HIDDEN,
-        PAID,
         PRODUCTS,
-        StreamedProduct,
-        StreamingOptions,
         data_gradient,
         forward,
         step_cycles,
@@ -77,6 +76,12 @@ if TYPE_CHECKING:
         choose_stage_layout,
         stage_cycles,
         stage_products,
+    )
+    from penstock.wafer.closed_form.streamed_product import (
+        HIDDEN,
+        PAID,
+        StreamedProduct,
+        StreamingOptions,
     )
     from penstock.wafer.closed_form.weight_shapes import (
         HeadShape,
@@ -102,6 +107,7 @@ __all__ = [
     "StageCycles",
     "StreamedProduct",
     "StreamingOptions",
+    "SumSteps",
     "acceleration_curve",
     "all_reduce_cycles",
     "assign_rows",
@@ -168,17 +174,18 @@ __getattr__ = lazily(
         "binomial_extremes": "placement",
         "count_mask": "placement",
         "expected_load_factor": "placement",
+        "SumSteps": "recursions",
+        "broadcast_finish": "recursions",
+        "forward_finish": "recursions",
         "RowLoad": "skew",
         "ColumnWords": "skew",
-        "broadcast_finish": "skew",
         "broadcast_skew": "skew",
-        "forward_finish": "skew",
         "forward_skew": "skew",
-        "HIDDEN": "sparse_products",
-        "PAID": "sparse_products",
+        "HIDDEN": "streamed_product",
+        "PAID": "streamed_product",
         "PRODUCTS": "sparse_products",
-        "StreamedProduct": "sparse_products",
-        "StreamingOptions": "sparse_products",
+        "StreamedProduct": "streamed_product",
+        "StreamingOptions": "streamed_product",
         "data_gradient": "sparse_products",
         "forward": "sparse_products",
         "step_cycles": "sparse_products",

@@ -18,14 +18,12 @@ from penstock.wafer.closed_form.cycles import ProductCycles
 from penstock.wafer.closed_form.layout import ActivationLayout
 from penstock.wafer.closed_form.layout_choice import choose_layout
 from penstock.wafer.closed_form.sparse_products import (
-    HIDDEN,
     PRODUCTS,
-    StreamedProduct,
-    StreamingOptions,
     data_gradient,
     forward,
     weight_gradient,
 )
+from penstock.wafer.closed_form.streamed_product import HIDDEN, StreamedProduct, StreamingOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)

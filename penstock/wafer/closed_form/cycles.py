@@ -11,7 +11,8 @@ class ProductCycles:
     """The cycles of one operation on a mesh, by term.
 
     The cores' own time is a sum; every other resource (`limits`) works beside them, and the slowest
-    decides. `fill` is the time in which the first word arrives and the last result leaves.
+    decides; `waiting` is what both lose where they are nearly as busy. `fill` is the time in which
+    the first word arrives and the last result leaves.
 
     Attributes:
         name: of the operation.
@@ -19,6 +20,8 @@ class ProductCycles:
         set_up: of these vector operations, besides their elements.
         partial_sums: of a core, to take part in the sums of all output features.
         skew: of rows of cores that wait for each other.
+        waiting: of cores for links and of links for cores, beyond the slower of them; 0 where no
+            mask is given.
         fill: at the beginning and the end.
         limits: cycles that other resources need, by name.
         useful: of the mean core, multiply-adds alone at the full width of the vector unit.
@@ -29,6 +32,7 @@ class ProductCycles:
     set_up: float = 0.0
     partial_sums: float = 0.0
     skew: float = 0.0
+    waiting: float = 0.0
     fill: float = 0.0
     limits: Mapping[str, float] = field(default_factory=dict)
     useful: float = 0.0
@@ -41,7 +45,7 @@ class ProductCycles:
     @property
     def total(self) -> float:
         """All cycles."""
-        return max(self.cores, *self.limits.values(), 0.0) + self.fill
+        return max(self.cores, *self.limits.values(), 0.0) + self.waiting + self.fill
 
     @property
     def binding(self) -> str:
@@ -51,8 +55,8 @@ class ProductCycles:
 
     @property
     def largest_part(self) -> str:
-        """The term that takes longest: a limit if one binds, else a part of the cores' time or the
-        fill."""
+        """The term that takes longest: a limit if one binds, else a part of the cores' time, the
+        waiting or the fill."""
         parts = {
             "arithmetic": self.arithmetic,
             "vector set-up": self.set_up,
@@ -61,6 +65,7 @@ class ProductCycles:
         }
         if self.binding != "cores":
             parts = {self.binding: self.limits[self.binding]}
+        parts["waiting"] = self.waiting
         parts["fill"] = self.fill
         return max(parts, key=parts.__getitem__)
 
@@ -79,6 +84,7 @@ class ProductCycles:
             "set_up": self.set_up,
             "partial_sums": self.partial_sums,
             "skew": self.skew,
+            "waiting": self.waiting,
             "fill": self.fill,
             **{f"limit: {name}": value for name, value in self.limits.items()},
             "utilization": self.utilization,

@@ -11,14 +11,9 @@ from dataclasses import dataclass
 
 from penstock.errors import BudgetError
 from penstock.wafer.closed_form.layout import ActivationLayout, candidate_layouts
-from penstock.wafer.closed_form.sparse_products import (
-    HIDDEN,
-    StreamedProduct,
-    StreamingOptions,
-    forward,
-    step_cycles,
-)
+from penstock.wafer.closed_form.sparse_products import forward, step_cycles
 from penstock.wafer.closed_form.sram import sram_use
+from penstock.wafer.closed_form.streamed_product import HIDDEN, StreamedProduct, StreamingOptions
 from penstock.wafer.parameters import CoreParameters, Mesh
 
 

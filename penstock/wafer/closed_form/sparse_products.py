@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -30,122 +29,17 @@ from penstock.wafer.closed_form.placement import (
     binomial_extremes,
     expected_load_factor,
 )
-from penstock.wafer.closed_form.skew import (
-    ColumnWords,
-    RowLoad,
-    broadcast_finish,
-    broadcast_skew,
-    forward_finish,
-    forward_skew,
+from penstock.wafer.closed_form.recursions import SumSteps, broadcast_finish, forward_finish
+from penstock.wafer.closed_form.skew import ColumnWords, RowLoad, broadcast_skew, forward_skew
+from penstock.wafer.closed_form.streamed_product import (
+    HIDDEN,
+    WORD_BYTES,
+    StreamedProduct,
+    StreamingOptions,
 )
 from penstock.wafer.parameters import CoreParameters
 
-_WORD_BYTES = 4
-_INDEX_BYTES = 2
-_MOST_FEATURES = 1 << 22  # far more than any vocabulary; a weight beyond is a mistake
 PRODUCTS = ("forward", "data gradient", "weight gradient")
-
-
-@dataclass(frozen=True)
-class StreamedProduct:
-    """A weight and the tokens that it is multiplied with.
-
-    Attributes:
-        outputs, inputs: features; the weight has the shape [outputs, inputs].
-        tokens: of the whole mesh.
-        density: share of kept entries; ignored where counts of a mask are given.
-        is_indexed: whether each value carries its index. A dense weight needs none, so that a word
-            holds two 16-bit values.
-        element_bytes: of activations and values, 2 or 4.
-
-    Raises:
-        ConfigError: sizes below 1, more than 4 Mi features, a density outside 0 to 1, another type.
-    """
-
-    outputs: int
-    inputs: int
-    tokens: int
-    density: float = 1.0
-    is_indexed: bool = True
-    element_bytes: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("outputs", "inputs", "tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"product: expected {name} from 1 up, got {getattr(self, name)}")
-        for name in ("outputs", "inputs"):
-            if getattr(self, name) > _MOST_FEATURES:
-                raise ConfigError(
-                    f"product: expected at most {_MOST_FEATURES:,} {name}, got "
-                    f"{getattr(self, name):,}"
-                )
-        if not 0 < self.density <= 1:
-            raise ConfigError(
-                f"product: expected a density above 0 and up to 1, got {self.density:g}; 90 % "
-                "sparsity is a density of 0.1"
-            )
-        if self.element_bytes not in (2, 4):
-            raise ConfigError(
-                f"product: expected element_bytes of 2 or 4, got {self.element_bytes}"
-            )
-
-    @property
-    def entries(self) -> float:
-        """Kept entries of the weight."""
-        return self.outputs * self.inputs * self.density
-
-    @property
-    def words_per_entry(self) -> float:
-        """Words in which an entry travels."""
-        if not self.is_indexed:
-            return self.element_bytes / _WORD_BYTES
-        return math.ceil((self.element_bytes + _INDEX_BYTES) / _WORD_BYTES)
-
-    def __str__(self) -> str:
-        kind = f"{100 * (1 - self.density):.6g}% sparse " if self.density < 1 else ""
-        return f"{kind}{self.outputs} x {self.inputs} with {self.tokens} tokens"
-
-
-@dataclass(frozen=True)
-class StreamingOptions:
-    """How the program of a streamed product works.
-
-    Attributes:
-        is_sorted: whether features are dealt to rows of cores by their number of entries.
-        sums: `hidden` if partial sums are added beside the products and only `partial_sum_cycles`
-            remain; `paid` if the addition takes the vector unit, as it does in the compute thread
-            or where threads share a data path.
-        accumulators: output features whose sum a core may hold unsent; 1 if the compute thread adds
-            and sends sums itself.
-        inbox_rows: sums that a core may have received and not used; None: any number.
-        broadcast_rows: rows of dY that a core can hold.
-        reduction: `chain` if each sum starts at the first core of a column and ends at the last;
-            `ring` if it ends where its output feature belongs, so that outputs are divided evenly.
-        reduction_cycles: of a core for each entry of a weight gradient, to pass its sum on.
-
-    Raises:
-        ConfigError: numbers below 1.
-    """
-
-    is_sorted: bool = True
-    sums: Literal["hidden", "paid"] = "hidden"
-    accumulators: int = 8
-    inbox_rows: int | None = None
-    broadcast_rows: int = 8
-    reduction: Literal["chain", "ring"] = "chain"
-    reduction_cycles: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("accumulators", "broadcast_rows", "inbox_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"streaming: expected {name} from 1 up, got {value}")
-
-
-HIDDEN = StreamingOptions()
-"""Partial sums are added beside the products."""
-PAID = StreamingOptions(sums="paid", accumulators=1)
-"""Partial sums are added and sent by the thread that computes."""
 
 
 def forward(
@@ -165,21 +59,24 @@ def forward(
     shape = _Shape(product, layout, core, mask)
     entry = _Entry(core.trigger_cycles, shape.elements_cycles)
     words = product.outputs * shape.row_words
-    add = shape.elements_cycles if options.sums == "paid" else 0.0
-    if options.sums == "hidden" and options.accumulators == 1:
+    steps = _sum_steps(shape, options)
+    add = steps.add_cycles
+    if mask is None and options.sums == "hidden" and options.accumulators == 1:
         # The only accumulator is free when its words have left. (The simulation showed this.)
         add = shape.row_words * shape.column_words.cycles
     each = core.partial_sum_cycles + add
-    times = _forward_time(shape, entry, add, options)
+    times = _forward_time(shape, entry, add, steps, options)
     on_links = words * shape.column_words.cycles
     limits = {**shape.stream_limits(options), "partial sums on links": on_links}
+    if layout.chain_rows > 1:
+        limits["words into cores"] = shape.entering_cycles(options)
     if layout.column_groups > 1:
         limits["sums of column groups"] = shape.column_group_words * core.word_cycles
     if options.reduction == "ring":
         # A sum needs a whole turn; a core meanwhile holds as many as it has accumulators.
         turn = layout.chain_rows * (core.partial_sum_cycles + core.hop_cycles)
         limits["turns of the ring"] = product.outputs * turn / options.accumulators
-    return ProductCycles(
+    alone = ProductCycles(
         "forward",
         arithmetic=times.arithmetic,
         set_up=times.set_up,
@@ -189,6 +86,13 @@ def forward(
         limits=limits,
         useful=shape.useful,
     )
+    if mask is None:
+        return alone
+    finish = forward_finish(
+        mask.counts * entry.cycles, steps, shape.column_words, shape.arriving_cycles()
+    )
+    leaving = 0.0 if steps.is_ring else core.hop_cycles * layout.mesh.columns + core.ramp_cycles
+    return _with_waiting(alone, finish + leaving)
 
 
 def data_gradient(
@@ -201,16 +105,20 @@ def data_gradient(
     """Return the cycles of dX = dY W; arguments are those of `forward`."""
     product = _with_mask(product, layout, mask)
     shape = _Shape(product, layout, core, mask)
-    times = _broadcast_time(shape, _Entry(core.trigger_cycles, shape.elements_cycles), options)
-    return ProductCycles(
+    entry = _Entry(core.trigger_cycles, shape.elements_cycles)
+    times = _broadcast_time(shape, entry, options)
+    alone = ProductCycles(
         "data gradient",
         arithmetic=times.arithmetic,
-        set_up=times.set_up + _control_cycles(product, core),
+        # A control word ends an output feature: its task takes the next row of dY. (The simulation
+        # showed these missing.)
+        set_up=times.set_up + product.outputs * core.task_cycles,
         skew=times.skew,
         fill=_crossing(layout, core),
-        limits={**shape.stream_limits(options), **shape.broadcast_limit()},
+        limits={**shape.stream_limits(options), **shape.broadcast_limits(options)},
         useful=shape.useful,
     )
+    return _with_broadcast(alone, shape, entry, options, core.task_cycles, 0)
 
 
 def weight_gradient(
@@ -228,11 +136,14 @@ def weight_gradient(
     shape = _Shape(product, layout, core, mask)
     set_up = core.trigger_cycles + options.reduction_cycles
     dot = core.dot_cycles(shape.tokens, product.element_bytes)
-    times = _broadcast_time(shape, _Entry(set_up, dot), options)
-    out = math.ceil(product.element_bytes / _WORD_BYTES)
+    entry = _Entry(set_up, dot)
+    times = _broadcast_time(shape, entry, options)
+    out = math.ceil(product.element_bytes / WORD_BYTES)
     leaving = shape.fullest(options.is_sorted) * layout.column_groups * out * core.word_cycles
+    passing = out if layout.mesh.columns > 1 else 0  # words of sums that come from the west
+    control = core.task_cycles if product.is_indexed else 0.0
     limits = {
-        **shape.broadcast_limit(),
+        **shape.broadcast_limits(options, passing),
         "gradients on links": leaving,
         "host link": shape.entries * out / core.host_words_per_cycle,
     }
@@ -240,16 +151,17 @@ def weight_gradient(
         limits["words between row groups"] = shape.row_group_cycles(out)
     if product.is_indexed:
         limits["words at the edge"] = shape.stream_limits(options)["words at the edge"]
-    return ProductCycles(
+    alone = ProductCycles(
         "weight gradient",
         arithmetic=times.arithmetic,
         # The places of a whole weight need not enter, nor control words with them.
-        set_up=times.set_up + (_control_cycles(product, core) if product.is_indexed else 0.0),
+        set_up=times.set_up + product.outputs * control,
         skew=times.skew,
         fill=_crossing(layout, core),
         limits=limits,
         useful=shape.useful,
     )
+    return _with_broadcast(alone, shape, entry, options, control, passing)
 
 
 def step_cycles(
@@ -333,13 +245,19 @@ class _Shape:
     @property
     def row_words(self) -> int:
         """Words of one output feature's sums in one column."""
-        return math.ceil(self.tokens * self.product.element_bytes / _WORD_BYTES)
+        return math.ceil(self.tokens * self.product.element_bytes / WORD_BYTES)
 
     @property
     def column_words(self) -> ColumnWords:
         """Words of a row of sums or of dY that go down a column."""
         core = self.core
-        return ColumnWords(self.row_words, core.queue_words, core.word_cycles, core.ramp_cycles)
+        return ColumnWords(
+            self.row_words,
+            core.queue_words,
+            word_cycles=core.word_cycles,
+            ramp_cycles=core.ramp_cycles,
+            hop_cycles=core.hop_cycles,
+        )
 
     @property
     def useful(self) -> float:
@@ -361,9 +279,25 @@ class _Shape:
             limits["words between row groups"] = self.row_group_cycles(words)
         return limits
 
-    def broadcast_limit(self) -> dict[str, float]:
+    def entering_cycles(self, options: StreamingOptions, passing: int = 0) -> float:
+        """Cycles in which all words enter a core of the fullest row: of sums or of dY, of entries,
+        of control words, and for each entry `passing` words of other sums."""
+        each = self.product.words_per_entry + passing
+        words = self.product.outputs * (self.row_words + 1) + self.fullest(options.is_sorted) * each
+        return words * self.core.word_cycles
+
+    def arriving_cycles(self, passing: int = 0) -> np.ndarray:
+        """The same without sums and dY, by output feature and row of cores of a mask."""
+        assert self.mask is not None
+        each = self.product.words_per_entry + passing
+        return (self.mask.counts * each + 1) * self.core.word_cycles
+
+    def broadcast_limits(self, options: StreamingOptions, passing: int = 0) -> dict[str, float]:
         words = self.product.outputs * self.row_words
-        limits = {"gradients down columns": words * self.column_words.cycles}
+        limits = {
+            "gradients down columns": words * self.column_words.cycles,
+            "words into cores": self.entering_cycles(options, passing),
+        }
         if self.layout.column_groups > 1:
             crossing = self.column_group_words * self.core.word_cycles
             limits["gradients to column groups"] = crossing
@@ -396,18 +330,32 @@ class _Shape:
         )
 
 
-def _forward_time(shape: _Shape, entry: _Entry, add: float, options: StreamingOptions) -> _Times:
+def _sum_steps(shape: _Shape, options: StreamingOptions) -> SumSteps:
+    is_paid, is_ring = options.sums == "paid", options.reduction == "ring"
+    return SumSteps(
+        pass_cycles=shape.core.partial_sum_cycles,
+        add_cycles=shape.elements_cycles if is_paid else 0.0,
+        accumulators=options.accumulators,
+        inbox_rows=options.inbox_rows,
+        is_one_thread=is_paid and options.accumulators == 1 and not is_ring,
+        is_ring=is_ring,
+    )
+
+
+def _forward_time(
+    shape: _Shape, entry: _Entry, add: float, steps: SumSteps, options: StreamingOptions
+) -> _Times:
     outputs, rows = shape.product.outputs, shape.layout.feature_rows
-    passing = shape.core.partial_sum_cycles
     if shape.mask is None:
-        load = shape.row_load(entry.cycles, passing + add)
-        skew = forward_skew(load, outputs, rows, options.accumulators, options.inbox_rows)
+        load = shape.row_load(entry.cycles, steps.pass_cycles + add)
+        skew = forward_skew(load, outputs, rows, steps.accumulators, steps.inbox_rows)
         finish = shape.mean_entries * entry.cycles + skew
     else:
         work = shape.mask.counts * entry.cycles
-        finish = forward_finish(work, passing, add, options.accumulators, options.inbox_rows)
+        finish = forward_finish(work, steps, shape.column_words.in_no_time)
         # The last row of cores passes sums on after all before it have: that is part of the fill.
-        finish -= (rows - 1) * passing + outputs * (passing + add)
+        finish -= (rows - 1) * steps.pass_cycles * steps.is_one_thread
+        finish -= outputs * (steps.pass_cycles + add)
     return _times(shape, entry, finish, options)
 
 
@@ -418,8 +366,30 @@ def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> 
         finish = shape.fullest(options.is_sorted) * entry.cycles + skew
     else:
         work = shape.mask.counts * entry.cycles
-        finish = broadcast_finish(work, options.broadcast_rows, shape.column_words)
+        finish = broadcast_finish(work, options.broadcast_rows, shape.column_words.in_no_time)
     return _times(shape, entry, finish, options)
+
+
+def _with_broadcast(
+    alone: ProductCycles,
+    shape: _Shape,
+    entry: _Entry,
+    options: StreamingOptions,
+    control_cycles: float,
+    passing: int,
+) -> ProductCycles:
+    """Add the waiting of a product with a broadcast, where the mask is known."""
+    if shape.mask is None:
+        return alone
+    work = shape.mask.counts * entry.cycles + control_cycles
+    arriving = shape.arriving_cycles(passing).mean(axis=1)
+    finish = broadcast_finish(work, options.broadcast_rows, shape.column_words, arriving)
+    return _with_waiting(alone, finish + _crossing(shape.layout, shape.core))
+
+
+def _with_waiting(alone: ProductCycles, finish: float) -> ProductCycles:
+    """Add what cores and links lose together, so that the product is done at `finish`."""
+    return replace(alone, waiting=max(0.0, finish - alone.total))
 
 
 def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOptions) -> _Times:
@@ -427,12 +397,6 @@ def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOption
     fullest = shape.fullest(options.is_sorted)
     skew = max(0.0, finish - fullest * entry.cycles)
     return _Times(fullest * entry.elements, fullest * entry.set_up, skew)
-
-
-def _control_cycles(product: StreamedProduct, core: CoreParameters) -> float:
-    """Cycles of a core for the control words that end output features, where no sum is passed on:
-    each starts a task, which takes the next row of dY. (The simulation showed these missing.)"""
-    return product.outputs * core.task_cycles
 
 
 def _crossing(layout: ActivationLayout, core: CoreParameters) -> float:

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 from penstock.errors import BudgetError
 from penstock.wafer.closed_form.layout import ActivationLayout
-from penstock.wafer.closed_form.sparse_products import (
-    HIDDEN,
-    StreamedProduct,
-    StreamingOptions,
-)
+from penstock.wafer.closed_form.streamed_product import HIDDEN, StreamedProduct, StreamingOptions
 from penstock.wafer.parameters import CoreParameters
 
 

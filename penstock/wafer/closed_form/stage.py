@@ -19,15 +19,9 @@ from penstock.wafer.closed_form.operators import (
     norm,
     token_sum,
 )
-from penstock.wafer.closed_form.sparse_products import (
-    HIDDEN,
-    StreamedProduct,
-    StreamingOptions,
-    data_gradient,
-    forward,
-    weight_gradient,
-)
+from penstock.wafer.closed_form.sparse_products import data_gradient, forward, weight_gradient
 from penstock.wafer.closed_form.sram import check_fits, sram_use
+from penstock.wafer.closed_form.streamed_product import HIDDEN, StreamedProduct, StreamingOptions
 from penstock.wafer.closed_form.weight_shapes import (
     ELEMENT_BYTES,
     HeadShape,

@@ -12,26 +12,28 @@ from penstock.errors import ClusterError, ConfigError
 
 
 def test_invalid_number_of_engines_is_refused(tmp_path):
-    for text in ("8", "engines", "engines=", "engines=0", "engines=-1", "engine=8", "engines=x"):
-        with pytest.raises(ConfigError, match="expected engines=NUMBER, 1 or more, got"):
-            scale(tmp_path, text)
+    texts = ("8", "engines", "engines=", "engines=0", "engines=-1", "engine=8", "engines=x")
+    for text in (*texts, "relays=-1", "relays=auto"):
+        expected = "expected engines=NUMBER, 1 or more, or relays=NUMBER, 0 or more, got"
+        with pytest.raises(ConfigError, match=expected):
+            scale(tmp_path, ["engines=2", text])
 
 
 def test_missing_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no such run; expected the folder that run\.dir named"):
-        scale(tmp_path / "nothing", "engines=8")
+        scale(tmp_path / "nothing", ["engines=8"])
 
 
 def test_run_without_cluster_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cluster\.start other than none.*engines=8"):
-        scale(tmp_path, "engines=8")
+        scale(tmp_path, ["engines=8"])
 
 
 def test_malformed_rendezvous_file_is_refused(tmp_path):
     for text in ("", "[]", '{"address": "here", "token": 1}', "x" * 5000):
         (tmp_path / NAME).write_text(text)
         with pytest.raises(ConfigError, match="expected the rendezvous file of a run"):
-            scale(tmp_path, "engines=8")
+            scale(tmp_path, ["engines=8"])
 
 
 def test_rendezvous_file_of_a_killed_run_is_refused(tmp_path):
@@ -39,4 +41,4 @@ def test_rendezvous_file_of_a_killed_run_is_refused(tmp_path):
         address = listener.getsockname()
     write_record(tmp_path, address, "a token")
     with pytest.raises(ClusterError, match=r"the run is not training now.*Connection refused"):
-        scale(tmp_path, "engines=8")
+        scale(tmp_path, ["engines=8"])

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.config import Config, cluster_keys
 from penstock.errors import ConfigError
+from penstock.planning import relay_count
 
 
 def config(**cluster):
@@ -68,3 +69,44 @@ def test_cluster_none_holds_all_shards_in_one_process_without_replicas():
 
 def _merged(whole, sections):
     return {section: whole[section] | keys for section, keys in sections.items()}
+
+
+def with_relays(relays, **cluster):
+    return Config.from_mapping(
+        {"model": "gpt2", "engines": 4, "cluster": cluster, "fabric": {"relays": relays}}
+    )
+
+
+@pytest.mark.parametrize("relays", [-1, 4097, 1.5, True, "2", "none", None])
+def test_invalid_number_of_relays_is_refused(relays):
+    with pytest.raises(
+        ConfigError, match=r"fabric\.relays: expected a whole number from 0 to 4096, or auto, got"
+    ):
+        with_relays(relays, start="local")
+
+
+def test_relays_need_processes():
+    expected = (
+        r"fabric\.relays: expected auto or 0 with cluster\.start: none, got 3; relays are pro"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        with_relays(3)
+    assert with_relays(0).fabric.relays == 0
+    assert cluster_keys("none")["fabric"] == {"relays": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engines", "relays"),
+    [
+        ({}, 4, 0),
+        ({"start": "local"}, 4, 0),
+        ({"start": "listen"}, 4, 0),
+        ({"start": "ray"}, 4, 0),  # on this machine
+        ({"start": "ray", "address": "auto"}, 2, 0),
+        ({"start": "ray", "address": "auto"}, 4, 5),
+        ({"start": "ray", "address": "auto"}, 192, 221),
+    ],
+)
+def test_automatic_relays_are_for_hosts_with_links(cluster, engines, relays):
+    assert relay_count(with_relays("auto", **cluster), engines) == relays
+    assert relay_count(with_relays(0, **cluster), engines) == 0

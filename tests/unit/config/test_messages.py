@@ -9,7 +9,7 @@ from penstock.errors import ConfigError
 
 _KEYS = (
     "model, data, batch, precision, optimizer, freeze, train, lora, sparsity, memory, store, "
-    "engine, engines, cluster, run, evaluation, checkpoint, logging"
+    "engine, engines, cluster, fabric, run, evaluation, checkpoint, logging"
 )
 
 

@@ -61,7 +61,7 @@ class FakeLauncher:
         """Do nothing: there are no processes."""
 
 
-def config(folder: Path, replicas: int = 1, **cluster) -> Config:
+def config(folder: Path, replicas: int = 1, relays: int | str = "auto", **cluster) -> Config:
     return Config.from_mapping(
         {
             "model": MODEL,
@@ -71,6 +71,7 @@ def config(folder: Path, replicas: int = 1, **cluster) -> Config:
             "store": {"shards": 2, "replicas": replicas},
             "run": {"dir": str(folder)},
             "cluster": {"start": "local", "spare": 1, **cluster},
+            "fabric": {"relays": relays},
         }
     )
 
@@ -122,6 +123,6 @@ class FakeWorker:
 
     def report_ready(self, manager: ClusterManager, assignment: Message) -> None:
         """Report the assigned role as ready."""
-        spec, is_engine = manager.spec, assignment.body["place"] is None
+        spec, is_engine = manager.spec, assignment.body["role"] == "engine"
         digest = spec.engine_digest if is_engine else spec.shard_digest
         self.say(MessageType.READY, assignment.body["node"], digest=digest)

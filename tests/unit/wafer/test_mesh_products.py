@@ -7,6 +7,7 @@ cores, a mask's own counts, little room, and rows exchanged. Both have the same 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -161,6 +162,48 @@ def test_sparse_products_take_the_cycles_of_the_closed_form(
         found, _ = simulate(name, mask, tokens, run)
         expected = closed(name, mask, tokens, run).total
         assert found.cycles == pytest.approx(expected, rel=0.05), (core.name, options.sums)
+
+
+OF_FORWARD = [HIDDEN, PAID, StreamingOptions(accumulators=2), RING]
+
+
+def options_of(name: str) -> list[StreamingOptions]:
+    if name == "forward":
+        return OF_FORWARD
+    return [HIDDEN, StreamingOptions(broadcast_rows=2)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("density", [0.05, 0.02])
+def test_links_that_are_nearly_as_busy_as_cores_are_waited_for(name, tokens, density):
+    mask = random_mask(96, 256, density)  # less than an entry per output feature and core
+    for options in options_of(name):
+        run = Run(Mesh(16, 2), SIM, options, rounds=False)
+        found, _ = simulate(name, mask, tokens, run)
+        expected = closed(name, mask, tokens, run)
+        assert found.cycles == pytest.approx(expected.total, rel=0.065), options
+
+
+@pytest.mark.long
+def test_closed_form_agrees_within_5_percent_almost_everywhere():
+    errors = []
+    for queue_words, (mesh, outputs, inputs), density, tokens, name in itertools.product(
+        (1, 2, 4, 8),
+        ((Mesh(16, 2), 96, 256), (Mesh(8, 4), 96, 256), (Mesh(4, 8), 64, 128)),
+        (0.5, 0.1, 0.05, 0.02),
+        (16, 64, 128),
+        FORMS,
+    ):
+        core = dataclasses.replace(SIM, queue_words=queue_words)
+        mask = random_mask(outputs, inputs, density)
+        for options in options_of(name):
+            run = Run(mesh, core, options, rounds=False)
+            found, _ = simulate(name, mask, tokens, run)
+            total = closed(name, mask, tokens, run).total
+            errors.append((abs(total / found.cycles - 1), name, options, queue_words, density))
+    assert np.mean([error[0] <= 0.05 for error in errors]) >= 0.97
+    assert max(errors, key=lambda error: error[0])[0] <= 0.1, max(errors, key=lambda e: e[0])
 
 
 # --- (4) little room ------------------------------------------------------------------------------

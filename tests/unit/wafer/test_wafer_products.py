@@ -22,6 +22,7 @@ from penstock.wafer.closed_form import (
     RowLoad,
     StreamedProduct,
     StreamingOptions,
+    SumSteps,
     assign_rows,
     binomial_extremes,
     broadcast_finish,
@@ -71,7 +72,7 @@ def random_mask(outputs: int, inputs: int, density: float, seed: int = 0):
     return np.random.default_rng(seed).random((outputs, inputs)) < density
 
 
-AT_ONCE = ColumnWords(100, 1, word_cycles=0.0, ramp_cycles=0.0)
+AT_ONCE = ColumnWords(100, 1, word_cycles=0.0, ramp_cycles=0.0, hop_cycles=0.0)
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -121,8 +122,11 @@ def test_host_link_binds_where_few_tokens_meet_many_weights():
 def test_words_of_partial_sums_bind_where_nothing_is_left_to_compute():
     product = StreamedProduct(1024, 1024, 8 * 100, density=0.001)
     closed = forward(product, ActivationLayout(Mesh(8, 8)), SIM)
-    assert closed.binding == closed.largest_part == "partial sums on links"
-    assert closed.limits["partial sums on links"] == 1024 * 50  # two 16-bit sums per word
+    assert closed.binding == closed.largest_part == "words into cores"
+    sums = closed.limits["partial sums on links"]
+    assert sums == 1024 * 50  # two 16-bit sums per word
+    # A control word for each output feature, and a word for each entry of the fullest row of cores.
+    assert sums + 1024 < closed.limits["words into cores"] < sums + 1024 + 1024
 
 
 def test_weights_of_four_bytes_travel_as_two_words_with_their_index():
@@ -171,9 +175,10 @@ def test_a_masks_own_counts_give_the_time_of_the_events_within_5_percent(density
     mesh, tokens = Mesh(16, 8), 64
     counts = count_mask(random_mask(128, 512, density, seed), 16)
     product = StreamedProduct(128, 512, tokens)
-    closed = forward(product, ActivationLayout(mesh), PLAIN, PAID, counts)
+    core = dataclasses.replace(PLAIN, ramp_cycles=0)  # the events know no way into a core
+    closed = forward(product, ActivationLayout(mesh), core, PAID, counts)
     assert closed.binding == "cores"
-    assert events(counts.counts, mesh, tokens, PLAIN) == pytest.approx(closed.total, rel=0.05)
+    assert events(counts.counts, mesh, tokens, core) == pytest.approx(closed.total, rel=0.05)
 
 
 # The event column of the table in facts 3.3, made by another program: mesh, M, K, T, sparsity.
@@ -246,7 +251,7 @@ def test_last_row_of_cores_is_done_when_events_of_single_words_say_so(seed, held
         if word % of_row == 0:
             output = word // of_row
             done[output] = np.maximum(done[output - 1], stored[:, word]) + work[output - 1]
-    words = ColumnWords(of_row, depth, word_cycles=1.0, ramp_cycles=1.0)
+    words = ColumnWords(of_row, depth, word_cycles=1.0, ramp_cycles=1.0, hop_cycles=1.0)
     assert broadcast_finish(work, held, words) == pytest.approx(done[-1].max(), rel=0.05)
 
 
@@ -254,17 +259,15 @@ def test_last_passage_is_the_greatest_sum_over_sequences_that_never_go_back():
     work = np.random.default_rng(1).integers(0, 9, (6, 4)).astype(float)
     paths = itertools.combinations_with_replacement(range(4), 6)
     greatest = max(sum(work[step, row] for step, row in enumerate(path)) for path in paths)
-    assert forward_finish(work, 0.0, 0.0, 1, None) == greatest
+    assert forward_finish(work, SumSteps(), AT_ONCE) == greatest
 
 
 def test_rows_of_equal_entries_may_be_exchanged():
     counts = np.tile(np.random.default_rng(0).integers(0, 9, (30, 1)), (1, 8))
     mixed = counts[np.random.default_rng(1).permutation(30)]
     for options in (PAID, StreamingOptions(accumulators=3, inbox_rows=1)):
-        times = [
-            forward_finish(one * 6.0, 4.0, 0.0, options.accumulators, options.inbox_rows)
-            for one in (counts, mixed)
-        ]
+        steps = SumSteps(4.0, 0.0, options.accumulators, options.inbox_rows)
+        times = [forward_finish(one * 6.0, steps, AT_ONCE) for one in (counts, mixed)]
         assert times[0] == times[1]
 
 
@@ -311,12 +314,12 @@ def test_fewer_entries_never_take_longer(product, mesh, factor):
 def test_more_room_never_takes_longer(seed):
     work = np.random.default_rng(seed).integers(0, 20, (60, 10)).astype(float)
     rooms = [(1, 1), (1, 2), (1, None), (2, None), (5, None), (60, None)]
-    times = [forward_finish(work, 4.0, 0.0, *room) for room in rooms[:3]]
+    times = [forward_finish(work, SumSteps(4.0, 0.0, *room), AT_ONCE) for room in rooms]
     assert times == sorted(times, reverse=True)
-    assert forward_finish(work, 0.0, 0.0, 60, None) == work.sum(axis=0).max()
+    assert forward_finish(work, SumSteps(accumulators=60), AT_ONCE) == work.sum(axis=0).max()
     times = [broadcast_finish(work, rows, AT_ONCE) for rows in (1, 2, 4, 60)]
     assert times == sorted(times, reverse=True)
-    queues = [ColumnWords(6, depth, 1.0, 2.0) for depth in (1, 2, 4, 16)]
+    queues = [ColumnWords(6, depth, 1.0, 2.0, 1.0) for depth in (1, 2, 4, 16)]
     for rows in (1, 2, 4, 60):
         times = [broadcast_finish(work, rows, words) for words in queues]
         assert times == sorted(times, reverse=True)

@@ -151,3 +151,48 @@ def test_device_and_library_change_engine_digest(layout):
     digests = {engine_digest(program, transfers, device, products) for device, products in ways}
     assert len(digests) == len(ways)
     assert shard_digest(program, transfers) not in digests
+
+
+def test_worker_without_role_becomes_relay_when_engines_are_complete(open_manager):
+    opened = open_manager(relays=2, lease=60.0)
+    assert opened.launcher.roles.count("relay") == 2
+    joined = [open_manager.join(opened) for _ in range(6)]
+    roles = [assignment.body["role"] for _, assignment in joined]
+    assert roles == ["engine"] * 3 + ["relay"] * 2 + ["engine"]
+    for member, assignment in joined:
+        member.report_ready(opened.manager, assignment)
+    membership = opened.manager.coordinator.membership
+    wait_until(lambda: len(membership.relays) == 2 and len(membership.engines) == 4)
+    joined[3][0].connection.close()
+    wait_until(lambda: len(membership.relays) == 1)
+    assert open_manager.join(opened)[1].body["role"] == "relay"
+    opened.manager.event_queue.poll()
+    assert "relay lost" in opened.event_kinds
+    assert "engine lost" not in opened.event_kinds
+
+
+def test_relay_with_another_program_is_refused_and_run_continues(open_manager):
+    opened = open_manager(relays=1)
+    member, assignment = open_manager.join(opened, role="relay")
+    assert assignment.body["role"] == "relay"
+    member.say(MessageType.READY, assignment.body["node"], digest="another")
+    answer = member.hear()
+    assert answer.body["error"].startswith(f"relay {assignment.body['node']} compiled another")
+    opened.manager.event_queue.poll()
+    assert "refused" in opened.event_kinds
+
+
+@pytest.mark.parametrize("relays", [-1, "2", 5000, True])
+def test_invalid_number_of_relays_is_refused(open_manager, relays):
+    opened = open_manager(relays=1)
+    reply = opened.manager._handle_admin_request({"engines": 2, "relays": relays})
+    assert reply["error"].startswith("relays: expected 0 to 4096, got")
+
+
+def test_relays_are_started_for_a_changed_number(open_manager):
+    opened = open_manager(relays=1)
+    reply = opened.manager._handle_admin_request({"relays": 3})
+    assert reply == {"engines": 2, "relays": 3, "before": 2, "relays_before": 1}
+    assert opened.launcher.roles.count("relay") == 3
+    reply = opened.manager._handle_admin_request({"engines": 3})
+    assert (reply["relays_before"], reply["relays"]) == (3, 3)  # fabric.relays is a number

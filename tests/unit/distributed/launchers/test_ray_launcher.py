@@ -86,7 +86,7 @@ def test_engines_request_gpu_and_threads_and_shards_do_not(
     given = Config.from_mapping({**run, "cluster": {"start": "ray", "address": address}})
     wants = RayConnection(given, device).wants
     found = {role: (each["num_cpus"], each["num_gpus"]) for role, each in wants.items()}
-    assert found == {"engine": engine, "shard": shard}
+    assert found == {"engine": engine, "shard": shard, "relay": (0, 0)}
 
 
 def pretended(ray) -> SimpleNamespace:
@@ -94,6 +94,7 @@ def pretended(ray) -> SimpleNamespace:
     wants = {
         "engine": {"num_cpus": 16, "num_gpus": 1},
         "shard": {"num_cpus": 1, "num_gpus": 0},
+        "relay": {"num_cpus": 0, "num_gpus": 0},
     }
     return SimpleNamespace(ray=ray, options={"max_restarts": 0}, wants=wants, close=lambda: None)
 
@@ -258,5 +259,32 @@ def test_unreachable_actor_is_killed(kind):
             "worker-1 on a-node with pid 7 ended: It is unavailable: RPC error."
         ]
         assert ray.killed == 1
+    finally:
+        launcher.close()
+
+
+class ThreeNodes(FullRay):
+    """A Ray with a head that has no processor, and three nodes."""
+
+    def nodes(self):
+        sizes = {"head": 0.0, "a": 16.0, "b": 16.0, "c": 4.0}
+        return [
+            {"NodeID": name, "Alive": True, "Resources": {"CPU": cpus, "GPU": float(name in "ab")}}
+            for name, cpus in sizes.items()
+        ]
+
+
+def test_relays_go_to_the_nodes_with_the_fewest_workers(monkeypatch):
+    ray = ThreeNodes()
+    monkeypatch.setattr(on_ray, "_preferring", lambda node: {"node": node})
+    launcher = RayLauncher(pretended(ray), ("127.0.0.1", 1), "a token")
+    try:
+        for role in ("engine", "engine", "relay", "relay", "relay", "relay"):
+            launcher.start(role)
+        wait_until(lambda: len(ray.options) == 6)
+        found = [(options["num_cpus"], options["node"]) for options in ray.options]
+        assert found[:3] == [(16, "a"), (16, "b"), (0, "c")]  # where no engine is
+        # One beside each engine and one more: the links of all nodes carry as much.
+        assert sorted(found[3:]) == [(0, "a"), (0, "b"), (0, "c")]
     finally:
         launcher.close()

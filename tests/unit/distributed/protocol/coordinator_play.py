@@ -53,6 +53,7 @@ class Play:
         wanted: int | None = None,
         agreed: bool = True,
         shards=((1,), (2,)),
+        relays=(),
     ) -> None:
         self.sent: list[tuple[int, Message]] = []
         self.happened: list[ProtocolEvent] = []
@@ -64,11 +65,14 @@ class Play:
             wanted or len(engines) or 1,
             timeouts,
             self.happened.append,
+            relays=len(relays),
         )
         self.now = 100.0
         self.coordinator.tick(self.now)
         for engine in engines:
             self.coordinator.joined(engine)
+        for relay in relays:
+            self.coordinator.relay_joined(relay)
         if agreed and engines:
             self.start(1)
             self.see()
@@ -135,7 +139,7 @@ class Play:
 
     def pass_time(self, seconds: float, busy=(), silent=(), beat: float = 0.2) -> None:
         for _ in range(round(seconds / beat)):
-            for node in (*self.coordinator.membership.holders.nodes, *self.coordinator.ready):
+            for node in self.coordinator.membership.participants:
                 if node not in silent:
                     body = {"progress": 0, "busy": node in busy}
                     self.say(node, MessageType.HEARTBEAT, epoch=0, body=body)
