@@ -9,6 +9,7 @@ them, and Penstock with its store on flash and a quarter of the store's bytes in
     python benchmarks/out_of_core.py [--quick] [--flash-bound] [--rounds N] [--folder FOLDER]
                                      [--dram SIZE|SHARE] [--moments fp32|8bit]
                                      [--sequences N] [--length TOKENS] [--disk-rate SIZE]
+    python benchmarks/out_of_core.py --speculate [--quick] [--rounds N] [--sequences N] ...
 
 `value` is the median ratio of tokens/s on flash to those in memory. A step moves the same bytes
 whatever its batch, so `--sequences 8` shows what they cost where there is more to compute.
@@ -21,6 +22,12 @@ With `--flash-bound` a step is one sequence of 64 tokens, so that flash is the l
 plain loop moves as many bytes in turns with it: `value` is the median ratio of bytes/s to its. With
 `--disk-rate 1GB` both loops are held to so many bytes per second, reads and writes together: a disk
 slower than the one that is there, so that flash is the larger term in both sweeps.
+
+With `--speculate` the store on flash runs without updates before the commit (off), with them (on),
+and with them where they are expected to pay (auto), in turns with the store in memory while the
+same bytes move beside it, and with the plain loop; at the disk as it is, and held to 2, 1 and 0.5
+GB/s. The bound of a step is the larger of the last two: `value` is the least median share of it
+that `auto` reaches at any rate. No step clips, so that no update is in vain.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +61,7 @@ from side_by_side import (
     summarize,
     take_turns,
 )
-from side_by_side.gpt import Gpt, Resident, make_trainer
+from side_by_side.gpt import CLIP, Gpt, Resident, make_trainer
 from side_by_side.pace import Pace
 from side_by_side.plain_disk import NoDirectIO, PlainDisk
 
@@ -62,7 +69,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 LOOPS = ("flash", "memory", "beside disk", "resident")
+SPECULATING = ("off", "on", "auto")
+DISK_RATES = (None, 2_000_000_000, 1_000_000_000, 500_000_000)
+NEVER_CLIPS = 1e6
 TARGET, TARGET_RESIDENT, TARGET_RSS_GIB, TARGET_OF_DISK = 0.95, 0.90, 1.5, 0.90
+# Weights, their low halves and moments.
+BYTES_UPDATED = {"fp32": 4 + 8, "8bit": 4 + 2}
 # Split masters, gradients in bf16, two moments; scales of 8-bit moments are a hundredth of them.
 STORE_BYTES_PER_PARAMETER = {"fp32": 4 + 2 + 8, "8bit": 4 + 2 + 2}
 
@@ -79,6 +91,7 @@ class Job:
     dram_bytes: int
     moments: str
     disk_rate: int | None
+    compares_speculation: bool = False
 
     @property
     def gpt(self) -> Gpt:
@@ -92,8 +105,9 @@ class Job:
 
     @property
     def steps_file(self) -> Path:
-        """Where the loop on flash writes what each of its steps moved."""
-        return Path(self.folder) / "steps"
+        """Where a loop on flash writes what its steps moved; the plain loops read that of `off`."""
+        own = f"steps-{self.loop}" if self.loop in ("on", "auto") else "steps"
+        return Path(self.folder) / own
 
     def moved(self) -> list[dict]:
         """Return what the steps on flash moved, oldest first."""
@@ -105,6 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 of 16 layers, two rounds")
     parser.add_argument("--flash-bound", action="store_true", help="few tokens; against the disk")
+    parser.add_argument(
+        "--speculate", action="store_true", help="updates before the commit, at four disk rates"
+    )
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--folder", default=None, help="where the store on flash is made")
     parser.add_argument(
@@ -146,8 +163,14 @@ def main() -> None:
             dram_bytes=dram,
             moments=options.moments,
             disk_rate=options.disk_rate,
+            compares_speculation=options.speculate,
         )
-        result = against_disk(job, rounds) if options.flash_bound else against_memory(job, rounds)
+        if options.speculate:
+            result = speculating(job, rounds, DISK_RATES[::3] if options.quick else DISK_RATES)
+        elif options.flash_bound:
+            result = against_disk(job, rounds)
+        else:
+            result = against_memory(job, rounds)
         limits = limits_of_this_machine(products=[fastest_precision()], folder=folder)
     finally:
         shutil.rmtree(folder)
@@ -261,6 +284,63 @@ def against_disk(job: Job, rounds: int) -> dict:
     }
 
 
+def speculating(job: Job, rounds: int, rates: Sequence[int | None]) -> dict:
+    """Compare steps on flash with and without updates before the commit, at rates of the disk."""
+    found = {}
+    for rate in rates:
+        folder = Path(job.folder) / f"at-{rate}"
+        folder.mkdir()
+        held = dataclasses.replace(job, folder=str(folder), disk_rate=rate)
+        found["as it is" if rate is None else f"{rate / 1e9:g} GB/s"] = at_rate(held, rounds)
+        shutil.rmtree(folder)
+    columns = {"disk": 9, **{f"{loop}, s": 8 for loop in (*SPECULATING, "bound")}}
+    columns |= {"auto/off": 9, "of bound": 9, "early": 6}
+    print_table(
+        columns,
+        (
+            (
+                name,
+                *(f"{each['seconds'][loop]:.2f}" for loop in (*SPECULATING, "bound")),
+                f"{each['speed_over_off']['auto']:.3f}x",
+                f"{each['share_of_bound']['auto']:.3f}",
+                f"{each['share_updated_early']['auto']:.0%}",
+            )
+            for name, each in found.items()
+        ),
+    )
+    return {
+        "value": min(each["share_of_bound"]["auto"] for each in found.values()),
+        "target": TARGET_OF_DISK,
+        "unit": "seconds of the bound over seconds of a step on flash, at the worst rate",
+        "by_disk_rate": found,
+    }
+
+
+def at_rate(job: Job, rounds: int) -> dict:
+    """Compare the loops at one rate of the disk."""
+    workers = start(job, (*SPECULATING, "beside disk", "plain"))
+    seconds = take_turns(workers, rounds, warm_up=4)
+    losses = {loop: workers[loop].losses[-1] for loop in SPECULATING}
+    if len(set(losses.values())) > 1:
+        raise SystemExit(f"the losses differ: {losses}")
+    for worker in workers.values():
+        worker.finish()
+    bound = [max(pair) for pair in zip(seconds["beside disk"], seconds["plain"], strict=True)]
+    early = {}
+    for loop in SPECULATING:
+        steps = dataclasses.replace(job, loop=loop).moved()[-rounds:]
+        updated = sum(step["early"] for step in steps)
+        early[loop] = updated / (job.gpt.parameters * BYTES_UPDATED[job.moments] * rounds)
+    return {
+        "seconds": {n: statistics.median(each) for n, each in (*seconds.items(), ("bound", bound))},
+        "speed_over_off": speeds_over({loop: seconds[loop] for loop in SPECULATING}, "off"),
+        "share_of_bound": {
+            loop: round(median_ratio(bound, seconds[loop]), 3) for loop in SPECULATING
+        },
+        "share_updated_early": {loop: round(share, 3) for loop, share in early.items()},
+    }
+
+
 def traffic(job: Job, rounds: int, plain_seconds: list[float]) -> dict:
     """Return the bytes of a step, what it waited for them, and how long a plain loop takes."""
     steps = job.moved()[-rounds:]
@@ -283,20 +363,25 @@ def traffic(job: Job, rounds: int, plain_seconds: list[float]) -> dict:
 def penstock_loop(job: Job) -> Callable[[], float]:
     """Return a step of Penstock's trainer, its store in memory or on flash."""
     folder, store = Path(job.folder), {}
-    if job.loop == "flash":
+    is_on_flash = job.loop in ("flash", *SPECULATING)
+    if is_on_flash:
         hold_disk(Pace(job.disk_rate))
-        flash = {"path": str(folder / "flash"), "keep_steps": 1}
+        flash = {"path": str(folder / f"{job.loop}-store"), "keep_steps": 1}
+        if job.loop in SPECULATING:
+            flash["speculate"] = job.loop
         store = {"dram": job.dram_bytes, "flash": flash}
-    trainer = make_trainer(job.gpt, folder / job.loop, job.moments, store)
+    clip_norm = NEVER_CLIPS if job.compares_speculation else CLIP
+    trainer = make_trainer(job.gpt, folder / job.loop, job.moments, store, clip_norm)
 
     def step() -> float:
         done = trainer.run_step()
-        if job.loop == "flash":
+        if is_on_flash:
             figures = {
                 "read": done.flash_read_bytes,
                 "written": done.flash_written_bytes,
                 "waited": done.flash_wait_seconds,
                 "seconds": done.seconds,
+                "early": done.flash_speculated_bytes,
             }
             with job.steps_file.open("a") as file:
                 file.write(json.dumps(figures) + "\n")
@@ -340,7 +425,9 @@ def beside_disk_loop(job: Job) -> Callable[[], float]:
         nonlocal before
         latest, started = job.moved()[-1], time.perf_counter()
         amount = latest["read"] + latest["written"]
-        disk.pace = Pace(math.ceil(amount / (0.9 * before)) if before < math.inf else None)
+        spread = math.ceil(amount / (0.9 * before)) if before < math.inf else math.inf
+        rate = min(spread, job.disk_rate or math.inf)
+        disk.pace = Pace(int(rate) if rate < math.inf else None)
         with ThreadPoolExecutor(1) as beside:
             moving = beside.submit(disk.move, latest["read"], latest["written"])
             loss = compute()

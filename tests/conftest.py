@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 import warm_start
 from compiled_programs import sharing_kinds, sharing_programs
+from speculated import QUICK_OFF
 
 from penstock.compiler import build
 from penstock.distributed.launchers import fork_client, local
 from penstock.planning import builders
+from penstock.store.flash.guesses import ENVIRONMENT_VARIABLE
 from penstock.user_folders import cache_folder
 
 _CACHE = "XDG_CACHE_HOME"
@@ -52,6 +54,13 @@ def _programs_are_shared() -> Iterator[None]:
     gc.enable()
     yield
     builders.compile_source, build.make_kind = compile_source, make_kind
+
+
+@pytest.fixture(params=QUICK_OFF)
+def speculated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How stores on flash speculate: a test that asks for this runs with each of the modes."""
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, request.param)
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -95,8 +95,10 @@ def transformers_config(gpt: Gpt) -> Any:
     )
 
 
-def make_trainer(gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any]) -> Trainer:
-    """Return Penstock's trainer; `store` and `moments` as in its configuration."""
+def make_trainer(
+    gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any], clip_norm: float = CLIP
+) -> Trainer:
+    """Return Penstock's trainer; `store`, `moments` and `clip_norm` as in its configuration."""
     from penstock.training import Trainer
 
     return Trainer(
@@ -116,7 +118,7 @@ def make_trainer(gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any]) -
                 "learning_rate": LEARNING_RATE,
                 "betas": BETAS,
                 "weight_decay": WEIGHT_DECAY,
-                "clip_norm": CLIP,
+                "clip_norm": clip_norm,
                 "moments": moments,
                 "schedule": {"name": "constant"},
             },

@@ -34,6 +34,13 @@ class FlashConfig(Section):
         unit="steps",
         ge=1,
     )
+    speculate: Literal["off", "on", "auto"] = setting(
+        "off",
+        "on: weights are updated as their gradients arrive, before the norm of all gradients is "
+        "known, as if nothing was clipped; where that was wrong, they are updated again. The "
+        "result is the same to the bit. auto: while steps wait for flash, and their norms are "
+        "below optimizer.clip_norm",
+    )
 
 
 class StoreConfig(Section):

@@ -196,6 +196,7 @@ def make_flash_shard(
         gradient_dtype=_FLOATS[config.gradient_precision],
         keep_steps=config.store.flash.keep_steps,
         durable_every=config.store.flash.durable_every,
+        speculate=config.store.flash.speculate,
         flash_bytes=None if size is None else int(size) // config.store.holders,
         masks=masks,
     )

@@ -232,6 +232,12 @@ def measured_lines(run: RunMeasured) -> list[str]:
             f"{show_bytes(run.flash_written_bytes / run.steps)} written (predicted: "
             f"{show_bytes(run.flash_rule_written_bytes / run.steps)})"
         )
+    if run.flash_speculated_bytes or run.flash_discarded_bytes:
+        lines.append(
+            f"updates before the commit, per step: "
+            f"{show_bytes(run.flash_speculated_bytes / run.steps)} adopted, "
+            f"{show_bytes(run.flash_discarded_bytes / run.steps)} thrown away"
+        )
     written = run.flash_written_bytes + run.checkpoint_bytes
     if written:
         per_day = written / run.seconds * 86400

@@ -213,6 +213,8 @@ def step_done(
         flash_read_bytes=flash.read_bytes,
         flash_written_bytes=flash.written_bytes,
         flash_wait_seconds=flash.waited_seconds,
+        flash_speculated_bytes=flash.speculated_bytes,
+        flash_discarded_bytes=flash.discarded_bytes,
         compute_seconds=seconds - max(store_seconds, waited),
         weight_seconds=max(0.0, store_seconds - waited),
         update_seconds=traffic.update_seconds,

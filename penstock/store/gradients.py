@@ -63,6 +63,7 @@ class Gradients:
         self._dense = DenseGradients(uses)
         self._received: set[int] = set()
         self._squares: dict[str, tuple[float, ...]] = {}
+        self._squares_so_far = 0.0
         self._non_finite: dict[int, list[str]] = {}
 
     def trainable(self, stage: int) -> tuple[str, ...]:
@@ -109,7 +110,9 @@ class Gradients:
             if self._masks.needs_dense_gradient(name):
                 source, is_finite = self._reduce(name, source)
             if source is not None:
+                before = sum(self._squares.get(name, ()))
                 squares = self._squares[name] = exact_sum(self._take(name, source))
+                self._squares_so_far += sum(squares) - before
                 is_finite = is_finite and all(map(math.isfinite, squares))
             if not is_finite:
                 self._non_finite.setdefault(stage, []).append(name)
@@ -151,6 +154,11 @@ class Gradients:
             self._masks.grow(name, dense)
         return kept, is_finite
 
+    @property
+    def squares_so_far(self) -> float:
+        """The sum of the squares of the gradients that have arrived, to rounding."""
+        return self._squares_so_far
+
     def report(self) -> GradientReport:
         """Return the report on this step's gradients."""
         squares = np.array([part for name in self._squares.values() for part in name], np.float64)
@@ -175,6 +183,7 @@ class Gradients:
         """Discard the arrivals since the last commit."""
         self._received.clear()
         self._squares.clear()
+        self._squares_so_far = 0.0
         self._non_finite.clear()
         self._dense.clear()
 

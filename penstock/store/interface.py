@@ -60,11 +60,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FlashTraffic:
-    """Bytes read from flash and written to it, and the caller's waiting time for them."""
+    """Bytes read from flash and written to it, and the caller's waiting time for them.
+
+    `speculated_bytes` were updated before the commit and adopted by it, `discarded_bytes` were
+    updated before the commit in vain.
+    """
 
     read_bytes: int = 0
     written_bytes: int = 0
     waited_seconds: float = 0.0
+    speculated_bytes: int = 0
+    discarded_bytes: int = 0
 
 
 class WeightReader(Protocol):

@@ -125,6 +125,10 @@ class Masks:
         """Return whether the next step needs the gradients of a weight's absent entries too."""
         return self._plan.needs_dense_gradient(name, self.step + 1)
 
+    def change_at(self, step: int) -> bool:
+        """Return whether a step changes masks."""
+        return self._plan.update_at(step) is not None
+
     def streamed(self, name: str, values: torch.Tensor) -> SparseWeight:
         """Return a sparse weight as engines get it, with the values of its entries."""
         return SparseWeight(

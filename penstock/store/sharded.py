@@ -445,4 +445,6 @@ def _sum_of(traffic: Iterable[FlashTraffic]) -> FlashTraffic:
         sum(one.read_bytes for one in each),
         sum(one.written_bytes for one in each),
         sum(one.waited_seconds for one in each),
+        sum(one.speculated_bytes for one in each),
+        sum(one.discarded_bytes for one in each),
     )

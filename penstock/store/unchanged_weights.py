@@ -27,6 +27,16 @@ class UnchangedWeights:
         """Forget all updates."""
         self._never_changed = set(self._trainable)
         self._updated: set[str] = set()
+        self.mark()
+
+    def mark(self) -> None:
+        """Keep the present record, for `go_back`."""
+        self._marked = set(self._never_changed), set(self._updated)
+
+    def go_back(self) -> None:
+        """Forget the updates since `mark`."""
+        never_changed, updated = self._marked
+        self._never_changed, self._updated = set(never_changed), set(updated)
 
     @contextmanager
     def watching(self, name: str, weight: Weight, learning_rate: float) -> Iterator[None]:

@@ -106,6 +106,9 @@ class StepDone:
     the delay of updates by a running checkpoint. `peak_rss_bytes` is the peak memory of the process
     so far.
 
+    `flash_speculated_bytes` of weights and state were updated before the commit and adopted by it,
+    `flash_discarded_bytes` were updated before the commit in vain.
+
     `flops` is the arithmetic of the step's forward and backward sweeps, without recomputation; a
     multiply-add counts as two, and a sparse weight's products by the entries that exist. Of a run
     with sparse weights, `sparsity` is the share of their entries that do not exist after the step,
@@ -136,6 +139,8 @@ class StepDone:
     sparsity: float | None = None
     changed_entries: int = 0
     cycles: StepCycles | None = None
+    flash_speculated_bytes: int = 0
+    flash_discarded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -233,6 +238,8 @@ class RunMeasured:
     closed_form_cycles: float = 0.0
     simulated_cycles: float = 0.0
     clock_hz: float = 0.0
+    flash_speculated_bytes: int = 0
+    flash_discarded_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ _SUMMED = (
     "snapshot_seconds",
     "streamed_bytes",
     "gradient_bytes",
+    "flash_speculated_bytes",
+    "flash_discarded_bytes",
     "flops",
 )
 

@@ -287,6 +287,7 @@ def test_learner_killed_during_copy_is_replaced(text, alone, tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
+@pytest.mark.usefixtures("speculated")
 def test_source_lost_during_copy(text, alone, tmp_path, monkeypatch, on_flash):
     """On flash another opens what it had and is copied; in memory the run ends and says so."""
     run = Run(settings(text, tmp_path / "run", shards=1, replicas=2, on_flash=on_flash))
@@ -335,6 +336,7 @@ def test_trainer_killed_during_copy_restarts_copy(text, alone, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("on_flash", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.usefixtures("speculated")
 def test_random_kills_of_replicated_shards_do_not_change_bits(text, tmp_path, on_flash, seed):
     """Either process of either shard, between steps or within one, as often as they come back."""
     steps, chance = 36, random.Random(seed)
@@ -366,6 +368,7 @@ def test_random_kills_of_replicated_shards_do_not_change_bits(text, tmp_path, on
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("speculated")
 def test_both_replicas_on_flash_killed_resume_newest_step(text, alone, tmp_path):
     config = settings(text, tmp_path / "run", on_flash=True, replicas=2)
     run = Run(config)
@@ -413,6 +416,7 @@ def test_stop_during_lost_shard_can_be_resumed(text, alone, tmp_path, in_a_step)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("speculated")
 def test_killed_shard_on_flash_is_reopened(text, alone, tmp_path):
     run = Run(settings(text, tmp_path / "run", on_flash=True, steps=3, engines=2))
     run.train()

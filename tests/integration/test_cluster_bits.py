@@ -10,9 +10,11 @@ import functools
 import itertools
 
 import pytest
+from speculated import MODES
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
+from penstock.store.flash.guesses import ENVIRONMENT_VARIABLE
 from penstock.telemetry.events import StepDone
 from penstock.training.trainer import Trainer
 
@@ -45,13 +47,26 @@ def alone(folder):
     """The losses and the hash of one engine in one process, by precision and steps."""
 
     @functools.cache
-    def run(precision: str, steps: int) -> tuple[list[float], str]:
-        return train(folder, f"alone-{precision}-{steps}", steps, precision=precision)
+    def run(precision: str, steps: int, clip_norm=1.0) -> tuple[list[float], str]:
+        name = f"alone-{precision}-{steps}-{clip_norm}"
+        optimizer = {"clip_norm": clip_norm}
+        return train(folder, name, steps, precision=precision, optimizer=optimizer)
 
     return run
 
 
-def train(folder, name: str, steps: int, *, shards=1, tier="memory", precision="fp32", **changes):
+def train(
+    folder,
+    name: str,
+    steps: int,
+    *,
+    shards=1,
+    tier="memory",
+    precision="fp32",
+    store=None,
+    each_step=lambda event: None,
+    **changes,
+):
     run = folder / name
     flash = {"flash": {"path": str(run / "flash")}} if tier == "flash" else {}
     config = {
@@ -60,7 +75,7 @@ def train(folder, name: str, steps: int, *, shards=1, tier="memory", precision="
         "precision": precision,
         "batch": {"size": 8, "micro": 1},
         "engine": {"threads": 1, "memory": "256MiB"},
-        "store": {"shards": shards, **flash},
+        "store": {"shards": shards, **flash, **(store or {})},
         "run": {"dir": str(run), "steps": steps},
         **changes,
     }
@@ -69,6 +84,7 @@ def train(folder, name: str, steps: int, *, shards=1, tier="memory", precision="
     def hear(event) -> None:
         if isinstance(event, StepDone):
             losses.append(event.loss)
+            each_step(event)
 
     trainer = Trainer(config, on_event=hear)
     try:
@@ -100,6 +116,37 @@ def test_engines_and_shards_change_no_bit(folder, alone, engines, shards, precis
     losses, weights = made
     assert len(losses) == steps
     assert len(weights) == 32
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize(
+    ("shards", "where", "replicas"),
+    [(1, "here", 1), (2, "here", 1), (2, "apart", 1), (2, "apart", 2)],
+)
+def test_updates_before_the_commit_change_no_bit(
+    folder, alone, shards, where, replicas, mode, monkeypatch
+):
+    """Every process counts what it has updated before the commit, adopted or thrown away."""
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, mode)
+    traffic: list[tuple[int, int]] = []
+    made = train(
+        folder,
+        f"{mode}-{shards}-{where}-{replicas}",
+        FEW,
+        engines=2,
+        shards=shards,
+        precision="bf16",
+        tier="flash",
+        store={"replicas": replicas, "dram": "64MiB"},
+        each_step=lambda e: traffic.append((e.flash_speculated_bytes, e.flash_discarded_bytes)),
+        cluster={"start": "local", "spare": 0, "lease": 10.0, "shards": where},
+        optimizer={"clip_norm": 1e6},
+    )
+    assert made == alone("bf16", FEW, 1e6)
+    adopted, discarded = (sum(each) for each in zip(*traffic, strict=True))
+    assert (adopted > 0) == (mode != "wrong")
+    assert (discarded > 0) == (mode != "on")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def in_memory(tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("speculated")
 def test_run_on_flash_equals_run_in_memory(in_memory, tmp_path):
     steps = []
 
@@ -70,6 +71,7 @@ def test_run_on_flash_equals_run_in_memory(in_memory, tmp_path):
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("speculated")
 def test_stopped_run_on_flash_resumes_to_the_same_bits(in_memory, tmp_path):
     for steps in (2, 5, 7):
         trainer = Trainer(config(tmp_path / "run", steps, on_flash=True))
@@ -78,6 +80,7 @@ def test_stopped_run_on_flash_resumes_to_the_same_bits(in_memory, tmp_path):
     assert inspected(tmp_path / "run", "--hash").output == in_memory[1] + "\n"
 
 
+@pytest.mark.usefixtures("speculated")
 def test_damage_is_named_and_repair_rolls_back_to_an_intact_step(in_memory, tmp_path):
     settings = config(tmp_path / "run", 7, on_flash=True)
     trainer = Trainer(settings)

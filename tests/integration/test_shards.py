@@ -68,6 +68,7 @@ OPTIMIZERS = {
         pytest.param("bf16", "sgd", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("speculated")
 def test_bits_are_independent_of_the_number_of_shards(tmp_path, precision, optimizer):
     changes = {"precision": precision, "optimizer": OPTIMIZERS[optimizer]}
     one = trained(WIDE, tmp_path / "one", 1, **changes)
@@ -125,6 +126,7 @@ def test_run_in_memory_resumes_with_another_number_of_shards(tmp_path):
     assert_same((losses, *part[1:]), one)
 
 
+@pytest.mark.usefixtures("speculated")
 def test_a_run_on_flash_keeps_its_number_of_shards(tmp_path):
     one = trained(WIDE, tmp_path / "one", 1)
     first = trained(WIDE, tmp_path / "run", 2, on_flash=True, until=2)

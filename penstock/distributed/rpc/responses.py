@@ -204,9 +204,11 @@ def traffic(answer: Response) -> Traffic:
 
 
 def flash_traffic(answer: Response) -> FlashTraffic:
-    """Return the bytes moved to and from flash, and the seconds waited."""
+    """Return the bytes moved to and from flash, the seconds waited, and what was speculated."""
     read, written = answer.get("moved", _pair_of(_is_count))
-    return FlashTraffic(read, written, float(answer.get("seconds", _is_seconds)))
+    adopted, discarded = answer.get("speculated", _pair_of(_is_count))
+    seconds = float(answer.get("seconds", _is_seconds))
+    return FlashTraffic(read, written, seconds, adopted, discarded)
 
 
 def roles(answer: Response, spec: WeightSpec) -> dict[str, Stored]:

@@ -327,6 +327,8 @@ class StoreClient:
             sum(each.read_bytes for each in results),
             sum(each.written_bytes for each in results),
             max(each.waited_seconds for each in results),
+            sum(each.speculated_bytes for each in results),
+            sum(each.discarded_bytes for each in results),
         )
 
     # Inspecting and restoring the state

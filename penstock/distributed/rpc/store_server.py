@@ -171,7 +171,11 @@ def _take_flash_traffic(
 ) -> RpcMessage:
     taken = storage.store.take_flash_traffic()
     return RpcMessage(
-        {"moved": [taken.read_bytes, taken.written_bytes], "seconds": taken.waited_seconds}
+        {
+            "moved": [taken.read_bytes, taken.written_bytes],
+            "seconds": taken.waited_seconds,
+            "speculated": [taken.speculated_bytes, taken.discarded_bytes],
+        }
     )
 
 

@@ -43,7 +43,20 @@ class BlockUpdates:
     ) -> None:
         self._program, self._optimizer, self._groups = program, optimizer, groups
         self._gradients, self._unchanged, self._masks = gradients, unchanged, masks
-        self.decision: Decision | None = None
+        self._pending: tuple[Decision, int] | None = None  # and the number of the update
+
+    def decided(self, decision: Decision) -> None:
+        """Take the decision of a step, which the masks have accepted."""
+        self._pending = decision, self._masks.updates
+
+    def expect(self, decision: Decision) -> None:
+        """Take the decision that is expected of the next step; only after all updates."""
+        self._pending = decision, self._masks.updates + 1
+        self._unchanged.mark()
+
+    def dropped(self) -> None:
+        """Forget the updates since `expect`."""
+        self._unchanged.go_back()
 
     def apply(
         self,
@@ -60,8 +73,8 @@ class BlockUpdates:
             data: the state of the block.
             spilled: the gradients of the block, if they are on flash.
         """
-        decision = self.decision
-        assert decision is not None
+        assert self._pending is not None
+        decision, number = self._pending
         if decision.replaces_update:
             return
         parts, state = weight_parts(unit, block, frame, data), state_roles(unit, block, data)
@@ -82,7 +95,7 @@ class BlockUpdates:
                     weight,
                     gradient,
                     state if unit.is_sparse else state_slices(unit, state, here),
-                    step=self._masks.updates,
+                    step=number,
                     learning_rate=rate,
                     weight_decay=settings.weight_decay,
                     gradient_scale=decision.clip_scale,

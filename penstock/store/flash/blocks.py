@@ -38,6 +38,7 @@ class StateBlocks:
         buffer_bytes: int,
     ) -> None:
         self._spare = deque(allocate(buffer_bytes) for _ in range(buffers))
+        self._buffers = buffers
         self._held: dict[tuple[int, int], np.ndarray] = {}
         self._resident: set[tuple[int, int]] = set()
         self._whole: set[int] = set()
@@ -123,6 +124,27 @@ class StateBlocks:
         """Return the memory of `take` to the pool: its content is of no more use."""
         if not self.is_resident(unit, block):
             self._spare.append(memory)
+
+    @property
+    def has_many_free(self) -> bool:
+        """Whether more than half of the buffers are free."""
+        return 2 * len(self._spare) > self._buffers
+
+    def give_up(self) -> None:
+        """Free the buffer of the last block that was read ahead, if more than half of the buffers
+        hold such blocks."""
+        ahead = [k for k in self._held if k not in self._resident and k[0] not in self._whole]
+        if 2 * len(ahead) > self._buffers:
+            self._spare.append(self._held.pop(max(ahead, key=self._place.__getitem__)))
+            self._cursor = 0
+
+    def invalidate(self, unit: Unit) -> None:
+        """Forget the state of a unit that is held: it is not that of the last commit."""
+        for block in self.blocks(unit):
+            if self.holds(unit, block):
+                memory = self.take(unit, block)
+                assert memory is not None
+                self.release(unit, block, memory)
 
     def forget(self) -> None:
         """Invalidate all held blocks."""

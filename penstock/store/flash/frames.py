@@ -67,6 +67,7 @@ class Frames:
                 self._places[unit].append(position)
         self._frames: dict[int, np.ndarray] = {}
         self._spare: list[tuple[np.ndarray, int]] = []  # frames, and the sizes that count
+        self.least_bytes = least_bytes(units, visits)  # what the caller may need at once
         self.page_locked = False  # whether new frames are page-locked
         self.cursor = 0  # the next visit
 
@@ -81,10 +82,20 @@ class Frames:
     def __getitem__(self, unit: int) -> np.ndarray:
         return self._frames[unit]
 
-    def visit(self, stage: int) -> None:
-        """Record that a stage was fetched: the cursor moves behind the stage's next visit."""
+    def visit(self, stage: int) -> Sequence[int]:
+        """Record that a stage was fetched: the cursor moves behind the stage's next visit.
+
+        Returns the units of the visit.
+        """
         count, places = len(self._visits), self._places_of_stage[stage]
-        self.cursor = (1 + min(places, key=lambda place: (place - self.cursor) % count)) % count
+        place = min(places, key=lambda place: (place - self.cursor) % count)
+        self.cursor = (1 + place) % count
+        return self._visits[place].units
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the stage that was visited last is the last stage, or in the backward sweep."""
+        return (self.cursor - 1) % len(self._visits) >= len(self._visits) // 2
 
     def next_use(self, unit: int) -> int:
         """Return the number of visits before the next visit of a unit."""

@@ -28,6 +28,7 @@ import torch
 from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared
+from penstock.store.flash.adaptive_guesses import guesses_of
 from penstock.store.flash.block_updates import BlockUpdates
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.content import FlashContent
@@ -41,11 +42,13 @@ from penstock.store.flash.division import (
 )
 from penstock.store.flash.extent_writes import ExtentWrites
 from penstock.store.flash.frames import Frames, least_bytes
+from penstock.store.flash.guesses import Speculate
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
 from penstock.store.flash.opening import open_files, require_flash, require_masks
 from penstock.store.flash.pipeline import Pipeline
 from penstock.store.flash.portions import BlockPortions
 from penstock.store.flash.shards import store_id_of
+from penstock.store.flash.speculator import Speculator
 from penstock.store.flash.spill import GradientSpill
 from penstock.store.flash.stored_masks import history_of
 from penstock.store.flash.version import recorded_step
@@ -80,6 +83,8 @@ class FlashStore:
         block_elements: elements that are read, updated and written at once.
         durable_every: one of every so many steps is durable.
         masks: decides the masks of sparse weights, if there are any.
+        speculate: whether updates are made before the commit (`speculation.py`); with `auto`, where
+            that is expected to pay (`adaptive_guesses.py`).
 
     Raises:
         BudgetError: `dram_bytes` cannot hold the minimum working set.
@@ -103,6 +108,7 @@ class FlashStore:
         block_elements: int = BLOCK_ELEMENTS,
         durable_every: int = 1,
         masks: MaskRule | None = None,
+        speculate: Speculate = "off",
     ) -> None:
         self.program, self.folder, self.step = program, folder, 0
         self.extra: dict[str, Any] = {}
@@ -143,6 +149,16 @@ class FlashStore:
             self._pipeline = self._make_pipeline()
             self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
+            self._speculator = Speculator(
+                guesses_of(speculate, rule.clip_norm, self._pipeline.waited),
+                rule,
+                self._gradients,
+                self._updates,
+                self._pipeline,
+                self._masks,
+                durable_every,
+            )
+            self._speculator.begin(self.step + 1)
             self._content = FlashContent(
                 program,
                 self._layout,
@@ -172,6 +188,7 @@ class FlashStore:
             state=StateBlocks(layout, blocks, *memory),
             spill=self._spill,
             update=self._updates.apply,
+            forget=self._updates.dropped,
             masks=self._masks,
         )
 
@@ -263,14 +280,15 @@ class FlashStore:
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
-        units = self._layout.units_of(self._gradients.trainable(stage))
+        trainable = self._layout.units_of(self._gradients.trainable(stage))
+        units = [self._layout.units[index] for index in trainable]
         # The old gradients must be used before the new ones, with the new masks, overwrite them.
-        self._pipeline.wait_for_updates(units)
+        self._pipeline.wait_for_updates(trainable)
         self._gradients.check(stage, gradients)
         self._seal_when_due()
         slabs: dict[Unit, np.ndarray] = {}
         try:  # the slab is returned even after an interrupt: later steps wait for it
-            for unit in (self._layout.units[index] for index in units):
+            for unit in units:
                 if unit in self._spill:
                     slabs[unit] = self._pipeline.slab()
                     self._gradients.place(self._spill.arrays(unit, slabs[unit]))
@@ -279,6 +297,8 @@ class FlashStore:
         finally:
             for unit, slab in slabs.items():
                 self._pipeline.spill(unit, slab)
+        if not self._unsealed:  # then a speculative update goes to a place of its own
+            self._speculator.received(self.step + 1, stage, units)
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""
@@ -315,16 +335,20 @@ class FlashStore:
         """Commit the step by the decision for all shards (`DramStore.decide`)."""
         require_next(decision, self.step)
         self._masks.accept(decision)
+        is_as_expected = self._speculator.decided(decision)
         self._gradients.decided()
-        self._updates.decision, self._unsealed = decision, True
-        self.step += 1
+        self._updates.decided(decision)
+        self.step, self._unsealed = self.step + 1, True
         units = [unit for unit in self._layout.units if unit.is_updated]
-        self._pipeline.begin_pass(units, is_written=self._is_due)
+        self._pipeline.begin_pass(units, self._is_due, is_as_expected)
+        self._speculator.begin(self.step + 1)
 
     def discard(self) -> None:
         """Discard the gradients received since the last commit; the step may be replayed."""
+        self._speculator.drop()
         self._gradients.clear()
         self._masks.discard()
+        self._speculator.begin(self.step + 1)
 
     def flush(self) -> None:
         """Apply all pending updates."""
@@ -384,6 +408,7 @@ class FlashStore:
         if self.durable_step is not None and any(u.places == 1 for u in self._layout.units):
             raise RuntimeError("frozen weights are written only once: load them into a new folder")
         self._pipeline.finish_pass()
+        self._speculator.drop()
         self._gradients.clear()
         self._unchanged.begin()
         self._content.begin_restore()
@@ -411,6 +436,7 @@ class FlashStore:
         """
         self._content.finish(step, updates)
         self.step = step
+        self._speculator.begin(step + 1)
         self._writes.seal(step, self.extra, history_of(self._masks))
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:

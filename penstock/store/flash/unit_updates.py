@@ -61,6 +61,10 @@ class UnitUpdates:
         self._checks: list[list[bytes]] = [[], []]
         self._changing: ChangingWeight | None = None
 
+    def forget(self) -> None:
+        """Forget the blocks of a unit that was not updated to its end."""
+        self._checks = [[], []]
+
     def update(
         self,
         unit: Unit,

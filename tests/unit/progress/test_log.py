@@ -173,6 +173,10 @@ def test_end_of_run_reports_traffic_disk_and_memory():
         "written (600 TB in its data sheet) lasts 545 d 16 h",
         "memory: the process used 1.00 GiB at its peak",
     ]
+    early = replace(measured, flash_speculated_bytes=50 * 2**20, flash_discarded_bytes=10 * 2**20)
+    assert event_lines(early)[2] == (
+        "updates before the commit, per step: 5.00 MiB adopted, 1.00 MiB thrown away"
+    )
     little = replace(measured, checkpoint_bytes=2**30)  # a disk would last for centuries
     assert event_lines(little)[2] == "disk: 1.00 GiB written; at this rate 1.00 GiB per day"
 

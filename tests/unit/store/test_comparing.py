@@ -125,6 +125,7 @@ def test_rotation_compares_every_byte_once_in_parts_of_similar_size():
 
 
 @pytest.mark.parametrize("durable_every", [1, 3])
+@pytest.mark.usefixtures("speculated")
 def test_replicas_on_flash_agree_and_a_flipped_bit_is_found_one_step_later(tmp_path, durable_every):
     stores = [
         flash_store(PROGRAM, tmp_path / str(n), dram_bytes=2_000_000, durable_every=durable_every)

@@ -55,6 +55,7 @@ OPTIMIZERS = (
 @pytest.mark.parametrize(
     ("kind", "seed"), thinned([*itertools.product(["fp32", "bf16"], OPTIMIZERS)], range(3))
 )
+@pytest.mark.usefixtures("speculated")
 def test_flash_store_equals_store_in_memory(flash, kind, seed):
     precision, optimizer = kind
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -71,6 +72,7 @@ def test_flash_store_equals_store_in_memory(flash, kind, seed):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.usefixtures("speculated")
 def test_stage_with_only_empty_trainable_weights(flash, precision):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     layers = ({"a": (50, 16)}, {"empty": (0, 3), "frozen": (40,)}, {"b": (16,)})
@@ -99,6 +101,7 @@ LEAST = (
         others=pytest.mark.long,
     ),
 )
+@pytest.mark.usefixtures("speculated")
 def test_any_memory_budget_gives_the_same_bits(flash, dram, optimizer):
     program = make_program(DEEP)
     ours = flash(program, dram=dram, optimizer=optimizer, clip_norm=1.0)
@@ -121,6 +124,7 @@ def test_excess_memory_budget_is_not_allocated(flash):
 
 
 @pytest.mark.parametrize("dram", [LEAST, 2_000_000])
+@pytest.mark.usefixtures("speculated")
 def test_only_every_third_step_is_durable(flash, dram):
     program = make_program(DEEP)
     ours = flash(program, dram=dram, durable_every=3)
@@ -234,6 +238,7 @@ def test_state_that_fits_in_memory_is_not_read_again(flash, dram, state):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("speculated")
 def test_reopened_store_continues_to_the_same_bits(flash, dtype):
     program = make_program(LAYERS, stream_dtype=dtype)
     precision = "fp32" if dtype == torch.float32 else "bf16"
@@ -258,6 +263,7 @@ def test_reopened_store_continues_to_the_same_bits(flash, dtype):
     same(again, theirs)
 
 
+@pytest.mark.usefixtures("speculated")
 def test_step_is_durable_less_than_one_step_after_commit(flash):
     program = make_program(LAYERS)
     store = flash(program)
@@ -271,6 +277,7 @@ def test_step_is_durable_less_than_one_step_after_commit(flash):
         store.commit()
 
 
+@pytest.mark.usefixtures("speculated")
 def test_a_disk_slower_than_a_step_does_not_fall_behind(flash, monkeypatch):
     def slow_sync(descriptor, real=durable.sync):
         time.sleep(0.02)
@@ -309,6 +316,7 @@ def test_failed_open_leaves_no_file_open(flash, tmp_path, monkeypatch, what, is_
     flash(program, dram=LEAST)
 
 
+@pytest.mark.usefixtures("speculated")
 def test_interrupt_before_a_slab_is_filled_loses_no_slab(flash, monkeypatch):
     program = make_program(DEEP)
     store = flash(program, dram=LEAST)

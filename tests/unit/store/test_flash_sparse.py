@@ -80,6 +80,7 @@ def in_memory(method, optimizer="adamw", precision="fp32", **settings):
     ("method", "optimizer", "precision"),
     thinned(list(METHODS), ["adamw", "adamw 8bit"], ["fp32", "bf16"], others=pytest.mark.long),
 )
+@pytest.mark.usefixtures("speculated")
 def test_flash_store_equals_store_in_memory(sparse_flash, method, optimizer, precision):
     ours = loaded(sparse_flash(method, optimizer, precision))
     theirs = in_memory(method, optimizer, precision)
@@ -107,6 +108,7 @@ def reopened(make, store, *arguments, **settings):
         ("densify rigl", "adamw", "fp32"),
     ],
 )
+@pytest.mark.usefixtures("speculated")
 def test_store_that_is_reopened_at_every_step_has_the_same_bits(
     sparse_flash, method, optimizer, precision
 ):
@@ -122,6 +124,7 @@ def test_store_that_is_reopened_at_every_step_has_the_same_bits(
 
 
 @pytest.mark.parametrize("method", ["set", "rigl"])
+@pytest.mark.usefixtures("speculated")
 def test_store_that_is_closed_before_a_step_is_durable_loses_at_most_that_step(
     sparse_flash, method
 ):
@@ -168,6 +171,7 @@ def large_program(method, precision="fp32"):
     ],
 )
 @pytest.mark.parametrize("room", quick_first(["least", "ample", "seldom durable"], ["least"]))
+@pytest.mark.usefixtures("speculated")
 def test_weights_of_many_blocks_have_the_same_bits_in_any_memory(
     flash, method, optimizer, precision, half, room
 ):
@@ -199,6 +203,7 @@ def test_weights_of_many_blocks_have_the_same_bits_in_any_memory(
 
 
 @pytest.mark.parametrize("method", ["set", "rigl"])
+@pytest.mark.usefixtures("speculated")
 def test_discarded_step_is_replayed_to_the_same_bits(sparse_flash, method):
     ours, theirs = loaded(sparse_flash(method)), in_memory(method)
     train_sparse(ours, 2)

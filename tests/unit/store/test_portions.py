@@ -51,6 +51,7 @@ def copied(source, target, portion_bytes: int):
 
 @pytest.mark.parametrize("optimizer", [None, EIGHT_BIT], ids=["float32", "8 bits"])
 @pytest.mark.parametrize("portion_bytes", [5_000, 4 << 20])
+@pytest.mark.usefixtures("speculated")
 def test_portions_hold_exactly_the_content_of_a_store(make, optimizer, portion_bytes):
     source = trained(make(optimizer))
     target = copied(source, make(optimizer), portion_bytes)

@@ -76,6 +76,7 @@ def test_sharded_store_equals_one_store(precision, optimizer):
         ("bf16", Lion(), 9),  # some shards hold next to nothing
     ],
 )
+@pytest.mark.usefixtures("speculated")
 def test_sharded_store_on_flash_equals_one_store(tmp_path, precision, optimizer, count):
     program = program_of(precision)
     one = loaded(training_store(program, precision, optimizer=optimizer))
@@ -235,6 +236,7 @@ def test_a_gradient_of_another_shape_reaches_no_shard():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("tier", ["memory", "flash"])
+@pytest.mark.usefixtures("speculated")
 def test_gradient_is_zero_only_if_every_piece_is_zero(tier, count, tmp_path):
     """Of `half`, one element in the last piece is not zero."""
     weights = {"half": (100, 200), "zero": (100, 200), "small": (3,), "empty": (0, 3)}

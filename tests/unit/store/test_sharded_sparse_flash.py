@@ -92,6 +92,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", quick_first(CASES, CASES[:4]), ids=str)
+@pytest.mark.usefixtures("speculated")
 def test_shards_on_flash_have_the_bits_of_one_store_in_memory(case, make):
     policy, count, moments = case
     optimizer = AdamW(0.9, 0.95, 1e-8, moments=moments)
@@ -103,6 +104,7 @@ def test_shards_on_flash_have_the_bits_of_one_store_in_memory(case, make):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("speculated")
 def test_shards_that_are_reopened_at_every_step_have_the_same_bits(make):
     """All gradients but those of tied weights are on flash from their arrival to their update."""
     program = sparse_program(
@@ -126,6 +128,7 @@ def test_shards_that_are_reopened_at_every_step_have_the_same_bits(make):
     assert_same_sparse_state(ours, theirs)
 
 
+@pytest.mark.usefixtures("speculated")
 def test_stores_that_are_closed_before_a_step_is_durable_replay_it(make):
     ours, theirs = loaded(make("set", 2), in_memory("set"))
     for stop in (2, 3, 6):
@@ -139,6 +142,7 @@ def test_stores_that_are_closed_before_a_step_is_durable_replay_it(make):
     assert_same_steps(ours, theirs, 2)
 
 
+@pytest.mark.usefixtures("speculated")
 def test_part_of_a_mask_outgrows_its_plan(make):
     """Nearly all entries are in the last shards; `store.dram` and the disk are planned for less."""
     rule = mask_rule("rigl", "magnitude")
@@ -213,6 +217,7 @@ def test_one_shard_in_the_files_of_a_store_without_shards(make, tmp_path):
     assert_same_steps(make("rigl", 1, single=True), theirs, 2)
 
 
+@pytest.mark.usefixtures("speculated")
 def test_discarded_step_and_gradients_that_are_not_finite_change_nothing(make):
     ours, theirs = loaded(make("rigl", 3), in_memory("rigl"))
     step(ours, 5)
@@ -238,6 +243,7 @@ def copied(source, target):
 
 @pytest.mark.long
 @pytest.mark.parametrize("initial", ["random", "zeros"])
+@pytest.mark.usefixtures("speculated")
 def test_copied_shards_continue_with_the_same_bits(initial, make, tmp_path):
     rule = mask_rule("rigl", initial)
     more = {"optimizer": EIGHT_BIT, "rule": rule}
