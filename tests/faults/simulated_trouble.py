@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from toy_cluster import FIRST_ENGINE, FIRST_RELAY, STEPS, ToyCluster, reference
+from toy_cluster import FIRST_ENGINE, FIRST_RELAY, ToyCluster
+from toy_model import STEPS, reference
 
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates

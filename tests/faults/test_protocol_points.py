@@ -11,7 +11,8 @@ import functools
 
 import numpy as np
 import pytest
-from toy_cluster import FIRST_ENGINE, ToyCluster, reference
+from toy_cluster import FIRST_ENGINE, ToyCluster
+from toy_model import reference
 
 from penstock.distributed.protocol.messages import MessageType
 from penstock.distributed.simulation import Faults

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine, reference
+from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine
+from toy_model import reference
 
 from penstock.distributed.protocol import UnrecoverableError
 from penstock.distributed.protocol.messages import Message, MessageType

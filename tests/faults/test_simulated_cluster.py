@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from grids import quick_first
 from simulated_trouble import require_same, survive
-from toy_cluster import FIRST_ENGINE, STEPS, ToyCluster
+from toy_cluster import FIRST_ENGINE, ToyCluster
+from toy_model import STEPS
 
 from penstock.distributed.protocol import connections
 from penstock.distributed.protocol.messages import Message, MessageType

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from grids import quick_first
 from simulated_trouble import require_same, survive
-from toy_cluster import FIRST_ENGINE, FIRST_RELAY, MICRO_BATCHES, STEPS, ToyCluster, transfers
+from toy_cluster import FIRST_ENGINE, FIRST_RELAY, ToyCluster, transfers
+from toy_model import MICRO_BATCHES, STEPS
 
 from penstock.distributed.protocol import connections
 from penstock.distributed.protocol.messages import Message, MessageType

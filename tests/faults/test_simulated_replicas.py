@@ -13,7 +13,8 @@ import random
 import numpy as np
 import pytest
 from grids import quick_first
-from toy_cluster import FIRST_ENGINE, HELD, STAGES, STEPS, WEIGHTS, ToyCluster, reference
+from toy_cluster import FIRST_ENGINE, HELD, ToyCluster
+from toy_model import STAGES, STEPS, WEIGHTS, reference
 
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates
