@@ -28,7 +28,7 @@ class FabricConfig(Section):
     relays: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = setting(
         "auto",
         "processes that forward weights and add gradients, so that an engine's link carries its "
-        "own weights and gradients only. auto: none for one or two engines and on one machine, "
-        "where no link is relieved; with a Ray cluster as many as keep up with the engines' links",
+        "own weights and gradients only. auto: as many as keep up with the engines' links, "
+        "in a Ray cluster with a host for each of them and each engine; else none",
         unit="relays",
     )

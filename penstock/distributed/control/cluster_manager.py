@@ -107,7 +107,6 @@ class ClusterManager:
             addresses=self.registry.addresses,
             can_replace_engine=self._can_replace_engine,
             is_alive=self._is_alive,
-            relays=relay_count(config),
         )
         self._endpoint.add(COORDINATOR, _CoordinatorAdapter(self._take))
         self._calls = RpcClient(self._send, self.event_queue.require_sound)
@@ -135,6 +134,7 @@ class ClusterManager:
         cleanup.callback(remove_record, self._rendezvous_path, token)
         self.launcher = launch(self._endpoint)
         cleanup.callback(self.launcher.close)
+        self.coordinator.wanted_relays = self._usual_relays(config.engines)
         self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
@@ -251,11 +251,14 @@ class ClusterManager:
             self._layout.room.require(wanted)
         return wanted
 
+    def _usual_relays(self, engines: int) -> int:
+        return relay_count(self._config, engines, hosts=self.launcher.hosts)
+
     def _require_relays(self, relays: object, engines: int) -> int:
         if relays is None:
             if self._config.fabric.relays != "auto":
                 return self.coordinator.wanted_relays
-            return relay_count(self._config, engines)
+            return self._usual_relays(engines)
         if type(relays) is not int or not 0 <= relays <= MOST_RELAYS:
             raise ClusterError(f"relays: expected 0 to {MOST_RELAYS}, got {relays!r}")
         return relays

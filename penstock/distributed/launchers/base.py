@@ -34,6 +34,11 @@ class Launcher(Protocol):
         """Return the reason why started workers are not running yet; None if there is none."""
         ...
 
+    @property
+    def hosts(self) -> int | None:
+        """The number of hosts that had room for workers when the run started; None: unknown."""
+        ...
+
     def starves(self, worker: str) -> bool:
         """Tell whether a worker is runnable but waits for a processor; False if this is unknown."""
         ...
@@ -64,6 +69,11 @@ class ExternalLauncher:
 
     def waits_for(self) -> str | None:
         """Return None: the run reports the address on which it listens."""
+        return None
+
+    @property
+    def hosts(self) -> int | None:
+        """None: users choose the hosts."""
         return None
 
     def starves(self, worker: str) -> bool:

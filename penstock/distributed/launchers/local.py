@@ -133,6 +133,11 @@ class LocalLauncher:
         """Return None: a process of this machine runs at once."""
         return None
 
+    @property
+    def hosts(self) -> int | None:
+        """One: all workers are on this host."""
+        return 1
+
     def starves(self, worker: str) -> bool:
         """Tell whether a thread of the worker is runnable."""
         pid = self.pids.get(worker)

@@ -83,6 +83,8 @@ class RayConnection:
         }
         if variables and not self.is_one_node:  # a Ray started here inherits them
             self.options["runtime_env"] = {"env_vars": variables}
+        has_room = (n["Alive"] and n["Resources"].get("CPU", 0) >= 1 for n in ray.nodes())
+        self.hosts = sum(has_room)
         self.host = "127.0.0.1" if self.is_one_node else _host(ray, address)
 
     def close(self) -> None:
@@ -246,6 +248,11 @@ class RayLauncher:
         late = time.monotonic() - _LATE_SECONDS
         actors = list(self._actors.values())
         return [a for a in actors if a.process is None and a.requested_at < late]
+
+    @property
+    def hosts(self) -> int | None:
+        """The number of nodes that had processors for workers when the run started."""
+        return self._connection.hosts
 
     def starves(self, worker: str) -> bool:
         """Tell whether a worker waits for a processor; False if Ray has other nodes."""

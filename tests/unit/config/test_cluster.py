@@ -110,3 +110,11 @@ def test_relays_need_processes():
 def test_automatic_relays_are_for_hosts_with_links(cluster, engines, relays):
     assert relay_count(with_relays("auto", **cluster), engines) == relays
     assert relay_count(with_relays(0, **cluster), engines) == 0
+
+
+@pytest.mark.parametrize(("hosts", "relays"), [(None, 6), (9, 0), (10, 6), (1, 0)])
+def test_automatic_relays_need_hosts_of_their_own(hosts, relays):
+    config = with_relays("auto", start="ray", address="auto")
+    assert relay_count(config, 4, hosts=hosts) == relays
+    given = with_relays(3, start="ray", address="auto")
+    assert relay_count(given, 4, hosts=hosts) == 3

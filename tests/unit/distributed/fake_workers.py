@@ -30,6 +30,7 @@ class FakeLauncher:
 
     lacks: str | None = None
     starving: tuple[str, ...] = ()
+    hosts: int | None = None
 
     def __init__(self, always_fails: bool) -> None:
         self.always_fails, self.started = always_fails, 0

@@ -14,6 +14,7 @@ from penstock.distributed.launchers.base import WorkerExit
 class FakeLauncher:
     lacks: str | None = None
     starving: tuple[str, ...] = ()
+    hosts: int | None = None
 
     def __init__(self) -> None:
         self.started = 0

@@ -68,6 +68,13 @@ class IdleRay:
     def is_initialized(self) -> bool:
         return True
 
+    def nodes(self) -> list[dict]:
+        """A head without processors for workers, two nodes, and one that is dead."""
+        return [
+            {"Alive": alive, "Resources": {"CPU": cores} if cores else {}}
+            for alive, cores in ((True, 0), (True, 16.0), (True, 1.0), (False, 16.0))
+        ]
+
 
 @pytest.mark.parametrize(
     ("device", "address", "engine", "shard"),
@@ -84,8 +91,10 @@ def test_engines_request_gpu_and_threads_and_shards_do_not(
     monkeypatch.setitem(sys.modules, "ray", IdleRay())
     run = {"model": "gpt2", "engine": {"threads": 8}}
     given = Config.from_mapping({**run, "cluster": {"start": "ray", "address": address}})
-    wants = RayConnection(given, device).wants
-    found = {role: (each["num_cpus"], each["num_gpus"]) for role, each in wants.items()}
+    connection = RayConnection(given, device)
+    wants = connection.wants.items()
+    found = {role: (each["num_cpus"], each["num_gpus"]) for role, each in wants}
+    assert connection.hosts == 2
     assert found == {"engine": engine, "shard": shard, "relay": (0, 0)}
 
 
