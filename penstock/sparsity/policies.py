@@ -103,6 +103,11 @@ class SparsityPolicy(ABC):
         return False
 
     @abstractmethod
+    def may_change(self, step: int) -> bool:
+        """Return whether the commit of step `step`, from 1, may change masks, whatever their
+        sizes."""
+
+    @abstractmethod
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         """Return what happens with the masks at the commit of step `step`, from 1.
 
@@ -113,6 +118,9 @@ class SparsityPolicy(ABC):
 @dataclass(frozen=True)
 class StaticMasks(SparsityPolicy):
     """The masks of the start, for the whole run."""
+
+    def may_change(self, step: int) -> bool:
+        return False
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         return None
@@ -134,8 +142,11 @@ class GradualMagnitude(SparsityPolicy):
     schedules: Mapping[str, SparsitySchedule]
     times: ChangeTimes
 
+    def may_change(self, step: int) -> bool:
+        return self.times.is_due(step) or step == self.times.end
+
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
-        if not (self.times.is_due(step) or step == self.times.end):
+        if not self.may_change(step):
             return None
         changes = []
         for weight, schedule in self.schedules.items():
@@ -157,7 +168,7 @@ class _Exchange(SparsityPolicy):
     def updates_between_changes(self) -> int | None:
         return self.times.every
 
-    def _is_due(self, step: int) -> bool:
+    def may_change(self, step: int) -> bool:
         return self.times.is_due(step) and drop_fraction_at(self.fraction, step) > 0
 
     def _changes(self, step: int, masks: Mapping[str, MaskSize]) -> tuple[CountChange, ...]:
@@ -179,7 +190,7 @@ class SparseEvolutionaryTraining(_Exchange):
     """
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
-        changes = self._changes(step, masks) if self._is_due(step) else ()
+        changes = self._changes(step, masks) if self.may_change(step) else ()
         return MaskUpdate(step, changes) if changes else None
 
 
@@ -201,10 +212,10 @@ class RigL(_Exchange):
         return self.fraction.initial
 
     def needs_dense_gradients(self, step: int) -> bool:
-        return self._is_due(step)
+        return self.may_change(step)
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
-        changes = self._changes(step, masks) if self._is_due(step) else ()
+        changes = self._changes(step, masks) if self.may_change(step) else ()
         if not changes:
             return None
         return MaskUpdate(step, changes, Order.LARGEST, replaces_update=True)
@@ -234,6 +245,9 @@ class Densify(SparsityPolicy):
 
     def needs_dense_gradients(self, step: int) -> bool:
         return step < self.step and self.until.needs_dense_gradients(step)
+
+    def may_change(self, step: int) -> bool:
+        return step == self.step or (step < self.step and self.until.may_change(step))
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         if step < self.step:

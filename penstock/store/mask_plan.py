@@ -136,6 +136,10 @@ class MaskPlan:
             return False
         return self._rule.policy.needs_dense_gradients(step)
 
+    def may_change(self, step: int) -> bool:
+        """Return whether a step may change masks, of this store or of another shard."""
+        return self._rule is not None and self._rule.policy.may_change(step)
+
     def update_at(self, step: int) -> MaskUpdate | None:
         """Return what the policy does at the commit of the next step, which depends on the sizes of
         masks alone."""

@@ -125,9 +125,9 @@ class Masks:
         """Return whether the next step needs the gradients of a weight's absent entries too."""
         return self._plan.needs_dense_gradient(name, self.step + 1)
 
-    def change_at(self, step: int) -> bool:
-        """Return whether a step changes masks."""
-        return self._plan.update_at(step) is not None
+    def may_change(self, step: int) -> bool:
+        """Return whether a step may change masks, of this store or of another shard."""
+        return self._plan.may_change(step)
 
     def streamed(self, name: str, values: torch.Tensor) -> SparseWeight:
         """Return a sparse weight as engines get it, with the values of its entries."""

@@ -68,7 +68,7 @@ class Speculator:
         is_expected = self._guesses.expects(stage, self._gradients.squares_so_far)
         if guess is None:
             return
-        if self._masks.change_at(step) or self._certainly_differs(guess):
+        if self._masks.may_change(step) or self._certainly_differs(guess):
             self._guess = None
             self._pipeline.plan(False)
             self.drop()

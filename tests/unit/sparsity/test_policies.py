@@ -39,6 +39,7 @@ def updates(policy, masks, steps=1000):
         if update is None:
             continue
         assert update.step == step
+        assert policy.may_change(step)
         found[step] = update
         for change in update.changes:
             size = masks[change.weight]
@@ -49,6 +50,7 @@ def updates(policy, masks, steps=1000):
 def test_static_masks_never_change():
     assert updates(StaticMasks(), MASKS) == ({}, MASKS)
     assert not any(StaticMasks().needs_dense_gradients(step) for step in range(1000))
+    assert not any(StaticMasks().may_change(step) for step in range(1000))
 
 
 def test_gradual_magnitude_goes_from_dense_to_the_sparsity_between_a_quarter_and_three():
@@ -102,6 +104,14 @@ def test_exchanges_of_a_run_end_after_three_quarters_by_default(kind):
     assert list(found) == [500, 650, 800]
     with pytest.raises(ConfigError, match="step 1001 is outside the run of 1000 steps"):
         exchanging(kind, 1000, end=1001)
+
+
+def test_steps_between_changes_change_nothing():
+    policy = Densify(SparseEvolutionaryTraining(TIMES, FRACTION), 900)
+    assert [step for step in range(1, 1001) if policy.may_change(step)] == [
+        *range(100, 750, 100),
+        900,
+    ]
 
 
 def test_a_change_without_entries_is_none():
