@@ -7,26 +7,11 @@ whose rows were lost does not begin, and the step is retried in another epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Sequence
 
 from penstock.distributed.protocol.messages import MessageType, pack_arrays
 from penstock.distributed.protocol.step_request import EngineInput, StepRequest
-
-
-class SendForStep(Protocol):
-    """Sends a message to a node, in the current epoch and for a step."""
-
-    def __call__(
-        self,
-        to: int,
-        kind: MessageType,
-        body: Mapping[str, Any] | None = None,
-        payload: np.ndarray | None = None,
-        step: int | None = None,
-    ) -> None: ...
+from penstock.distributed.protocol.step_transaction import Send
 
 
 class RowsAhead:
@@ -36,7 +21,7 @@ class RowsAhead:
         send: sends a message to a node.
     """
 
-    def __init__(self, send: SendForStep) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
         self._epoch = 0
         self._request: StepRequest | None = None

@@ -21,7 +21,7 @@ from penstock.errors import CorruptionError
 
 
 class Send(Protocol):
-    """Sends a message to a node, in the current epoch and for the step in flight."""
+    """Sends a message to a node, in the current epoch and for a step; None: the one in flight."""
 
     def __call__(
         self,
@@ -29,6 +29,7 @@ class Send(Protocol):
         kind: MessageType,
         body: Mapping[str, Any] | None = None,
         payload: np.ndarray | None = None,
+        step: int | None = None,
     ) -> None: ...
 
 

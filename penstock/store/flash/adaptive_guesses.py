@@ -26,7 +26,8 @@ from penstock.store.flash.guesses import (
 from penstock.store.interface import Decision
 
 _LEAST_SHARE = 0.02
-"""Of a step's time that the caller waits for flash, above which updates before the commit pay."""
+"""Assumed: of a step's time that the caller waits for flash, above which updates before the commit
+pay. It is not measured."""
 
 _PROBE_EVERY = 64
 """Steps that are speculated before one is not."""

@@ -64,7 +64,7 @@ class ColumnWords:
         return max(self.word_cycles, self.ramp_cycles / self.queue_words)
 
     @property
-    def in_no_time(self) -> ColumnWords:
+    def without_times(self) -> ColumnWords:
         """The same words and queues where nothing takes time on the way."""
         return replace(self, word_cycles=0.0, ramp_cycles=0.0, hop_cycles=0.0)
 

@@ -76,7 +76,7 @@ def forward(
         # A sum needs a whole turn; a core meanwhile holds as many as it has accumulators.
         turn = layout.chain_rows * (core.partial_sum_cycles + core.hop_cycles)
         limits["turns of the ring"] = product.outputs * turn / options.accumulators
-    alone = ProductCycles(
+    unhindered = ProductCycles(
         "forward",
         arithmetic=times.arithmetic,
         set_up=times.set_up,
@@ -87,12 +87,12 @@ def forward(
         useful=shape.useful,
     )
     if mask is None:
-        return alone
+        return unhindered
     finish = forward_finish(
         mask.counts * entry.cycles, steps, shape.column_words, shape.arriving_cycles()
     )
     leaving = 0.0 if steps.is_ring else core.hop_cycles * layout.mesh.columns + core.ramp_cycles
-    return _with_waiting(alone, finish + leaving)
+    return _with_waiting(unhindered, finish + leaving)
 
 
 def data_gradient(
@@ -107,7 +107,7 @@ def data_gradient(
     shape = _Shape(product, layout, core, mask)
     entry = _Entry(core.trigger_cycles, shape.elements_cycles)
     times = _broadcast_time(shape, entry, options)
-    alone = ProductCycles(
+    unhindered = ProductCycles(
         "data gradient",
         arithmetic=times.arithmetic,
         # A control word ends an output feature: its task takes the next row of dY. (The simulation
@@ -118,7 +118,7 @@ def data_gradient(
         limits={**shape.stream_limits(options), **shape.broadcast_limits(options)},
         useful=shape.useful,
     )
-    return _with_broadcast(alone, shape, entry, options, core.task_cycles, 0)
+    return _with_broadcast(unhindered, shape, entry, options, core.task_cycles, 0)
 
 
 def weight_gradient(
@@ -151,7 +151,7 @@ def weight_gradient(
         limits["words between row groups"] = shape.row_group_cycles(out)
     if product.is_indexed:
         limits["words at the edge"] = shape.stream_limits(options)["words at the edge"]
-    alone = ProductCycles(
+    unhindered = ProductCycles(
         "weight gradient",
         arithmetic=times.arithmetic,
         # The places of a whole weight need not enter, nor control words with them.
@@ -161,7 +161,7 @@ def weight_gradient(
         limits=limits,
         useful=shape.useful,
     )
-    return _with_broadcast(alone, shape, entry, options, control, passing)
+    return _with_broadcast(unhindered, shape, entry, options, control, passing)
 
 
 def step_cycles(
@@ -352,7 +352,7 @@ def _forward_time(
         finish = shape.mean_entries * entry.cycles + skew
     else:
         work = shape.mask.counts * entry.cycles
-        finish = forward_finish(work, steps, shape.column_words.in_no_time)
+        finish = forward_finish(work, steps, shape.column_words.without_times)
         # The last row of cores passes sums on after all before it have: that is part of the fill.
         finish -= (rows - 1) * steps.pass_cycles * steps.is_one_thread
         finish -= outputs * (steps.pass_cycles + add)
@@ -366,12 +366,12 @@ def _broadcast_time(shape: _Shape, entry: _Entry, options: StreamingOptions) -> 
         finish = shape.fullest(options.is_sorted) * entry.cycles + skew
     else:
         work = shape.mask.counts * entry.cycles
-        finish = broadcast_finish(work, options.broadcast_rows, shape.column_words.in_no_time)
+        finish = broadcast_finish(work, options.broadcast_rows, shape.column_words.without_times)
     return _times(shape, entry, finish, options)
 
 
 def _with_broadcast(
-    alone: ProductCycles,
+    unhindered: ProductCycles,
     shape: _Shape,
     entry: _Entry,
     options: StreamingOptions,
@@ -380,16 +380,16 @@ def _with_broadcast(
 ) -> ProductCycles:
     """Add the waiting of a product with a broadcast, where the mask is known."""
     if shape.mask is None:
-        return alone
+        return unhindered
     work = shape.mask.counts * entry.cycles + control_cycles
     arriving = shape.arriving_cycles(passing).mean(axis=1)
     finish = broadcast_finish(work, options.broadcast_rows, shape.column_words, arriving)
-    return _with_waiting(alone, finish + _crossing(shape.layout, shape.core))
+    return _with_waiting(unhindered, finish + _crossing(shape.layout, shape.core))
 
 
-def _with_waiting(alone: ProductCycles, finish: float) -> ProductCycles:
+def _with_waiting(unhindered: ProductCycles, finish: float) -> ProductCycles:
     """Add what cores and links lose together, so that the product is done at `finish`."""
-    return replace(alone, waiting=max(0.0, finish - alone.total))
+    return replace(unhindered, waiting=max(0.0, finish - unhindered.total))
 
 
 def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOptions) -> _Times:
