@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 # PyTorch and Numba each have a pool of OpenMP threads. By default the threads of an idle pool spin
 # for milliseconds on cores that the other pool needs, so they are configured to sleep, but only
-# after a spin of a fraction of a millisecond: most operators follow each other faster than that, and
-# waking a thread takes as long as a small operator. torch reads these settings at import.
+# after a spin of a fraction of a millisecond: most operators follow each other faster than that,
+# and waking a thread takes as long as a small operator. torch reads these settings at import.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

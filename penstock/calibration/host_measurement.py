@@ -17,6 +17,7 @@ from penstock.calibration.host_key import KEY, HostKey
 from penstock.calibration.link_cases import BOTH, MESSAGE, ProcessLinks, process_links
 from penstock.calibration.operator_cases import operator_cases
 from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
+from penstock.calibration.reference_step import STEP, ratios_in_step, reference_cases
 from penstock.calibration.repetitions import (
     ENOUGH_REPETITIONS,
     Case,
@@ -28,6 +29,7 @@ from penstock.calibration.repetitions import (
 )
 from penstock.calibration.sparse_cases import Choices, sparse_cases
 from penstock.calibration.store_cases import store_cases
+from penstock.compiler import Products
 from penstock.config import ByteSize
 from penstock.engine import (
     keep_freed_pages,
@@ -51,7 +53,7 @@ from penstock.user_folders import cache_folder
 
 _CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
 _DIGITS = 4  # of a rate: its spread is larger than the rest
-_ALONE = (OPERATOR_CALL, STAGE_CALL, "flash both", BOTH, MESSAGE)  # figures that are no curve
+_ALONE = (OPERATOR_CALL, STAGE_CALL, STEP, "flash both", BOTH, MESSAGE)  # figures that are no curve
 
 
 def calibrate(
@@ -102,11 +104,16 @@ def calibrate(
 
 
 def _cases(choices_seconds: float) -> Iterator[Case]:
-    products = target_of("cpu").choose_products(Processor.here())
+    products = _products()
     yield from overhead_cases()
     yield from operator_cases(products, thread_count(None))
+    yield from reference_cases(products)
     yield from store_cases()
     yield from sparse_cases(Choices(choices_seconds))
+
+
+def _products() -> Products:
+    return target_of("cpu").choose_products(Processor.here())
 
 
 @contextlib.contextmanager
@@ -167,6 +174,11 @@ def _description(
         operator_seconds=_rounded(1 / alone[OPERATOR_CALL]),
         stage_seconds=_rounded(1 / alone[STAGE_CALL]),
         rates=curves(measured, "engine"),
+    )
+    seconds = {m.quantity.dtype: 1 / m.rate for m in measured if m.quantity.work == STEP}
+    ratios = ratios_in_step(engine, _products(), seconds)
+    engine = engine.model_copy(
+        update={f"{dtype}_in_step": _rounded(ratio) for dtype, ratio in ratios.items()}
     )
     store = StorePart(
         memory=ByteSize(process_memory.total_bytes()),

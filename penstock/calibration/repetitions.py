@@ -32,7 +32,7 @@ class Quantity:
     """What is measured: a curve of `penstock.machines`, or a figure of its own.
 
     `work` is a `penstock.machines.Work`, or `operator call`, `stage call`, `flash both`,
-    `shared memory both ways`, `message`.
+    `reference step`, `shared memory both ways`, `message`.
     """
 
     part: Part

@@ -20,6 +20,7 @@ from penstock.machines.gpu_cluster import (
 )
 from penstock.machines.load import dump, known_machines, load_any, load_machine
 from penstock.machines.median import median_machine
+from penstock.machines.operator_time import operator_seconds, sum_seconds
 from penstock.machines.rates import IN_FLOPS, RateCurve, RateTable, Work
 
 __all__ = [
@@ -43,4 +44,6 @@ __all__ = [
     "load_gpu_cluster",
     "load_machine",
     "median_machine",
+    "operator_seconds",
+    "sum_seconds",
 ]

@@ -59,6 +59,16 @@ class EnginePart(Section):
         example=5e-5,
         ge=0,
     )
+    float32_in_step: float | None = setting(
+        None,
+        "how long operators take in a step, over their time where each is repeated alone; null: as "
+        "long",
+        example=0.95,
+        gt=0,
+    )
+    bfloat16_in_step: float | None = setting(
+        None, "the same for operators of bfloat16", example=1.2, gt=0
+    )
     rates: tuple[RateCurve, ...] = Field(strict=False, description="speed by kind of work")
     watts: float | None = setting(
         None, "power of one engine while it computes", unit="W", example=700, ge=0
@@ -74,6 +84,11 @@ class EnginePart(Section):
     def speed(self) -> RateTable:
         """The engine's rates."""
         return RateTable(self.rates, "engine.rates")
+
+    def in_step(self, dtype: str) -> float:
+        """Return how long operators of a type take in a step, over their time alone."""
+        ratio = self.bfloat16_in_step if dtype == "bfloat16" else self.float32_in_step
+        return 1.0 if ratio is None else ratio
 
 
 class FlashPart(Section):

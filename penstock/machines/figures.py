@@ -9,6 +9,7 @@ from penstock.machines.description import MachineDescription
 from penstock.machines.rates import IN_FLOPS, RateCurve
 
 _NO_FIGURES = {"is_host", "rates", "flash"}
+_ONLY_MEASURED = {"float32_in_step", "bfloat16_in_step"}  # no data sheet gives them
 _UNITS = {
     "operator_seconds": "s",
     "stage_seconds": "s",
@@ -54,6 +55,8 @@ def _of_part(name: str, part: Section) -> Iterator[tuple[str, str]]:
     for key in type(part).model_fields:
         if key not in _NO_FIGURES:
             value = getattr(part, key)
+            if value is None and key in _ONLY_MEASURED:
+                continue
             yield f"{name}.{key}", "" if value is None else _text(value, _UNITS.get(key, ""))
 
 

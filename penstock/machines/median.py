@@ -13,6 +13,8 @@ _CURVES = (("engine",), ("store",), ("store", "flash"), ("processes",))
 _FIGURES = (
     ("engine", "operator_seconds"),
     ("engine", "stage_seconds"),
+    ("engine", "float32_in_step"),
+    ("engine", "bfloat16_in_step"),
     ("store", "flash", "both"),
     ("processes", "both"),
     ("processes", "seconds"),

@@ -10,8 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.engine import EnginePlan
-from penstock.machines import IN_FLOPS, EnginePart, MachineDescription, RateTable
-from penstock.operator_cost import OperatorCost
+from penstock.machines import (
+    EnginePart,
+    MachineDescription,
+    RateTable,
+    operator_seconds,
+    sum_seconds,
+)
 from penstock.program import Program, WeightSpec
 from penstock.sparsity import expected_bytes
 from penstock.step_schedule import Operation, StepSchedule
@@ -134,9 +139,9 @@ def _operation_cost(
         seconds_of[key] = sum(operator_seconds(cost, engine) for cost in kind.costs[executable])
     one = seconds_of[key] + engine.stage_seconds
     one += _dense_gradient_seconds(program, operation, engine)
-    # Gradients of micro-batches are added in pairs: two are read, one is written.
-    sums = (micro_batches - 1) * 3 * operation.gradient_bytes
-    adding = sums / engine.speed.curve("pointwise", "float32").at(3 * operation.gradient_bytes or 1)
+    adding = sum_seconds(
+        operation.gradient_bytes, micro_batches, _gradient_type(program, operation), engine
+    )
     width = machine.link.value_bytes if machine.link is not None else None
     weights = [program.weights[name] for name in operation.weights]
     gradients = operation.gradient_bytes // _FLOAT_BYTES
@@ -152,6 +157,14 @@ def _operation_cost(
         receive,
         updated,
     )
+
+
+def _gradient_type(program: Program, operation: Operation) -> str:
+    """Return the type in which an operation computes gradients: that of most streamed bytes."""
+    weights = [program.weights[name] for name in operation.weights]
+    narrow = sum(weight.stream_bytes for weight in weights if weight.stream_dtype.itemsize == 2)
+    wide = sum(weight.stream_bytes for weight in weights) - narrow
+    return "bfloat16" if narrow > wide else "float32"
 
 
 def _dense_gradient_seconds(program: Program, operation: Operation, engine: EnginePart) -> float:
@@ -178,20 +191,6 @@ def executable_of(operation: Operation, plan: EnginePlan) -> str:
         "turn": "turn",
         "backward": "recompute" if again else "backward",
     }[operation.sweep]
-
-
-def operator_seconds(cost: OperatorCost, engine: EnginePart) -> float:
-    """Return the time of all calls of an operator, of one micro-batch.
-
-    An operator takes the time of its arithmetic or that of its traffic, whichever is longer.
-    """
-    curve = engine.speed.curve(cost.work, cost.dtype, cost.layout)  # type: ignore[arg-type]
-    seconds = (cost.flops if curve.work in IN_FLOPS else cost.bytes) / curve.at(cost.size)
-    if curve.work in IN_FLOPS:
-        memory = engine.speed.curve("pointwise", cost.dtype)
-        largest = memory.at(float("inf"))
-        seconds = max(seconds, cost.bytes / largest)
-    return cost.calls * (seconds + engine.operator_seconds)
 
 
 def _streamed_bytes(weight: WeightSpec, value_bytes: int | None) -> int:

@@ -26,8 +26,8 @@ link:
 accuracy: {low: 0.9, high: 1.1, runs: 24, source: a table}
 """
 ENGINE_KEYS = (
-    "most, is_host, memory, micro_batch_tokens, operator_seconds, stage_seconds, rates, watts, "
-    "price"
+    "most, is_host, memory, micro_batch_tokens, operator_seconds, stage_seconds, "
+    "float32_in_step, bfloat16_in_step, rates, watts, price"
 )
 LINK_KEYS = "weights, gradients, store, fan_out, peers, seconds, value_bytes"
 CURVE_KEYS = "work, dtype, layout, sizes, rates, spread"

@@ -3,9 +3,9 @@
 import pytest
 from store_programs import make_program
 
-from penstock.machines import EnginePart, MachineDescription
+from penstock.machines import EnginePart, MachineDescription, operator_seconds, sum_seconds
 from penstock.operator_cost import OperatorCost
-from penstock.prediction.operation_times import operator_seconds, update_bytes
+from penstock.prediction.operation_times import update_bytes
 from penstock.prediction.step_tasks import Arrangement
 from penstock.store import AdamW
 
@@ -45,6 +45,27 @@ def test_operator_takes_the_time_of_its_arithmetic_or_of_its_traffic(operator, s
 def test_every_call_of_an_operator_takes_the_time_of_a_call_too():
     with_calls = engine(operator_seconds=0.5)
     assert operator_seconds(cost("pointwise", moved=10, calls=4), with_calls) == pytest.approx(6.0)
+
+
+def test_operators_of_a_type_take_longer_in_a_step_and_their_calls_do_not():
+    in_a_step = engine(operator_seconds=0.5, float32_in_step=2.0, bfloat16_in_step=3.0)
+    assert operator_seconds(cost("pointwise", moved=10), in_a_step) == pytest.approx(2.5)
+    narrow = cost("pointwise", moved=10, dtype="bfloat16")
+    assert operator_seconds(narrow, in_a_step) == pytest.approx(3.5)
+    assert operator_seconds(cost("pointwise", moved=10, dtype="any"), in_a_step) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "dtype", "seconds"),
+    [
+        (1, "float32", 0.0),
+        (4, "float32", 3 * 3 * 100 / 10),  # each sum reads two and writes one
+        (4, "bfloat16", 3 * 3 * 100 / 10 + 4 * 150 / 10),  # each is read, and written twice as wide
+        (1, "bfloat16", 0.0),
+    ],
+)
+def test_the_gradients_of_micro_batches_are_converted_and_added(micro_batches, dtype, seconds):
+    assert sum_seconds(100, micro_batches, dtype, engine()) == pytest.approx(seconds)
 
 
 def test_update_reads_and_writes_master_and_moments_and_reads_the_gradient():

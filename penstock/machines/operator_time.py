@@ -1,0 +1,43 @@
+"""How long an engine takes for an operator, and for the sum of its micro-batches' gradients."""
+
+from __future__ import annotations
+
+from penstock.machines.description import EnginePart
+from penstock.machines.rates import IN_FLOPS
+from penstock.operator_cost import OperatorCost
+
+
+def operator_seconds(cost: OperatorCost, engine: EnginePart) -> float:
+    """Return the time of all calls of an operator, of one micro-batch.
+
+    An operator takes the time of its arithmetic or that of its traffic, whichever is longer. That
+    is its time where it is repeated alone; `EnginePart.in_step` says how much longer it takes in a
+    step.
+    """
+    curve = engine.speed.curve(cost.work, cost.dtype, cost.layout)  # type: ignore[arg-type]
+    seconds = (cost.flops if curve.work in IN_FLOPS else cost.bytes) / curve.at(cost.size)
+    if curve.work in IN_FLOPS:
+        memory = engine.speed.curve("pointwise", cost.dtype)
+        largest = memory.at(float("inf"))
+        seconds = max(seconds, cost.bytes / largest)
+    return cost.calls * (seconds * engine.in_step(cost.dtype) + engine.operator_seconds)
+
+
+def sum_seconds(gradient_bytes: int, micro_batches: int, dtype: str, engine: EnginePart) -> float:
+    """Return the time in which an engine adds the gradients of its micro-batches, in float32.
+
+    Of each sum of two, both are read and one is written. Gradients of bfloat16 are converted
+    before.
+
+    Args:
+        gradient_bytes: of the sum.
+        dtype: of the gradient of one micro-batch.
+    """
+    if not gradient_bytes or micro_batches < 2:
+        return 0.0
+    moved = 3 * gradient_bytes
+    seconds = (micro_batches - 1) * moved / engine.speed.curve("pointwise", "float32").at(moved)
+    if dtype == "bfloat16":
+        moved = gradient_bytes // 2 + gradient_bytes
+        seconds += micro_batches * moved / engine.speed.curve("copy", "bfloat16").at(moved)
+    return seconds
