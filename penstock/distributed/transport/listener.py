@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.distributed.transport import handshake
-from penstock.distributed.transport import stream as streams
+from penstock.distributed.transport import handshake, stream as streams
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.stream import PlainStream, Stream
 from penstock.distributed.transport.tls import TlsStream
