@@ -46,8 +46,6 @@ from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_
 from penstock.program import Program
 from penstock.store import Base, ReadBase
 
-_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 def model_source(
     spec: ModelSpec, kept: Path | None = None, needs_base: bool = False

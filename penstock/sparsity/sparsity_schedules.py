@@ -165,8 +165,6 @@ _SHAPES: dict[str, Callable[[SparsitySchedule, float], float]] = {
     "power": _power,
 }
 
-SPARSITY_SCHEDULE_NAMES = tuple(_SHAPES)
-
 
 @dataclass(frozen=True)
 class DropFraction:
@@ -223,5 +221,3 @@ _DECAYS: dict[str, Callable[[float, float], float]] = {
     "linear": lambda progress, power: 1 - progress,
     "inverse_power": lambda progress, power: (1 - progress) ** power,
 }
-
-DROP_DECAY_NAMES = tuple(_DECAYS)
