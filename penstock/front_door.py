@@ -4,8 +4,6 @@ Light commands (`penstock --help`, `penstock scale`) and the fork server start f
 importing a package does not import the modules of its other names.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from functools import cache

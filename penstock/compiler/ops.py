@@ -5,8 +5,6 @@ autograd traces them like built-in operators. `penstock.kernels` contains the ar
 versions; on other devices plain PyTorch operators compute the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

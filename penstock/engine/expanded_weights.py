@@ -4,8 +4,6 @@ Values arrive in a slot with every fetch. A mask is copied to the device when it
 there, as a bitmap.
 """
 
-from __future__ import annotations
-
 import torch
 
 from penstock.engine.lanes import Lanes

@@ -3,8 +3,6 @@
 Each function builds one part; the trainer combines the parts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prediction of a run on a conventional GPU cluster, with its best division found by search."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

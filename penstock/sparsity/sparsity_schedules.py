@@ -4,8 +4,6 @@ A schedule is plain data and has no state, so a resumed run needs only its step.
 commits: the first is 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

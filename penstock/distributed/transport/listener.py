@@ -10,8 +10,6 @@ A connection from another host that has proved the token no longer counts toward
 accepted when the TLS handshake is complete, for which it has the same time again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import selectors
