@@ -328,8 +328,7 @@ class _Sender:
 def receive(way: str) -> None:
     """Take chunks over a link, put them in their place, and answer when all have come."""
     from penstock.distributed.protocol import Message, MessageType
-    from penstock.distributed.transport import Connection, Credentials, connect
-    from penstock.distributed.transport import stream as streams
+    from penstock.distributed.transport import Connection, Credentials, connect, stream as streams
 
     if way == "tls":  # either end is enough
         streams.is_within_host = lambda connection: False

@@ -5,11 +5,13 @@ that the command line starts without torch.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.config import Config
-    from penstock.training import Trainer
+    from penstock.config import Config as Config
+    from penstock.training import Trainer as Trainer
 
 # PyTorch and Numba each have a pool of OpenMP threads. By default the threads of an idle pool spin
 # for milliseconds on cores that the other pool needs, so they are configured to sleep, but only
@@ -19,16 +21,5 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Trainer", "__version__"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "Config":
-        from penstock.config import Config
-
-        return Config
-    if name == "Trainer":
-        from penstock.training import Trainer
-
-        return Trainer
-    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+__getattr__ = lazily(__name__, __file__)

@@ -4,23 +4,42 @@ Light commands (`penstock --help`, `penstock scale`) and the fork server start f
 importing a package does not import the modules of its other names.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package.
+def lazily(package: str, file: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package for the names that it imports `if TYPE_CHECKING`.
+
+    The names are read from the source of the package. So each is listed once, in the form that type
+    checkers and the import linter read too.
 
     Args:
-        modules: for each public name, the module of the package that defines it.
+        package: `__name__` of the package.
+        file: `__file__` of the package.
     """
 
+    @cache
+    def modules() -> dict[str, str]:
+        return {
+            alias.name: statement.module
+            for block in ast.parse(Path(file).read_bytes()).body
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for statement in block.body
+            if isinstance(statement, ast.ImportFrom) and statement.module
+            for alias in statement.names
+        }
+
     def load(name: str) -> Any:
-        if name not in modules:
+        module = modules().get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{modules[name]}"), name)
+        if module == package:
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(module), name)
 
     return load

@@ -1,7 +1,5 @@
 """Patterns of weight names, as `freeze`, `train`, `lora.targets` and optimizer groups use them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 

@@ -4,8 +4,6 @@ The costs belong to the program, so that everything that is said about time is d
 graphs that run. How long an operator takes is a property of a machine (`penstock.machines`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The folders of a user in which Penstock keeps files between runs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

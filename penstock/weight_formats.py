@@ -5,8 +5,6 @@ sizes from the format. If a weight is streamed in another type than a stage comp
 compiler adds the conversion. `store/codecs.py` converts between values and arrays.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -19,8 +19,8 @@ from penstock.distributed.protocol import (
     Timeouts,
     TransferOperation,
     TransferSchedule,
+    chunks as cut,
 )
-from penstock.distributed.protocol import chunks as cut
 from penstock.distributed.simulation import Network
 from penstock.program import Program
 from penstock.step_schedule import ByStep, StepSchedule

@@ -8,60 +8,22 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.calibration.host_key import HostKey, kept_file
-    from penstock.calibration.host_measurement import calibrate
+    from penstock.calibration.host_key import HostKey as HostKey, kept_file as kept_file
+    from penstock.calibration.host_measurement import calibrate as calibrate
     from penstock.calibration.kept_measurements import (
-        MOST_MEASUREMENTS,
-        is_kept,
-        keep,
-        kept_machine,
-        this_host,
+        MOST_MEASUREMENTS as MOST_MEASUREMENTS,
+        is_kept as is_kept,
+        keep as keep,
+        kept_machine as kept_machine,
+        this_host as this_host,
     )
     from penstock.calibration.measured_runs import (
-        ENOUGH_RUNS,
-        MeasuredRun,
-        accuracy_of,
-        keep_run,
-        kept_runs,
-        runs_file,
+        ENOUGH_RUNS as ENOUGH_RUNS,
+        MeasuredRun as MeasuredRun,
+        accuracy_of as accuracy_of,
+        keep_run as keep_run,
+        kept_runs as kept_runs,
+        runs_file as runs_file,
     )
-    from penstock.calibration.repetitions import OnProgress
 
-__all__ = [
-    "ENOUGH_RUNS",
-    "MOST_MEASUREMENTS",
-    "HostKey",
-    "MeasuredRun",
-    "OnProgress",
-    "accuracy_of",
-    "calibrate",
-    "is_kept",
-    "keep",
-    "keep_run",
-    "kept_file",
-    "kept_machine",
-    "kept_runs",
-    "runs_file",
-    "this_host",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "ENOUGH_RUNS": "measured_runs",
-        "HostKey": "host_key",
-        "MOST_MEASUREMENTS": "kept_measurements",
-        "MeasuredRun": "measured_runs",
-        "OnProgress": "repetitions",
-        "accuracy_of": "measured_runs",
-        "calibrate": "host_measurement",
-        "is_kept": "kept_measurements",
-        "keep": "kept_measurements",
-        "keep_run": "measured_runs",
-        "kept_file": "host_key",
-        "kept_machine": "kept_measurements",
-        "kept_runs": "measured_runs",
-        "runs_file": "measured_runs",
-        "this_host": "kept_measurements",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

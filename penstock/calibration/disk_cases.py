@@ -4,8 +4,6 @@ One temporary file is written, then read and overwritten. It has no name while i
 disappears with the process, however that ends.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Measures this host: every kind of work of a step on the processor, as a machine description."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

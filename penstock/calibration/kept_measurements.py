@@ -6,8 +6,6 @@ line of the file, a comment, is a checksum of the others. The file is a machine 
 Its figures are the medians of the last measurements, each of which has a file beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

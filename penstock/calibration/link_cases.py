@@ -5,8 +5,6 @@ end copies what it sends into the connection, checks what it receives, and copie
 its own, as the store and an engine do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

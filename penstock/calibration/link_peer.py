@@ -1,7 +1,5 @@
 """The other end of the measured connections: a process of its own, forked as an engine is."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

@@ -4,8 +4,6 @@ A run leaves a line of JSON in a file beside the measurements of the host. New m
 with an empty file, since the predictions came from the old ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

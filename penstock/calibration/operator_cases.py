@@ -4,8 +4,6 @@ The compiler chooses the library of its products, and its cost model counts the 
 measured in the units in which a prediction divides by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

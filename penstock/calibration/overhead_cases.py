@@ -4,8 +4,6 @@ Operators on tiny tensors take no time of their own. The stages of the tiny prog
 nothing: all of their time is the engine's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

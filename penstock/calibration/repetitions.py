@@ -5,8 +5,6 @@ that a disturbance of some seconds spoils at most one repetition of a case, and 
 it.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -5,8 +5,6 @@ does the same, for as long as its time allows. The remaining masks use the choic
 sparsity that was measured.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ gradient, read. The bytes of an arriving gradient are those that are read and th
 The disk itself is measured by `disk_cases.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Literal

@@ -1,5 +1,3 @@
 """The command line; the `penstock` command runs `main`."""
 
-from penstock.cli.app import main
-
-__all__ = ["main"]
+from penstock.cli.app import main as main

@@ -4,8 +4,6 @@ Heavy imports (torch, transformers, numba) happen inside the commands, after the
 been checked, so that help and mistakes are answered at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback

@@ -72,8 +72,7 @@ def _measured(
 ) -> MachineDescription:
     from rich.console import Console
 
-    from penstock.calibration import calibrate as measure
-    from penstock.calibration import keep, kept_machine
+    from penstock.calibration import calibrate as measure, keep, kept_machine
 
     console = Console(stderr=True)
     with _progress(console) as on_progress:

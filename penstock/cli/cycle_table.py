@@ -1,7 +1,5 @@
 """Columns of tables with the cycles of stages, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 NAME_WIDTH = 24

@@ -1,7 +1,5 @@
 """`penstock eval`: what a run makes of its held-out data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

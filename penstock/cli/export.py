@@ -1,7 +1,5 @@
 """`penstock export`: a folder that `transformers` loads."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`penstock plan figure`: the pictures of the literature, from the planner's predictions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

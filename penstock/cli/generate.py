@@ -1,7 +1,5 @@
 """`penstock generate`: let a trained model write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

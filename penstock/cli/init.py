@@ -1,7 +1,5 @@
 """`penstock init`: write a starter configuration in which every key is explained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Lines of `penstock inspect` about weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

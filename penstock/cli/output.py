@@ -6,8 +6,6 @@ Below `print`, `rich` and warnings, the bytes therefore go through `_Descriptor`
 raises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

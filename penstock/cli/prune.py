@@ -1,7 +1,5 @@
 """`penstock prune`: a checkpoint without its entries of the least magnitude."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

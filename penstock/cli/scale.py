@@ -1,7 +1,5 @@
 """`penstock scale`: change the number of engines and relays of a run that trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

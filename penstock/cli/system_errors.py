@@ -4,8 +4,6 @@ Code that stores data of a run names the file and the next action itself. This m
 other cases: no more memory or threads, a rejected file name, output to a full disk.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """`penstock wafer`: cycles of products, of a program's stages, and pictures of a wafer."""
 
-from __future__ import annotations
-
 import typer
 
 from penstock.cli.wafer_figure import figure

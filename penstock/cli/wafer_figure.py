@@ -1,7 +1,5 @@
 """`penstock wafer figure`: pictures of a simulated wafer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

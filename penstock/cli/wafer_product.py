@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.arguments import Cores, JsonOutput, core_parameters, mesh_of
-from penstock.cli.wafer_simulated import page as simulated_page
-from penstock.cli.wafer_simulated import simulated_products
+from penstock.cli.wafer_simulated import page as simulated_page, simulated_products
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

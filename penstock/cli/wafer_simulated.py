@@ -34,8 +34,7 @@ def simulated_products(
 
     import numpy as np
 
-    from penstock.wafer.closed_form import HIDDEN, step_cycles
-    from penstock.wafer.closed_form import ActivationLayout as Layout
+    from penstock.wafer.closed_form import HIDDEN, ActivationLayout as Layout, step_cycles
     from penstock.wafer.programs import (
         Run,
         Spread,

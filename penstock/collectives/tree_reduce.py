@@ -6,8 +6,6 @@ computed a micro-batch, and in whatever order the micro-batches arrive. An engin
 subtrees of its own micro-batches; the fabric adds the sums of the engines.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ each placeholder (weight, buffer or input), the precision of the stream, and err
 module and the line that cannot be captured.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import linecache

@@ -3,8 +3,6 @@
 A view costs nothing. An operator that looks up rows of a table reads these rows, not the table.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -7,8 +7,6 @@ the exporter's tensors, and marks both for `custom_gradients.py`. The surroundin
 here as in `torch/csrc/autograd/python_function.cpp`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

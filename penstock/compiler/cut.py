@@ -7,8 +7,6 @@ too large must also keep the order of gradient sums (`_Sums`), so that the size 
 change any bit.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import operator

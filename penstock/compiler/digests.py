@@ -1,7 +1,5 @@
 """A graph as text without the names of nodes: equal texts compute the same function."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

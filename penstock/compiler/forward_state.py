@@ -6,8 +6,6 @@ NumPy would be constants of the program. Attributes that a forward writes and no
 again with the modules in their new state, and both graphs are compared.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Iterator, Mapping

@@ -11,8 +11,6 @@ rejected: a write to a tensor that lives longer than a step, and a write that au
 to a tensor that needs a gradient.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ Hsu et al., Liger Kernel, 2024; here the chunks are large, since accumulating th
 weight reads and writes all of it once per chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """A hash that identifies a captured graph, independent of the names of its nodes."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

@@ -6,8 +6,6 @@ often as the engine's plan requires. A hook would be ignored without an error, s
 Hooks on a module's forward are ordinary code and are captured.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

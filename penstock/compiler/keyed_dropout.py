@@ -1,7 +1,5 @@
 """Dropout as a pure function of a key: replay and recomputation use the same mask."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

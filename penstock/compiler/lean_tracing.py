@@ -5,8 +5,6 @@ time. Both are a large part of an export's time. A program needs one line of the
 innermost of a module's forward, which error messages name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

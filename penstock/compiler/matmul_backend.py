@@ -15,8 +15,6 @@ A target chooses by the processor alone, never by a timing. A run records the ch
 processes of the run and every resume compile with the recorded one.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

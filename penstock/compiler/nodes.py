@@ -1,7 +1,5 @@
 """Nodes of a captured graph: their results, their source in the user's code, and new nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

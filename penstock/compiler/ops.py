@@ -5,8 +5,6 @@ autograd traces them like built-in operators. `penstock.kernels` contains the ar
 versions; on other devices plain PyTorch operators compute the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,25 +30,13 @@ dropout = torch.library.custom_op("penstock::dropout", keyed_dropout.dropout, mu
 
 
 @linear_cross_entropy.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    products: str = "torch",
-) -> Tensor:
+def _(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden.new_empty((), dtype=torch.float32)
 
 
 @linear_cross_entropy_predictions.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    products: str = "torch",
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
     return hidden.new_empty((), dtype=torch.float32), torch.empty_like(labels)
 

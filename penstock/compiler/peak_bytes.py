@@ -1,7 +1,5 @@
 """The peak of the bytes that a graph allocates."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -8,8 +8,6 @@ composed operator saves four tensors for backward; the fused operator saves one 
 once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 

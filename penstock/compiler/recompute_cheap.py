@@ -7,8 +7,6 @@ Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 3. Her
 every cheap value, independent of the recomputation of whole stages.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

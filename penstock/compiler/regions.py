@@ -5,8 +5,6 @@ region's operators are moved into the caller's graph, and values read by a regio
 are detached.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Container
 

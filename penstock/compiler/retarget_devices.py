@@ -1,7 +1,5 @@
 """Replaces the device on which a captured graph creates tensors by the engine's device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@
 - in-place writes become new values, since a stage may not write its inputs (`functional.py`).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

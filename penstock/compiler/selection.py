@@ -3,8 +3,6 @@
 Patterns are matched against every name of a tied weight; a match of one name applies to the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from penstock.errors import ConfigError

@@ -4,8 +4,6 @@ They take the engine's object with values and mask in the place of the weight, a
 products. A graph that is traced has the operators of `sparse_ops.py` instead.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -5,8 +5,6 @@ size that an engine allocates, float32 [capacity], and the nodes that read the w
 over the engine's object (`sparse_calls.py`).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any

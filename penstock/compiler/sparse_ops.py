@@ -5,8 +5,6 @@ dense function, on which their gradients rest. Executables do not call them: `sp
 replaces each by a function over the engine's object with values and mask.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

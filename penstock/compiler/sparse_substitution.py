@@ -5,8 +5,6 @@ with or without a bias, and the head that is fused with its loss. Every other re
 gets it expanded: a masked dense product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

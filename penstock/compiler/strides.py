@@ -4,8 +4,6 @@ A value that crosses stages is stored again, and an engine may use another memor
 derivative of `as_strided_scatter` is also wrong: elements that are not written get no gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The error for code in a model's forward that no program can reproduce exactly."""
 
-from __future__ import annotations
-
 
 class Unsupported(Exception):
     """Raised inside a forward that is being captured; `capture` adds the module and the line.

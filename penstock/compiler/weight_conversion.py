@@ -4,8 +4,6 @@ Values that depend on weights alone are never saved for a backward (`joint.py`):
 from the weight, which is streamed again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

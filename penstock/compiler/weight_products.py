@@ -4,8 +4,6 @@ A product of matrices does not show in which direction it goes: layers keep thei
 orientation. In a joint graph it does: backward depends on the gradients of outputs, forward not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

@@ -3,82 +3,48 @@
 No module here imports torch, so that errors in a file are reported at once.
 """
 
-from penstock.config.checkpoint import CheckpointConfig
-from penstock.config.cluster import ClusterConfig, cluster_keys
+from penstock.config.checkpoint import CheckpointConfig as CheckpointConfig
+from penstock.config.cluster import ClusterConfig as ClusterConfig, cluster_keys as cluster_keys
 from penstock.config.deciding_keys import (
-    check_resumable,
-    check_same_sparsity,
-    digest,
-    trajectory,
+    check_resumable as check_resumable,
+    check_same_sparsity as check_same_sparsity,
+    digest as digest,
+    trajectory as trajectory,
 )
-from penstock.config.document import FileKind, dump_inline, dump_tables, read
-from penstock.config.engine import EngineConfig
-from penstock.config.fabric import MOST_RELAYS, FabricConfig
-from penstock.config.field_table import field_table
-from penstock.config.load import check_data, load, to_config
-from penstock.config.lora import LoraConfig
+from penstock.config.document import (
+    FileKind as FileKind,
+    dump_inline as dump_inline,
+    dump_tables as dump_tables,
+    read as read,
+)
+from penstock.config.engine import EngineConfig as EngineConfig
+from penstock.config.fabric import MOST_RELAYS as MOST_RELAYS
+from penstock.config.field_table import field_table as field_table
+from penstock.config.load import load as load, to_config as to_config
+from penstock.config.lora import LoraConfig as LoraConfig
 from penstock.config.model import (
-    FactoryModel,
-    HuggingFaceConfigModel,
-    HuggingFaceModel,
-    ModelSpec,
-    PresetModel,
+    FactoryModel as FactoryModel,
+    HuggingFaceConfigModel as HuggingFaceConfigModel,
+    HuggingFaceModel as HuggingFaceModel,
+    ModelSpec as ModelSpec,
+    PresetModel as PresetModel,
 )
-from penstock.config.optimizer import GroupConfig, OptimizerConfig
-from penstock.config.presets import resolve_preset
-from penstock.config.problems import Origin, explain
-from penstock.config.record import check_run, load_run, recorded_flash, verify_record, write_record
-from penstock.config.root import Config
-from penstock.config.schedule import ScheduleConfig
-from penstock.config.section import Numbers, Section, refuse, refuse_all, setting
-from penstock.config.size import ByteSize, size_above
-from penstock.config.sparsity import SparsityConfig
-from penstock.config.starter import commented
-
-__all__ = [
-    "MOST_RELAYS",
-    "ByteSize",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "EngineConfig",
-    "FabricConfig",
-    "FactoryModel",
-    "FileKind",
-    "GroupConfig",
-    "HuggingFaceConfigModel",
-    "HuggingFaceModel",
-    "LoraConfig",
-    "ModelSpec",
-    "Numbers",
-    "OptimizerConfig",
-    "Origin",
-    "PresetModel",
-    "ScheduleConfig",
-    "Section",
-    "SparsityConfig",
-    "check_data",
-    "check_resumable",
-    "check_run",
-    "check_same_sparsity",
-    "cluster_keys",
-    "commented",
-    "digest",
-    "dump_inline",
-    "dump_tables",
-    "explain",
-    "field_table",
-    "load",
-    "load_run",
-    "read",
-    "recorded_flash",
-    "refuse",
-    "refuse_all",
-    "resolve_preset",
-    "setting",
-    "size_above",
-    "to_config",
-    "trajectory",
-    "verify_record",
-    "write_record",
-]
+from penstock.config.presets import resolve_preset as resolve_preset
+from penstock.config.problems import Origin as Origin, explain as explain
+from penstock.config.record import (
+    check_run as check_run,
+    load_run as load_run,
+    recorded_flash as recorded_flash,
+    verify_record as verify_record,
+    write_record as write_record,
+)
+from penstock.config.root import Config as Config
+from penstock.config.section import (
+    Numbers as Numbers,
+    Section as Section,
+    refuse as refuse,
+    refuse_all as refuse_all,
+    setting as setting,
+)
+from penstock.config.size import ByteSize as ByteSize, size_above as size_above
+from penstock.config.starter import commented as commented

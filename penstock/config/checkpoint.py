@@ -1,7 +1,5 @@
 """`checkpoint`: when a run is saved, and which checkpoints are kept."""
 
-from __future__ import annotations
-
 from penstock.config.section import Section, setting
 from penstock.config.size import ByteSize
 

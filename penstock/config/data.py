@@ -1,7 +1,5 @@
 """`data`: a data set made by `penstock data build`, or the files to make one from."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import field_validator

@@ -1,7 +1,5 @@
 """The keys that decide the bits of a run, and the checks for a resume."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ PyYAML follows YAML 1.1, where `1e-4` is a string, `no` is false and `1:30` is n
 scalar has the type of its form: null, true/false, an integer, a number, else a string (YAML 1.2).
 """
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Hashable

@@ -1,7 +1,5 @@
 """`fabric`: the processes between store and engines."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator

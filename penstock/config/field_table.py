@@ -1,7 +1,5 @@
 """A table of keys for reference pages, made from the fields of a section."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 

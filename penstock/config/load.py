@@ -1,7 +1,5 @@
 """Loads a run's YAML file with overrides; used by the command line and by the trainer."""
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`logging`: the messages of a run during training."""
 
-from __future__ import annotations
-
 from penstock.config.section import Section, setting
 
 

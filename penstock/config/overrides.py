@@ -1,7 +1,5 @@
 """`key=value` overrides: `optimizer.learning_rate=3e-4 engines=4`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

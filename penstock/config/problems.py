@@ -4,8 +4,6 @@ One line per problem: place, key, expected value, actual value, next action. The
 `file:line`, or the command-line argument, or nothing for a configuration created in Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

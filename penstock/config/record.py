@@ -4,8 +4,6 @@ A run with a checkpoint resumes only under a configuration that leads to the sam
 without a checkpoint contains nothing that could be lost, and training starts from step 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `python -m penstock.config.reference > docs/configuration.md` writes it; a test compares the two.
 """
 
-from __future__ import annotations
-
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 

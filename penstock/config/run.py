@@ -1,7 +1,5 @@
 """`run`: where a run lives, how long it is, and its seed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Base of all sections of the configuration: strict validation, and fields with descriptions."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The starter file: a configuration in which every key is explained where it stands."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

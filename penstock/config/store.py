@@ -1,7 +1,5 @@
 """`store`: how weights, gradients and optimizer state are kept."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator

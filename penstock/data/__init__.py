@@ -1,48 +1,21 @@
 """Text to token shards on disk, and samples from them by (seed, step, index)."""
 
-from penstock.constants import IGNORED_LABEL
-from penstock.data.build import BuildReport, build_dataset
-from penstock.data.built_from import BuiltFrom, read_built_from
-from penstock.data.dataset import TokenDataset, check_vocabulary
-from penstock.data.record_sampling import RecordSource
+from penstock.constants import IGNORED_LABEL as IGNORED_LABEL
+from penstock.data.build import build_dataset as build_dataset
+from penstock.data.built_from import BuiltFrom as BuiltFrom, read_built_from as read_built_from
+from penstock.data.dataset import TokenDataset as TokenDataset, check_vocabulary as check_vocabulary
+from penstock.data.record_sampling import RecordSource as RecordSource
 from penstock.data.sampling import (
-    ArraySource,
-    Batch,
-    LanguageModelSource,
-    MaskedLanguageModelSource,
-    Source,
+    ArraySource as ArraySource,
+    LanguageModelSource as LanguageModelSource,
+    MaskedLanguageModelSource as MaskedLanguageModelSource,
+    Source as Source,
 )
-from penstock.data.sources import find_files
+from penstock.data.sources import find_files as find_files
 from penstock.data.tokenizers import (
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-    dataset_tokenizer,
-    encodes_as,
-    export_tokenizer,
-    load_tokenizer,
+    ByteTokenizer as ByteTokenizer,
+    Tokenizer as Tokenizer,
+    encodes_as as encodes_as,
+    export_tokenizer as export_tokenizer,
+    load_tokenizer as load_tokenizer,
 )
-
-__all__ = [
-    "IGNORED_LABEL",
-    "ArraySource",
-    "Batch",
-    "BuildReport",
-    "BuiltFrom",
-    "ByteTokenizer",
-    "FileTokenizer",
-    "LanguageModelSource",
-    "MaskedLanguageModelSource",
-    "RecordSource",
-    "Source",
-    "TokenDataset",
-    "Tokenizer",
-    "build_dataset",
-    "check_vocabulary",
-    "dataset_tokenizer",
-    "encodes_as",
-    "export_tokenizer",
-    "find_files",
-    "load_tokenizer",
-    "read_built_from",
-]

@@ -13,8 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob as expand_pattern
-from glob import has_magic
+from glob import glob as expand_pattern, has_magic
 from pathlib import Path
 from typing import Any
 

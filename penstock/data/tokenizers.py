@@ -85,8 +85,7 @@ class ByteTokenizer:
 
     def to_json(self) -> str:
         """Return the same tokenizer for other tools: a byte-level BPE without merges."""
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Library
+        from tokenizers import AddedToken, Tokenizer as Library, decoders, models, pre_tokenizers
 
         vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
         tokenizer = Library(models.BPE(vocab=vocabulary, merges=[]))
@@ -230,8 +229,7 @@ def train_bpe(texts: Iterator[str], size: int) -> FileTokenizer:
     Words are split as in GPT-2. A text with too few merges gives fewer tokens. The same texts give
     the same tokenizer.
     """
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Library(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

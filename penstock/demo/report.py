@@ -1,7 +1,5 @@
 """The demo's table of results, from the run's metrics and the exported model alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo's text: the source of Python's own standard library, as a data set."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """What the trainer's thread and the threads of a run's connections tell each other: events, the
 run's fatal error, and a request to stop."""
 
-from __future__ import annotations
-
 import queue
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`RUN/cluster.json`: the address and token of a run, for users who may read the run's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,13 +4,10 @@ Values arrive in a slot with every fetch. A mask is copied to the device when it
 there, as a bitmap.
 """
 
-from __future__ import annotations
-
 import torch
 
 from penstock.engine.lanes import Lanes
 from penstock.engine.sparse_operand import BaseSparseOperand
-from penstock.engine.sparse_weights import gradient_shape
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.sparsity import (
     MaskBitmap,
@@ -45,11 +42,6 @@ class ExpandedWeight(BaseSparseOperand):
     @property
     def kept_bytes(self) -> int:
         return self._mask.bits.nbytes
-
-    @property
-    def gradient_shape(self) -> tuple[int, ...]:
-        """Shape of the weight's gradient."""
-        return gradient_shape(self)
 
     def to_dense(self) -> torch.Tensor:
         return expand(self._mask, self.values).view(self.shape)

@@ -1,7 +1,5 @@
 """The values of one micro-batch between stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

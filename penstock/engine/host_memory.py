@@ -8,8 +8,6 @@ fragmentation. If memory is short, large tensors are returned to the system one 
 account is exact.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

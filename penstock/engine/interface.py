@@ -1,7 +1,5 @@
 """The interface of an engine: a step is a fixed sequence of these calls."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -4,8 +4,6 @@ Operations in one lane run in order. Lanes run concurrently unless one waits for
 `slots.py` defines which lane waits for which; its tests use other implementations of lanes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 

@@ -1,7 +1,5 @@
 """The memory account of an engine: every tensor that it keeps is counted against one budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

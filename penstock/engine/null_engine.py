@@ -4,8 +4,6 @@ It runs `TorchEngine`'s own code on tensors without memory. Tests of schedules, 
 use it, and `recompute_planner.py` predicts an engine's bytes with it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The other devices of a group, as seen by the slots of one device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ The prediction uses no separate formula that could drift from the engine: it run
 engine's own code on tensors without memory, and reads the memory account (`step_memory.py`).
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Deterministic results on a GPU, so that a resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import os
 
 import torch

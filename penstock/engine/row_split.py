@@ -1,7 +1,5 @@
 """Division of a step's rows into micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

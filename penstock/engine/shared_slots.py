@@ -10,8 +10,6 @@ that all devices share.
 `sharing.py` defines which device has which piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ them in the tree over the micro-batches. The program and two numbers determine a
 device needs to ask another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Products of weights on the simulated mesh: their numbers and their cycles come from there."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -5,8 +5,6 @@ of one; or one that sums over tokens and has the shape of a weight, which is its
 operators compute as on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@ buffers. All memory is allocated in large blocks and reused, never per tensor. O
 sparse weights have memory of their own on a GPU, where they stay between stages.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -4,8 +4,6 @@ Activations may have any number of dimensions, and a step may ask for the gradie
 that is the same however products are computed.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

@@ -56,11 +56,6 @@ class PreparedSparse(BaseSparseOperand):
     def kept_bytes(self) -> int:
         return self.layout.nbytes
 
-    @property
-    def gradient_shape(self) -> tuple[int, ...]:
-        """Shape of the weight's gradient."""
-        return gradient_shape(self._weight)
-
     def to_dense(self) -> torch.Tensor:
         return to_dense(self.layout, self._weight.values).view(self.shape)
 
@@ -160,11 +155,6 @@ class EmptySparse:
         values = torch.empty(spec.capacity, dtype=spec.stream_dtype, device="meta")
         index_bytes = 0 if is_expanded else max_bytes(spec.capacity, spec.elements)
         return cls(spec.name, spec.shape, values, index_bytes, dense_gradient)
-
-    @property
-    def gradient_shape(self) -> tuple[int, ...]:
-        """Shape of the weight's gradient."""
-        return gradient_shape(self)
 
 
 def gradient_shape(weight: SparseSizes) -> tuple[int, ...]:

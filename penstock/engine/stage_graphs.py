@@ -1,7 +1,5 @@
 """What is read from the graphs of a stage's executables: the weights and the operators."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -7,8 +7,6 @@ from `collectives.TreeReduction` itself. The result equals that of a dry run wit
 which would take minutes for deep programs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ start of its processes. Other parts call `target_of(name)` and never compare the
 named after its target, with a number if a host has several of them ("cuda:1").
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """The number of CPU threads of an engine."""
 
-from __future__ import annotations
-
 import os
 
 import torch

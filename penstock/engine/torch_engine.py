@@ -6,8 +6,6 @@ are summed in the fixed tree. On the CPU the store's weights are read in place. 
 arrive through pinned slots on one stream and gradients return on another (`slots.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

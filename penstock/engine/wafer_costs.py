@@ -6,8 +6,6 @@ reads is not among its costs: it is found by its elements and its most entries. 
 both in common are taken together, with their mean. Heads are found in the graph (`wafer_heads.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

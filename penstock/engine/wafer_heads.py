@@ -4,8 +4,6 @@ The costs of a head hold neither the shape of its weight nor the entries of a sp
 read from the graph of the executable.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the number of rows of the stage's own activations for which the compiler's costs
 products with whole weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

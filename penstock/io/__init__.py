@@ -1,18 +1,16 @@
 """Files: durable writes, safe reads, failpoints, safetensors headers."""
 
-from penstock.io.safe_open import NotPlainError, open_own, open_plain, read_plain
-from penstock.io.safetensors_header import ITEM_BYTES, Extent, header_length, is_sound, parse_header
-
-__all__ = [
-    "ITEM_BYTES",
-    "Extent",
-    "NotPlainError",
-    "durable",
-    "failpoints",
-    "header_length",
-    "is_sound",
-    "open_own",
-    "open_plain",
-    "parse_header",
-    "read_plain",
-]
+from penstock.io import durable as durable, failpoints as failpoints
+from penstock.io.safe_open import (
+    NotPlainError as NotPlainError,
+    open_own as open_own,
+    open_plain as open_plain,
+    read_plain as read_plain,
+)
+from penstock.io.safetensors_header import (
+    ITEM_BYTES as ITEM_BYTES,
+    Extent as Extent,
+    header_length as header_length,
+    is_sound as is_sound,
+    parse_header as parse_header,
+)

@@ -4,8 +4,6 @@ Opening a FIFO blocks without end, a device such as `/dev/zero` never ends, and 
 sectors can claim any length. Files that are read completely are read through this module.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

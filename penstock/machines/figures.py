@@ -1,7 +1,5 @@
 """The figures of a machine as texts, by the keys that `sources` uses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from penstock.config import ByteSize, Section

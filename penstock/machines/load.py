@@ -3,8 +3,6 @@
 The library of known machines is the folder `library`: one file per machine, named as the machine.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

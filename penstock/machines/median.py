@@ -1,7 +1,5 @@
 """One description of a machine from several measurements of it."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

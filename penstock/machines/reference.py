@@ -3,8 +3,6 @@
 `python -m penstock.machines.reference > docs/machines.md` writes it; a test compares the two.
 """
 
-from __future__ import annotations
-
 from penstock.config import Section, field_table
 from penstock.machines.description import (
     Accuracy,

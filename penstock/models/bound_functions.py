@@ -6,8 +6,6 @@ compute with the original module's tensors, which are constants for the copy, an
 module's mode.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import FunctionType, MethodType

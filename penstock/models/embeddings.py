@@ -5,8 +5,6 @@ head costs most quality per saved entry, so the literature leaves them dense (Ev
 Thangarasa et al., 2023).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

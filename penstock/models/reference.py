@@ -1,7 +1,5 @@
 """A user function by name: `package.module:function`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

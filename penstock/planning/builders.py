@@ -3,8 +3,6 @@
 Each function builds one part; the trainer combines the parts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -45,8 +43,6 @@ from penstock.planning.program_cache import cached_program
 from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_of
 from penstock.program import Program
 from penstock.store import Base, ReadBase
-
-_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def model_source(

@@ -1,7 +1,5 @@
 """The execution plan of a step: micro-batch, program, and memory of each part."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ as much as a single engine could use here: the hosts of a run are of one kind, a
 not change the work of one host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn

@@ -7,8 +7,6 @@ that computes the whole batch. The number and location of engines, and the exist
 influence. `execution_plan.py` checks whether the available engines can execute the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

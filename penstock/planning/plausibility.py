@@ -6,8 +6,6 @@ lower bound on a run's memory: the store, a step's batch, one micro-batch's hidd
 buffers.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

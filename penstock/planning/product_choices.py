@@ -5,8 +5,6 @@ that the masks of the run can reach is measured before the first step, because t
 the last bits. Evaluation and generation add the cases of their own programs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

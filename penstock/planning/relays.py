@@ -1,7 +1,5 @@
 """The number of relays between the store and the engines of a run."""
 
-from __future__ import annotations
-
 from penstock.config import Config
 from penstock.distributed.protocol import enough_relays
 

@@ -1,7 +1,5 @@
 """The weights of a model that a run trains, stores as bfloat16, or prunes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from penstock.compiler import select_trainable

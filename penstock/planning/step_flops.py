@@ -1,7 +1,5 @@
 """The arithmetic of a step, from the program and the entries that the masks keep."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from penstock.program import Program

@@ -1,7 +1,5 @@
 """The mesh of a run on a simulated wafer: its options, and where the stages lie on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from penstock.config import Config

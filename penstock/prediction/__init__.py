@@ -5,92 +5,37 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.prediction.advice import Advice, advise
-    from penstock.prediction.comparison import predicted_step
-    from penstock.prediction.figures import draw_gpus, draw_memory, draw_scaling, draw_timing
-    from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures, divide
-    from penstock.prediction.gpu_run import GpuRun, describe
-    from penstock.prediction.parallel_search import best_division, fewest_gpus
-    from penstock.prediction.planned import Planner
-    from penstock.prediction.plots import plot_sweep
-    from penstock.prediction.predicted_run import Prediction, predict
-    from penstock.prediction.printed_page import as_json, page
-    from penstock.prediction.sweep import (
-        Point,
-        Sweep,
-        as_csv,
-        fewest_engines,
-        parse_deadline,
-        row,
-        run_sweep,
+    from penstock.prediction.advice import advise as advise
+    from penstock.prediction.comparison import predicted_step as predicted_step
+    from penstock.prediction.figures import (
+        draw_gpus as draw_gpus,
+        draw_memory as draw_memory,
+        draw_scaling as draw_scaling,
+        draw_timing as draw_timing,
     )
-    from penstock.prediction.timeline import Task, simulate
+    from penstock.prediction.gpu_cluster import (
+        Degrees as Degrees,
+        Division as Division,
+        ModelFigures as ModelFigures,
+        divide as divide,
+    )
+    from penstock.prediction.gpu_run import GpuRun as GpuRun
+    from penstock.prediction.parallel_search import (
+        best_division as best_division,
+        fewest_gpus as fewest_gpus,
+    )
+    from penstock.prediction.planned import Planner as Planner
+    from penstock.prediction.plots import plot_sweep as plot_sweep
+    from penstock.prediction.predicted_run import Prediction as Prediction, predict as predict
+    from penstock.prediction.printed_page import as_json as as_json, page as page
+    from penstock.prediction.sweep import (
+        Point as Point,
+        Sweep as Sweep,
+        as_csv as as_csv,
+        fewest_engines as fewest_engines,
+        parse_deadline as parse_deadline,
+        row as row,
+        run_sweep as run_sweep,
+    )
 
-__all__ = [
-    "Advice",
-    "Degrees",
-    "Division",
-    "GpuRun",
-    "ModelFigures",
-    "Planner",
-    "Point",
-    "Prediction",
-    "Sweep",
-    "Task",
-    "advise",
-    "as_csv",
-    "as_json",
-    "best_division",
-    "describe",
-    "divide",
-    "draw_gpus",
-    "draw_memory",
-    "draw_scaling",
-    "draw_timing",
-    "fewest_engines",
-    "fewest_gpus",
-    "page",
-    "parse_deadline",
-    "plot_sweep",
-    "predict",
-    "predicted_step",
-    "row",
-    "run_sweep",
-    "simulate",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "Advice": "advice",
-        "Degrees": "gpu_cluster",
-        "Division": "gpu_cluster",
-        "GpuRun": "gpu_run",
-        "describe": "gpu_run",
-        "ModelFigures": "gpu_cluster",
-        "best_division": "parallel_search",
-        "divide": "gpu_cluster",
-        "draw_gpus": "figures",
-        "draw_memory": "figures",
-        "draw_scaling": "figures",
-        "draw_timing": "figures",
-        "fewest_gpus": "parallel_search",
-        "Prediction": "predicted_run",
-        "Task": "timeline",
-        "advise": "advice",
-        "as_json": "printed_page",
-        "page": "printed_page",
-        "Planner": "planned",
-        "Point": "sweep",
-        "Sweep": "sweep",
-        "as_csv": "sweep",
-        "fewest_engines": "sweep",
-        "parse_deadline": "sweep",
-        "plot_sweep": "plots",
-        "predict": "predicted_run",
-        "predicted_step": "comparison",
-        "row": "sweep",
-        "run_sweep": "sweep",
-        "simulate": "timeline",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

@@ -1,7 +1,5 @@
 """What would make a run faster, and by how much: predictions of the same run with one change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A predicted step in the parts by which a run measures its steps."""
 
-from __future__ import annotations
-
 from penstock.prediction.predicted_run import Prediction
 from penstock.telemetry import PredictedStep
 

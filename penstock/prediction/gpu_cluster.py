@@ -13,8 +13,6 @@ The cluster is at its best here: no straggler, no failure, no load on data, and 
 parallelism overlap with backward.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

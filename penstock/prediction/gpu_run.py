@@ -1,8 +1,5 @@
 """The prediction of a run on a conventional GPU cluster, with its best division found by search."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +123,6 @@ def gpu_run(
     figures: ModelFigures,
     cluster: GpuCluster,
     seconds: float | None = None,
-    zero_stages: Sequence[int] = THREE_D,
 ) -> GpuRun:
     """Return the best run on a cluster.
 
@@ -136,7 +132,6 @@ def gpu_run(
         figures: of the model.
         cluster: the cluster.
         seconds: of the whole run; the fewest GPUs that make it are then taken, whatever `engines`.
-        zero_stages: that are tried.
 
     Raises:
         BudgetError: no division among so many GPUs fits.
@@ -144,12 +139,12 @@ def gpu_run(
     """
     if seconds is not None:
         step = seconds / config.run.steps
-        found = fewest_gpus(figures, cluster, step_seconds=step, zero_stages=zero_stages)
+        found = fewest_gpus(figures, cluster, step_seconds=step, zero_stages=THREE_D)
         config = config.model_copy(update={"engines": found.gpus})
         return GpuRun(config, model, cluster, figures, found)
-    division = best_division(figures, cluster, config.engines, zero_stages=zero_stages)
+    division = best_division(figures, cluster, config.engines, zero_stages=THREE_D)
     if division is None:
-        raise BudgetError(_why_none(config, model, figures, cluster, zero_stages))
+        raise BudgetError(_why_none(config, model, figures, cluster))
     return GpuRun(config, model, cluster, figures, division)
 
 
@@ -167,19 +162,13 @@ def describe(degrees: Degrees) -> str:
     return ", ".join(parts)
 
 
-def _why_none(
-    config: Config,
-    model: str,
-    figures: ModelFigures,
-    cluster: GpuCluster,
-    zero_stages: Sequence[int],
-) -> str:
+def _why_none(config: Config, model: str, figures: ModelFigures, cluster: GpuCluster) -> str:
     text = (
         f"engines: no division of {model} with batch.size {config.batch.size} among "
         f"{config.engines:,} GPUs of {cluster.name} fits their memory"
     )
     try:
-        least = fewest_gpus(figures, cluster, step_seconds=float("inf"), zero_stages=zero_stages)
+        least = fewest_gpus(figures, cluster, step_seconds=float("inf"), zero_stages=THREE_D)
     except ConfigError:
         return f"{text}, and no other number of GPUs does; choose a smaller model or another batch"
     return f"{text}; the fewest GPUs that do are {least.gpus:,} ({describe(least.degrees)})"

@@ -1,7 +1,5 @@
 """The figures of a model on which its division among GPUs depends, from its program."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from penstock.config import Config

@@ -4,8 +4,6 @@ Everything is derived from the program, the schedule of a step and the store's f
 costs overlap is the task of `step_tasks.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Every divisor is tried; a division is skipped only where a lower bound of its ti
 time found. The result depends on nothing but the arguments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -55,15 +55,11 @@ class Planner:
 
     Args:
         notice: called with sentences for the user, each once.
-        source: the model, if it is not the configured one.
     """
 
-    def __init__(
-        self, notice: Callable[[str], None] = lambda text: None, source: ModelSource | None = None
-    ) -> None:
+    def __init__(self, notice: Callable[[str], None] = lambda text: None) -> None:
         self._notice = notice
         self._noticed: set[str] = set()
-        self._given = source
         self._outlined = OutlinedModels(self._record, _compile_source)
 
     def plan(
@@ -87,7 +83,7 @@ class Planner:
                 "engines, or choose another machine"
             )
         config = _as_on(machine, config)
-        source = self._source(config)
+        source = self._outlined.model(config)
         plan = plan_execution(
             config,
             source,
@@ -115,7 +111,7 @@ class Planner:
             BudgetError: the run does not fit so many GPUs.
             ConfigError: the run cannot be divided among the GPUs of this cluster.
         """
-        source = self._source(config)
+        source = self._outlined.model(config)
         length = self._length(config, source)
         program = self._program(config, source, 1)
         heads = getattr(source.hf_config, "num_attention_heads", None)
@@ -127,7 +123,7 @@ class Planner:
 
         An engine computes one micro-batch with the configured recomputation.
         """
-        source = self._source(config)
+        source = self._outlined.model(config)
         micro = config.batch.size if config.batch.micro == "auto" else int(config.batch.micro)
         program = self._program(config, source, micro)
         plan = plan_engine(program, 1, None, config.engine.recompute, _DESCRIBED)
@@ -144,9 +140,6 @@ class Planner:
             predict_bytes(program, 1, plan, _DESCRIBED).peak_bytes,
             largest_stage(program, lambda weight: weight.stream_bytes)[1],
         )
-
-    def _source(self, config: Config) -> ModelFacts:
-        return self._given if self._given is not None else self._outlined.model(config)
 
     def _holding(self, model: ModelFacts, machine: Machine) -> Machine:
         """Return the machine as training sees it, which has loaded libraries that a remembered

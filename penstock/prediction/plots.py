@@ -1,7 +1,5 @@
 """Pictures of sweeps over predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

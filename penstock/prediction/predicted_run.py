@@ -1,7 +1,5 @@
 """The prediction of a run: memory, traffic, the time of a step, and what binds it."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property

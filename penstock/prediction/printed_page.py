@@ -1,7 +1,5 @@
 """A prediction as a page that a person reads, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

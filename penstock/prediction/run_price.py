@@ -1,7 +1,5 @@
 """The price and the energy of a run, from prices and power of a described machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from penstock.machines import GpuCluster, MachineDescription

@@ -8,8 +8,6 @@ them stands for all. The updates of a step run in the forward sweep of the next,
 are simulated and the last one is reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

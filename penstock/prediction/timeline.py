@@ -6,8 +6,6 @@ of a host or the bandwidth of a disk: if they ask for more than there is, all of
 proportion. So a step is neither the sum of its parts nor their maximum.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,70 +8,38 @@ commands that show no run use the number formats and should start at once.
 from typing import TYPE_CHECKING
 
 from penstock.front_door import lazily
-from penstock.progress.view import SilentView, View, show_on_stderr
+from penstock.progress.view import (
+    SilentView as SilentView,
+    View as View,
+    show_on_stderr as show_on_stderr,
+)
 
 if TYPE_CHECKING:
-    from penstock.progress.choice import view_for_command, view_from_python
-    from penstock.progress.cycles import cycle_lines, show_cycle_time
-    from penstock.progress.figures import (
-        show_bytes,
-        show_count,
-        show_dollars,
-        show_duration,
-        show_energy,
-        show_flops,
-        show_rate,
-        show_shares,
-        show_sparsity,
+    from penstock.progress.choice import (
+        view_for_command as view_for_command,
+        view_from_python as view_from_python,
     )
-    from penstock.progress.live import LiveView
-    from penstock.progress.log import LineView, compared_lines, show_evaluation
-    from penstock.progress.notebook import NotebookView
+    from penstock.progress.cycles import (
+        cycle_lines as cycle_lines,
+        show_cycle_time as show_cycle_time,
+    )
+    from penstock.progress.figures import (
+        show_bytes as show_bytes,
+        show_count as show_count,
+        show_dollars as show_dollars,
+        show_duration as show_duration,
+        show_energy as show_energy,
+        show_flops as show_flops,
+        show_rate as show_rate,
+        show_shares as show_shares,
+        show_sparsity as show_sparsity,
+    )
+    from penstock.progress.live import LiveView as LiveView
+    from penstock.progress.log import (
+        LineView as LineView,
+        compared_lines as compared_lines,
+        show_evaluation as show_evaluation,
+    )
+    from penstock.progress.notebook import NotebookView as NotebookView
 
-__all__ = [
-    "LineView",
-    "LiveView",
-    "NotebookView",
-    "SilentView",
-    "View",
-    "compared_lines",
-    "cycle_lines",
-    "show_bytes",
-    "show_count",
-    "show_cycle_time",
-    "show_dollars",
-    "show_duration",
-    "show_energy",
-    "show_evaluation",
-    "show_flops",
-    "show_on_stderr",
-    "show_rate",
-    "show_shares",
-    "show_sparsity",
-    "view_for_command",
-    "view_from_python",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "LineView": "log",
-        "LiveView": "live",
-        "NotebookView": "notebook",
-        "compared_lines": "log",
-        "cycle_lines": "cycles",
-        "show_cycle_time": "cycles",
-        "show_bytes": "figures",
-        "show_count": "figures",
-        "show_dollars": "figures",
-        "show_duration": "figures",
-        "show_energy": "figures",
-        "show_evaluation": "log",
-        "show_flops": "figures",
-        "show_rate": "figures",
-        "show_shares": "figures",
-        "show_sparsity": "figures",
-        "view_for_command": "choice",
-        "view_from_python": "choice",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

@@ -1,7 +1,5 @@
 """The choice of a run's view: a panel in a terminal, a live line in a notebook, else log lines."""
 
-from __future__ import annotations
-
 import sys
 
 from rich.console import Console

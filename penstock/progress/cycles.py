@@ -1,7 +1,5 @@
 """Cycles on a simulated wafer-scale engine, as text."""
 
-from __future__ import annotations
-
 from penstock.progress.figures import show_count, show_duration
 from penstock.telemetry import RunMeasured, StepCycles
 

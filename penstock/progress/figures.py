@@ -3,8 +3,6 @@
 Sizes and rates are in units of 1024 everywhere: KiB, MiB, GiB, TiB, and MiB/s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

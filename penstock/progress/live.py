@@ -1,7 +1,5 @@
 """The view of a run in a terminal: a redrawn panel, and permanent lines above it."""
 
-from __future__ import annotations
-
 from rich.console import Console, RenderableType
 
 from penstock.progress.log import event_lines

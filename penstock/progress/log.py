@@ -1,7 +1,5 @@
 """The view of a run as lines of text, for logs and pipes: one every few steps, one per event."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

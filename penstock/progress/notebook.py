@@ -1,7 +1,5 @@
 """The view of a run in a notebook: one line that is updated in place, and permanent lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The panel of a run: at most 80 columns wide, a label and a value per row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import RenderableType

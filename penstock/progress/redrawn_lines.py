@@ -5,8 +5,6 @@ means erasing everything below the cursor, however the terminal has wrapped the 
 of its width. An echoed `^C` is overwritten by the next drawing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

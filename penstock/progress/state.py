@@ -1,7 +1,5 @@
 """Values that views derive from events: recent speeds, time left, epochs, the losses so far."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The interface of views: a listener for events that owns its output while a run is active."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Activations as the sparse products take them: tensors `[tokens, features]` in host memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -10,8 +10,6 @@ of absent entries followed by a kept one; 15 is that many absent entries followe
 The lower half of a byte comes first. A mask has exactly one encoding: the shorter one.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.errors import CorruptionError

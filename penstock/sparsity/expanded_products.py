@@ -9,8 +9,6 @@ index sorts its indices first, which takes as long as the product itself. The fu
 tensors of any device; results have the bits of PyTorch's dense product.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A mask is a function of the seed and the weight's name. Numbers of kept entries 
 makes the part of its granules without asking others; the bits do not depend on the division.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -7,8 +7,6 @@ the weight is then moved in one pass: dropped entries are gone, kept ones are mo
 begin at 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ selects them (`radix_selection.py`), and a `MaskChange` carries the result to th
 policies keep the numbers exact.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

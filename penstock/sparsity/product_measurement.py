@@ -6,8 +6,6 @@ weight's sparsity and, for a large weight or many tokens, on a part of it. What 
 step calls, packing of activations included.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -4,8 +4,6 @@ Masks change and the choice of products is measured, so a plan holds for every m
 and every choice that a measurement can return.
 """
 
-from __future__ import annotations
-
 import torch
 
 from penstock.sparsity.product_choice import (

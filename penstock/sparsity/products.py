@@ -5,8 +5,6 @@ is row after row. Sums are made in float32 and rounded once. Products by the spa
 same bits for any number of threads; those of dense tiles have the bits of PyTorch's dense product.
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

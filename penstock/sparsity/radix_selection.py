@@ -12,8 +12,6 @@ Counts add up exactly, so neither the number of shards nor the division of a wei
 selection.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A schedule is plain data and has no state, so a resumed run needs only its step.
 commits: the first is 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,8 +163,6 @@ _SHAPES: dict[str, Callable[[SparsitySchedule, float], float]] = {
     "power": _power,
 }
 
-SPARSITY_SCHEDULE_NAMES = tuple(_SHAPES)
-
 
 @dataclass(frozen=True)
 class DropFraction:
@@ -223,5 +219,3 @@ _DECAYS: dict[str, Callable[[float, float], float]] = {
     "linear": lambda progress, power: 1 - progress,
     "inverse_power": lambda progress, power: (1 - progress) ** power,
 }
-
-DROP_DECAY_NAMES = tuple(_DECAYS)

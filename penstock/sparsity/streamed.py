@@ -1,7 +1,5 @@
 """A sparse weight on its way from the store to an engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ each) takes more than one byte per entry once a fifth of them is young, and its 
 shard.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

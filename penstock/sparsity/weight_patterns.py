@@ -1,7 +1,5 @@
 """Which weights of a model are sparse, by name patterns or by the usual default."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from penstock.errors import ConfigError, few

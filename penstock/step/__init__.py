@@ -5,37 +5,14 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.step.distributed import DistributedStepRunner
-    from penstock.step.local import StepRunner
+    from penstock.step.distributed import DistributedStepRunner as DistributedStepRunner
+    from penstock.step.local import StepRunner as StepRunner
     from penstock.step.local_engines import (
-        LocalEngines,
-        choose_devices,
-        counted,
-        make_local_engines,
+        LocalEngines as LocalEngines,
+        choose_devices as choose_devices,
+        counted as counted,
+        make_local_engines as make_local_engines,
     )
-    from penstock.step.micro_batches import Batches, to_tensors
+    from penstock.step.micro_batches import Batches as Batches, to_tensors as to_tensors
 
-__all__ = [
-    "Batches",
-    "DistributedStepRunner",
-    "LocalEngines",
-    "StepRunner",
-    "choose_devices",
-    "counted",
-    "make_local_engines",
-    "to_tensors",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "Batches": "micro_batches",
-        "DistributedStepRunner": "distributed",
-        "LocalEngines": "local_engines",
-        "StepRunner": "local",
-        "choose_devices": "local_engines",
-        "counted": "local_engines",
-        "make_local_engines": "local_engines",
-        "to_tensors": "micro_batches",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

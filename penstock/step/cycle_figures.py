@@ -1,7 +1,5 @@
 """What a step reports of cycles, on a simulated wafer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from penstock.engine import Engine, counted_cycles

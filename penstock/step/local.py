@@ -4,8 +4,6 @@ The fabric streams weights from the store to the engines and reduces gradients t
 step counts only after its commit; a failure before the commit leaves the store unchanged.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ an error is an exception, and nothing outlives the run. The threads contend for 
 to launch operations; copies, waits and computation release the lock.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The rows of a step, divided over engines: each engine gets only its own micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Dropout is keyed by step and micro-batch, so a repeated computation gives the sa
 first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NoReturn

@@ -5,8 +5,6 @@ float32 whose low half is zero. A format that stores only high halves therefore 
 values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

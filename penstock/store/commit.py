@@ -4,8 +4,6 @@ A commit has two phases. In the first phase every shard reports (`prepare`). In 
 every shard receives the decision (`decide`). Only `CommitRule.decide` makes a decision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

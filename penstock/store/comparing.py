@@ -6,8 +6,6 @@ content. The step number alone chooses the part: a different part after every st
 content over one cycle.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,6 @@ The gradient of a weight that several stages use arrives in parts. Only such a w
 gradient is held, until its last part has arrived.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

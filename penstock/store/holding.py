@@ -5,8 +5,6 @@ A `Program` is itself a holding. In a sharded store, each shard has a `HeldPart`
 and of every weight either a flat piece or nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

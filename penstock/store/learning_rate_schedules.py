@@ -125,8 +125,6 @@ _SHAPES: dict[str, Callable[[Schedule, int], float]] = {
     "piecewise": _piecewise,
 }
 
-SCHEDULE_NAMES = tuple(_SHAPES)
-
 
 def learning_rate(schedule: Schedule, step: int) -> float:
     """Return the learning rate of step `step` (from 0).

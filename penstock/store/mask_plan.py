@@ -4,8 +4,6 @@ A policy names numbers of entries. A radix selection decides which entries these
 (`sparsity/radix_selection.py`), in rounds over the histograms of all shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """The rule of a run's masks: the first mask of every sparse weight, and the policy of changes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

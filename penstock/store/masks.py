@@ -10,8 +10,6 @@ Ages are counted in updates, not in steps, because a step may change masks inste
 `step` and `updates` are the numbers of committed steps and of those that update weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The memory of a store in memory, before anything is allocated."""
 
-from __future__ import annotations
-
 from penstock.store.holding import Holding, whole_capacities
 from penstock.store.mask_rule import MaskRule, mask_memory
 from penstock.store.optimizers import Optimizer

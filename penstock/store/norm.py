@@ -5,8 +5,6 @@ all reports, is sent to all shards. Squares are summed per fixed block of the wh
 block sums are added exactly. The norm is therefore bit-identical for every division of the weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -254,14 +254,12 @@ _OPTIMIZERS: dict[str, type[AdamW] | type[SGD] | type[Lion]] = {
     "lion": Lion,
 }
 
-OPTIMIZER_NAMES = tuple(_OPTIMIZERS)
-
 
 def make_optimizer(name: str, **hyper: Any) -> Optimizer:
     """Return the optimizer called `name` with these settings.
 
     Args:
-        name: one of `OPTIMIZER_NAMES`.
+        name: `adamw`, `sgd` or `lion`.
         hyper: `adamw`: beta1, beta2, epsilon; `sgd`: momentum, nesterov; `lion`: beta1, beta2; all:
             moments, `fp32` or `8bit`.
 

@@ -5,8 +5,6 @@ At 90 % sparsity and in float32, a sparse weight takes 0.46 bytes per element in
 `models/packed_tensors.py` describes the file, and `model.hf` reads it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ ones of its part, as many as the whole weight grows. The others cannot be among 
 whole weight, so the dense gradient is not held.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

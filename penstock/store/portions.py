@@ -4,8 +4,6 @@ Two stores of the same program with the same settings have the same portions, so
 a portion. Weights and state are copied in their stored form: nothing is joined, cast or assembled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 

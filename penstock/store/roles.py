@@ -1,7 +1,5 @@
 """The data that the store keeps of a weight besides its master: optimizer arrays, by role."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

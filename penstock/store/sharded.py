@@ -6,8 +6,6 @@ norm covers all gradients and no shard decides before all shards are able to. Sh
 through the methods of `Store`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ own. Whole masks are kept here until they change: engines need them, and they sa
 of each shard begin.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable

@@ -6,8 +6,6 @@ first. Copies stay within a byte budget. If the budget is used up, the update wa
 so a slow disk costs time and never memory.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 

@@ -5,8 +5,6 @@ arrays. The receiver knows the other portions once it has the table. The room of
 masks is no content.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

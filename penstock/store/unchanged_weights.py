@@ -1,7 +1,5 @@
 """Detects trainable weights that no update has changed, because updates are lost to rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ Nothing is pending here: `DramStore` applies updates before it reads. A sparse w
 its capacity, of which the entries that its mask keeps are in use.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator
 

@@ -5,8 +5,6 @@ steps are repeated. The file grows with the run, so no function here holds more 
 memory, except `read_metrics`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Memory of this process as the system reports it: used, and still available."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Writing of metrics into the run's folder; a failing disk costs no step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from penstock.config import Config

@@ -1,7 +1,5 @@
 """The time and bytes of a run: summed over its events, reported once at its end."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, deque
 

@@ -1,7 +1,5 @@
 """The metrics of a run as TensorBoard event files, on request."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

@@ -5,19 +5,9 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.training.evaluation import bits_per_byte
-    from penstock.training.export import export_run
-    from penstock.training.prune import prune_model
-    from penstock.training.trainer import Trainer
+    from penstock.training.evaluation import bits_per_byte as bits_per_byte
+    from penstock.training.export import export_run as export_run
+    from penstock.training.prune import prune_model as prune_model
+    from penstock.training.trainer import Trainer as Trainer
 
-__all__ = ["Trainer", "bits_per_byte", "export_run", "prune_model"]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "Trainer": "trainer",
-        "bits_per_byte": "evaluation",
-        "export_run": "export",
-        "prune_model": "prune",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

@@ -4,8 +4,6 @@ Both have one interface for the trainer: report the saved state, return a store 
 the run stopped, and make the current step durable.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The schedule of checkpoints: started after some steps, completed while training continues."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

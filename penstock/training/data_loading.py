@@ -1,7 +1,5 @@
 """The data of a run: the configured data set, built if necessary, and its batches."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

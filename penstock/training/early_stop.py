@@ -1,7 +1,5 @@
 """The best held-out loss of a run, and early stopping without improvement."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

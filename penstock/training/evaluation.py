@@ -7,8 +7,6 @@ labelled tokens that the model ranks first, given the correct tokens before. For
 `exact_match` is the share whose whole completion, end token included, is predicted correctly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass

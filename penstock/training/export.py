@@ -4,8 +4,6 @@ The export of a run builds neither a program nor a store. Weights are copied fro
 pieces, and each checksum is verified on the way.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ are zero until the first updates. A gradient that is zero in several steps in a 
 weight that does not affect the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from penstock.errors import few

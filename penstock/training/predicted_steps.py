@@ -4,8 +4,6 @@ Predictions need the measurements of `penstock calibrate`. Training never makes 
 delay its first step.
 """
 
-from __future__ import annotations
-
 import datetime
 
 from penstock.calibration import HostKey, MeasuredRun, keep_run, kept_machine

@@ -1,7 +1,5 @@
 """Pruning of a checkpoint in one shot: every weight keeps its entries of the greatest magnitude."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The report before the first step: the model, the steps, the devices and the memory of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from penstock.config import Config

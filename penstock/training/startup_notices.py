@@ -1,7 +1,5 @@
 """Notices before the first step about choices that are valid but may be unintended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from penstock.config import Config, size_above

@@ -5,58 +5,26 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.wafer.load import dump_parameters, known_parameters, load_parameters
-    from penstock.wafer.options import CycleSource, WaferOptions
-    from penstock.wafer.parameters import CS2_MESH, SILICON, SIM, CoreParameters, Mesh
+    from penstock.wafer.load import (
+        dump_parameters as dump_parameters,
+        known_parameters as known_parameters,
+        load_parameters as load_parameters,
+    )
+    from penstock.wafer.options import WaferOptions as WaferOptions
+    from penstock.wafer.parameters import (
+        CS2_MESH as CS2_MESH,
+        SILICON as SILICON,
+        SIM as SIM,
+        CoreParameters as CoreParameters,
+        Mesh as Mesh,
+    )
     from penstock.wafer.published import (
-        NOT_MODELLED,
-        SPARSE_ROWS,
-        CompressedColumnsKernel,
-        PublishedRow,
-        fit_sparse_kernel,
-        published_rows,
-        worst_ratio,
+        NOT_MODELLED as NOT_MODELLED,
+        SPARSE_ROWS as SPARSE_ROWS,
+        CompressedColumnsKernel as CompressedColumnsKernel,
+        fit_sparse_kernel as fit_sparse_kernel,
+        published_rows as published_rows,
+        worst_ratio as worst_ratio,
     )
 
-__all__ = [
-    "CS2_MESH",
-    "NOT_MODELLED",
-    "SILICON",
-    "SIM",
-    "SPARSE_ROWS",
-    "CompressedColumnsKernel",
-    "CoreParameters",
-    "CycleSource",
-    "Mesh",
-    "PublishedRow",
-    "WaferOptions",
-    "dump_parameters",
-    "fit_sparse_kernel",
-    "known_parameters",
-    "load_parameters",
-    "published_rows",
-    "worst_ratio",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "CS2_MESH": "parameters",
-        "CoreParameters": "parameters",
-        "Mesh": "parameters",
-        "SILICON": "parameters",
-        "SIM": "parameters",
-        "dump_parameters": "load",
-        "known_parameters": "load",
-        "load_parameters": "load",
-        "CycleSource": "options",
-        "WaferOptions": "options",
-        "CompressedColumnsKernel": "published",
-        "NOT_MODELLED": "published",
-        "PublishedRow": "published",
-        "SPARSE_ROWS": "published",
-        "fit_sparse_kernel": "published",
-        "published_rows": "published",
-        "worst_ratio": "published",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

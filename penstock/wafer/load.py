@@ -8,8 +8,6 @@ A file gives the figures that differ from a named set:
     sources: {clock_hz: "published: the SDK"}
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

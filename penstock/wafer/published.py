@@ -15,8 +15,6 @@ stamps. So much is taken from the public source of such kernels (github.com/pr0f
 of which the results were not read.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.wafer_figures.names import FIGURES, FigureName, draw, figure_named
+    from penstock.wafer_figures.names import (
+        FIGURES as FIGURES,
+        draw as draw,
+        figure_named as figure_named,
+    )
 
-__all__ = ["FIGURES", "FigureName", "draw", "figure_named"]
-
-__getattr__ = lazily(__name__, dict.fromkeys(__all__, "names"))
+__getattr__ = lazily(__name__, __file__)

@@ -1,7 +1,5 @@
 """Acceleration over sparsity: layers of several widths, on one engine and on sixteen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.pictures import COLOURS, new_figure, save

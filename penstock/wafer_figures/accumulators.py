@@ -1,8 +1,6 @@
 """How many unsent sums and received rows a core needs: with one of each, rows of cores wait for
 each other at every output feature."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.pictures import COLOURS, new_figure, save

@@ -1,7 +1,5 @@
 """Which cores compute, wait for words, or wait for room, in a simulated product."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.wafer import CoreParameters

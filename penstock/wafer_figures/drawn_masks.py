@@ -1,7 +1,5 @@
 """Masks of sparse weights, drawn at random."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """How much of the time the links of a mesh are in use, in a simulated product."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.wafer import CoreParameters

@@ -1,7 +1,5 @@
 """The first microseconds of a simulated product, moving: states of cores, words on links."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What deeper queues are worth: simulated cycles over the words that a router's queue holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

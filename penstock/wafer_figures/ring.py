@@ -1,7 +1,5 @@
 """Partial sums along a chain or a ring: a ring divides outputs evenly, and needs whole turns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.pictures import COLOURS, new_figure, save

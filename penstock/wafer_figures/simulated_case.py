@@ -1,7 +1,5 @@
 """The product that the pictures of the simulator show."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What sorting is worth: features dealt to rows of cores by their number of entries, or as they
 come, for masks that are drawn at random and for masks whose features differ."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

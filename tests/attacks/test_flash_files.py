@@ -15,8 +15,7 @@ from bounded_memory import bounded_memory
 from store_programs import flash_store, forward_sweep, make_program, random_weights, train
 
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.store.flash import FlashReader, recorded_extra, repair
-from penstock.store.flash import journal as journal_module
+from penstock.store.flash import FlashReader, journal as journal_module, recorded_extra, repair
 from penstock.store.flash.journal import (
     MAX_RECORD_BYTES,
     SECTOR_BYTES,

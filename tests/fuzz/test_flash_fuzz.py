@@ -12,8 +12,7 @@ from searching import EXAMPLES, search
 from store_programs import flash_store, make_program, random_weights, train
 
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
-from penstock.store.flash import FlashReader, recorded_extra, repair
-from penstock.store.flash import journal as journal_module
+from penstock.store.flash import FlashReader, journal as journal_module, recorded_extra, repair
 from penstock.store.flash.journal import read_records, whole_records
 
 PROGRAM = make_program(({"embed": (9, 6), "frozen": (9,)}, {"block": (7, 7)}), ("frozen",))

@@ -10,27 +10,17 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
-    from penstock.compiler.serialization.outlines import read_outline, write_outline
-    from penstock.compiler.serialization.programs import deserialize, serialize
+    from penstock.compiler.serialization.fields import (
+        MalformedError as MalformedError,
+        NotSerializableError as NotSerializableError,
+    )
+    from penstock.compiler.serialization.outlines import (
+        read_outline as read_outline,
+        write_outline as write_outline,
+    )
+    from penstock.compiler.serialization.programs import (
+        deserialize as deserialize,
+        serialize as serialize,
+    )
 
-__all__ = [
-    "MalformedError",
-    "NotSerializableError",
-    "deserialize",
-    "read_outline",
-    "serialize",
-    "write_outline",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "MalformedError": "fields",
-        "NotSerializableError": "fields",
-        "deserialize": "programs",
-        "read_outline": "outlines",
-        "serialize": "programs",
-        "write_outline": "outlines",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

@@ -1,7 +1,5 @@
 """Arguments of nodes as JSON: plain values as they are, everything else as a list with a code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The values of a program's constants: their bytes, one after the other, after the JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

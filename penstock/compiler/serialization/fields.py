@@ -1,7 +1,5 @@
 """Checked fields of written programs: every value that is read has exactly the expected type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

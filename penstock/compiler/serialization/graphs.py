@@ -4,8 +4,6 @@ Names of nodes and of functions' arguments become Python code when an executable
 so only plain identifiers are read.
 """
 
-from __future__ import annotations
-
 import keyword
 from typing import Any
 

@@ -4,8 +4,6 @@ An outline is read without the parts of PyTorch that trace and represent graphs,
 of the time. It cannot be executed.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

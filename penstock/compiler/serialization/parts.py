@@ -1,7 +1,5 @@
 """The stages, weights and values of a program as JSON."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, cast
 
 from penstock.compiler.serialization import fields

@@ -1,7 +1,5 @@
 """A program as bytes: the length of a JSON text, the text, and the values of constants."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 An operator is named `namespace::operator.overload`. Other functions are in a fixed table.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import re

@@ -1,7 +1,5 @@
 """The client of `penstock scale`: sends a request from another process to a running trainer."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Mapping
 from dataclasses import dataclass

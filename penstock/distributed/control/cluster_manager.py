@@ -5,8 +5,6 @@ weights can be loaded into them. `rendezvous.py` admits processes and keeps the 
 The coordinator runs in this process and decides which nodes take part in which step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

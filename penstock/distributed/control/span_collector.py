@@ -7,8 +7,6 @@ its clock halfway between the two, with an error of at most half of their distan
 that of the closest of the latest answers, because clocks of different hosts drift.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """Statistics from heartbeats: memory, computing time, stragglers."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

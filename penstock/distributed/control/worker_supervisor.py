@@ -5,8 +5,6 @@ engine or a shard has failed. After several failures in a row, more workers woul
 way.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

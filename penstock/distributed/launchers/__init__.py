@@ -5,16 +5,7 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.distributed.launchers.base import Launcher, WorkerExit
-    from penstock.distributed.launchers.factory import make_launcher
+    from penstock.distributed.launchers.base import Launcher as Launcher, WorkerExit as WorkerExit
+    from penstock.distributed.launchers.factory import make_launcher as make_launcher
 
-__all__ = ["Launcher", "WorkerExit", "make_launcher"]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "Launcher": "base",
-        "WorkerExit": "base",
-        "make_launcher": "factory",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

@@ -1,7 +1,5 @@
 """The interface of launchers, which start the worker processes of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Selection of the launcher that a configuration names."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ The fork server may be killed like any process. Its workers keep running, becaus
 ended, but not its exit code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

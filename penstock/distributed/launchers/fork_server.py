@@ -13,8 +13,6 @@ inherited socket, which carries requests and replies (`fork_client.py` is the ot
 socket is closed, the workers and this process end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -6,8 +6,6 @@ which has imported their libraries. Without a fork server, and on a GPU, workers
 processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ ordinary worker: it joins over Penstock's own connections and is supervised by t
 death of a process sooner than a lease expires, and it delivers the run's token to the workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

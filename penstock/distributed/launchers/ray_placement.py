@@ -8,8 +8,6 @@ has most to spare: to nodes without an engine first. Ray lists a dead node for a
 so a node on which a worker had to be killed is chosen last for a while.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

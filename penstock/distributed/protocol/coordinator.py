@@ -12,8 +12,6 @@ take over the shard with the stored state of the lost node. Before the next step
 back to the newest step that all of them hold. `recovery_policy.py` handles corruption and stalls.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the trainer's process asks of a coordinator and sets: the nodes, and how many are wanted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from penstock.distributed.protocol.epoch import EpochManager

@@ -5,8 +5,6 @@ operations are computed. In a view without relays it also forwards weights and a
 other engines (`forwarding_node.py`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

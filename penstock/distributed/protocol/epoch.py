@@ -5,8 +5,6 @@ Each replica reports the steps that it holds, and all replicas roll back to the 
 common.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

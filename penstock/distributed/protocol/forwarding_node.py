@@ -5,8 +5,6 @@ at once. Gradients go up a tree, in which the node adds those of other nodes. Th
 messages of another epoch or step.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

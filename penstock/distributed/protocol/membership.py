@@ -5,8 +5,6 @@ hold the same bits, because all of them do the same work. A new node waits as a 
 received a copy of the shard.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The checksum of every message here was right. So a message with an impossible op
 number is a defect, or comes from another version. Such a message may harm no more than its step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ header says which. Every frame carries the epoch in which it was sent, and a che
 the whole frame.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import struct

@@ -4,8 +4,6 @@ A node is only ever called from one thread. Its jobs run elsewhere, one after an
 a job counts only if the job's step is still in flight.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar

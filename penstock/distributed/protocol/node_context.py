@@ -1,7 +1,5 @@
 """The services of a node's host, which is a network of processes or a simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A relay forwards weights and adds gradients. It computes nothing and keeps nothi
 sums in progress. It knows the transfers of a step, and no model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from penstock.distributed.protocol import message_validation

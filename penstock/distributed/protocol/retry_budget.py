@@ -5,8 +5,6 @@ the same step is caused by the step. A retry repairs a single corrupt frame or s
 corrupt frames or stalls have a cause that a retry does not repair.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection

@@ -9,8 +9,6 @@ Sums are fixed by the tree over micro-batches, not by the routes: a node adds wh
 tree it has received. So the routes change no bit of a result.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

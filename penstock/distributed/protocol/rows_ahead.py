@@ -5,8 +5,6 @@ in the epoch in which they were sent; in another epoch they are sent again with 
 whose rows were lost does not begin, and the step is retried in another epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from penstock.distributed.protocol.messages import MessageType, pack_arrays

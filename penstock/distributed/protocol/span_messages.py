@@ -1,7 +1,5 @@
 """The spans of a node in a message, and the time by the node's clock when it was sent."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from typing import Any, TypeGuard

@@ -1,7 +1,5 @@
 """The step requested from the coordinator, its result, and the protocol's events."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ A repeated report changes nothing. Each transaction is an object of its own, so 
 transaction counts for another.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

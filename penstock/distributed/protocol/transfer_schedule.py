@@ -5,8 +5,6 @@ of each operation. Every node of a run derives the same list from the same progr
 names an operation and a chunk by number.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

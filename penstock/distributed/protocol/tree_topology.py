@@ -11,8 +11,6 @@ each inner node of this tree, so an engine sends at most two sums and receives a
 subtree of micro-batches travels as one sum wherever the engines' shares allow it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ at one step, so the copy is consistent. The learner is promoted only when the ch
 nodes' state are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -6,8 +6,6 @@ of a shard are lost, only the slot that was lost last can be taken, because its 
 newest. The number of a lost node is not used again: a replacement is another node.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection
 

@@ -5,8 +5,6 @@ copy between two steps. A shard without any holder is reopened from its state on
 a state the run ends.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ connection verifies that a portion is intact. No function here blocks: reads and
 the nodes' workers, so a cancellation is handled at once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Encodes open selections, histograms and changes of masks as payloads of messages."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The store of a shard in its own process: opened on request, and opened again for a rollback."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -4,8 +4,6 @@ This is the server; the client is `store_client.py`. Arguments are plain data fr
 the run's token. Each argument is converted to its type before the store receives it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ and connections that are cut for a while. A frame with a flipped bit goes throug
 and its checksum.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ connections of their own. The seed of `Faults` is the
 only source of chance, and nothing depends on the clock: one seed is one run.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import itertools

@@ -5,8 +5,6 @@ use: the pool reuses a buffer only after the last view of it has ended. The pool
 reference counts, because they differ between versions of the interpreter.
 """
 
-from __future__ import annotations
-
 import queue
 import weakref
 

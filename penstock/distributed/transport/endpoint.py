@@ -5,8 +5,6 @@ actions for this thread. A peer is accepted after it has proved that it has the 
 (`handshake.py`); its first message names its node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

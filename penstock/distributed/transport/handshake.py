@@ -11,8 +11,6 @@ an attacker who relayed the challenge and the response. Only authenticated peers
 attacker without the token cannot make a node compute TLS handshakes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

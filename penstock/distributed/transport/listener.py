@@ -10,8 +10,6 @@ A connection from another host that has proved the token no longer counts toward
 accepted when the TLS handshake is complete, for which it has the same time again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import selectors
@@ -22,8 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.distributed.transport import handshake
-from penstock.distributed.transport import stream as streams
+from penstock.distributed.transport import handshake, stream as streams
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.stream import PlainStream, Stream
 from penstock.distributed.transport.tls import TlsStream

@@ -4,8 +4,6 @@ Within a host the bytes of a connection stay in the kernel and cross no network.
 root rights could read or change them, so TLS would cost time and protect nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket

@@ -5,8 +5,6 @@ is held only while a piece is encrypted or decrypted. The socket is read and wri
 lock, so neither direction waits for the other's network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

@@ -5,19 +5,8 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.distributed.worker.main import NAME, TOKEN, Worker
-    from penstock.distributed.worker.node_adapters import WorkerShard
-    from penstock.distributed.worker.shard_executor import LocalShardExecutor
+    from penstock.distributed.worker.main import NAME as NAME, TOKEN as TOKEN, Worker as Worker
+    from penstock.distributed.worker.node_adapters import WorkerShard as WorkerShard
+    from penstock.distributed.worker.shard_executor import LocalShardExecutor as LocalShardExecutor
 
-__all__ = ["NAME", "TOKEN", "LocalShardExecutor", "Worker", "WorkerShard"]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "LocalShardExecutor": "shard_executor",
-        "NAME": "main",
-        "TOKEN": "main",
-        "Worker": "main",
-        "WorkerShard": "node_adapters",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

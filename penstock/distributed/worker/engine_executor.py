@@ -1,7 +1,5 @@
 """The computation of an engine process: runs the operations that the protocol node hands over."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 

@@ -11,8 +11,6 @@ connection it joins again as a new node, as long as the coordinator's process li
 connection is lost ends, so that another process can open its files on flash.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -3,8 +3,6 @@
 A shard's adapter also serves RPCs on the store and sends and receives snapshots.
 """
 
-from __future__ import annotations
-
 from penstock.distributed.control_messages import addresses_of
 from penstock.distributed.protocol import (
     COORDINATOR,

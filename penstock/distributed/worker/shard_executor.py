@@ -4,8 +4,6 @@ The store may be in the trainer's process or in a process of its own. The locati
 steps to which the store can roll back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.planning.program_cache.cached import cached_program
-    from penstock.planning.program_cache.outlined import OutlinedModels
+    from penstock.planning.program_cache.cached import cached_program as cached_program
+    from penstock.planning.program_cache.outlined import OutlinedModels as OutlinedModels
 
-__all__ = ["OutlinedModels", "cached_program"]
-
-__getattr__ = lazily(__name__, {"OutlinedModels": "outlined", "cached_program": "cached"})
+__getattr__ = lazily(__name__, __file__)

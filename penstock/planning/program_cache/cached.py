@@ -1,7 +1,5 @@
 """Compilation through the cache: a program is read if it was written before, else compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

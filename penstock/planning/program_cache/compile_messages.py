@@ -1,7 +1,5 @@
 """Whether a compilation says something: a program from the cache would not repeat it."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ its checksum. An error of the system (a full disk, a folder that is read-only) m
 is cached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The name of a program in the cache: a digest of everything that determines the program."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields

@@ -5,8 +5,6 @@ versions of these libraries then determine their code. Every attribute of every 
 complete description. A model of which something else can be said has none.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

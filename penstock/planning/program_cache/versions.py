@@ -1,7 +1,5 @@
 """What compiles a program: the versions of the libraries, and the sources of this package."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import platform

@@ -1,31 +1,27 @@
 """Checkpoints of a store: atomic under crashes, and verified before use."""
 
-from penstock.store.checkpoint.background import BackgroundSave
-from penstock.store.checkpoint.base import Base, BaseNotes, ReadBase
-from penstock.store.checkpoint.index import find_checkpoint
-from penstock.store.checkpoint.load import (
-    checkpoint_folders,
-    load_checkpoint,
-    verify_checkpoint,
+from penstock.store.checkpoint.background import BackgroundSave as BackgroundSave
+from penstock.store.checkpoint.base import (
+    Base as Base,
+    BaseNotes as BaseNotes,
+    ReadBase as ReadBase,
 )
-from penstock.store.checkpoint.reader import SavedWeights, checkpoint_hash
-from penstock.store.checkpoint.save import SavedCheckpoint, checkpoint_bytes, save_checkpoint
-from penstock.store.checkpoint.state import CheckpointState, read_state
-
-__all__ = [
-    "BackgroundSave",
-    "Base",
-    "BaseNotes",
-    "CheckpointState",
-    "ReadBase",
-    "SavedCheckpoint",
-    "SavedWeights",
-    "checkpoint_bytes",
-    "checkpoint_folders",
-    "checkpoint_hash",
-    "find_checkpoint",
-    "load_checkpoint",
-    "read_state",
-    "save_checkpoint",
-    "verify_checkpoint",
-]
+from penstock.store.checkpoint.index import find_checkpoint as find_checkpoint
+from penstock.store.checkpoint.load import (
+    checkpoint_folders as checkpoint_folders,
+    load_checkpoint as load_checkpoint,
+    verify_checkpoint as verify_checkpoint,
+)
+from penstock.store.checkpoint.reader import (
+    SavedWeights as SavedWeights,
+    checkpoint_hash as checkpoint_hash,
+)
+from penstock.store.checkpoint.save import (
+    SavedCheckpoint as SavedCheckpoint,
+    checkpoint_bytes as checkpoint_bytes,
+    save_checkpoint as save_checkpoint,
+)
+from penstock.store.checkpoint.state import (
+    CheckpointState as CheckpointState,
+    read_state as read_state,
+)

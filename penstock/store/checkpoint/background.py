@@ -1,7 +1,5 @@
 """Writes a checkpoint in the background: a thread writes a snapshot while training continues."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

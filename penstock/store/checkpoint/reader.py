@@ -1,7 +1,5 @@
 """The weights of a checkpoint, read in pieces in any order, without a store."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

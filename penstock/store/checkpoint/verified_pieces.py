@@ -1,7 +1,5 @@
 """Pieces of a checkpoint's files: read, and compared with the description in `state.json`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import BinaryIO

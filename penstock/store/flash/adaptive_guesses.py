@@ -10,8 +10,6 @@ which every wrong guess halves and every right one widens again. How many stages
 depends on how far the norms of late were from the limit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

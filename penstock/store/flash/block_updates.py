@@ -1,7 +1,5 @@
 """Applies the last commit's update to one block that was read from flash."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

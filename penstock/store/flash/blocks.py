@@ -4,8 +4,6 @@ Blocks in transit are read ahead of the next update pass, always the first block
 memory. The pass takes blocks in the same order, so it never waits for a later block.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 

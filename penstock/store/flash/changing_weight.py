@@ -4,8 +4,6 @@ Its blocks are read and updated as in other steps. They are then gathered, becau
 entries between blocks, and cut again by the new mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Flash is read after all updates are written. What is written during a restore go
 record names, and counts when the caller seals it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The file names of a flash store, and the first record of its journal: format and purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ the rest holds optimizer state. Gradients of the first stages have priority over
 last stages, because they arrive last and are used first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """What is written to the extents of a flash store, and how a step becomes durable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

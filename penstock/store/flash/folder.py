@@ -1,7 +1,5 @@
 """A folder on flash that contains one store or shards: inspection, repair and removal."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Sequence

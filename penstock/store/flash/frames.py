@@ -7,8 +7,6 @@ turns at both ends of the sweep need no reads. Least-recently-used would be the 
 this order.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Callable, Collection, Sequence

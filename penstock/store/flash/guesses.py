@@ -8,8 +8,6 @@ fails), or `mixed:SEED` (no guess, a right one or a wrong one, of some of the un
 the step decide). A forced guess is speculated to its end, so that a test does not depend on time.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -32,7 +32,6 @@ from penstock.errors import CorruptionError, StorageError
 from penstock.io import NotPlainError, durable, failpoints, open_own, open_plain
 from penstock.store.flash import medium
 
-VERSION = 1
 SECTOR_BYTES = 512
 MAX_RECORD_BYTES = 1 << 30  # the checksums of 64 TB of extents take 128 MiB
 ROTATE_BYTES = 16 << 20

@@ -4,8 +4,6 @@ A change of the state wakes every waiting thread. An error in a thread stops all
 raised to the caller.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

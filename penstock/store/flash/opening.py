@@ -1,7 +1,5 @@
 """The files of a flash store, opened for training: an existing store, or a new one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ writes updated blocks to new places, and seals steps in the journal after all ea
 lock guards the shared state (`monitor.py`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

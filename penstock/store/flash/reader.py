@@ -1,7 +1,5 @@
 """Read access to a flash store without opening it for training: its content and its integrity."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

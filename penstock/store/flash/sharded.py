@@ -1,7 +1,5 @@
 """A flash store in shards, each in its own folder; a step is durable when all shards have it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read access to a sharded flash store: the readers of all shards, as one."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 

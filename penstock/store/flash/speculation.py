@@ -13,8 +13,6 @@ next forward sweep needs first, have the least time. Weights that the caller nee
 over speculation in the reader, and always find room beside the units that are being updated.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence

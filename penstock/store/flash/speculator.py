@@ -6,8 +6,6 @@ a lower bound of the global norm: once it is above the limit of clipping, the st
 and the speculative updates are thrown away at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

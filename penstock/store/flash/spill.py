@@ -5,8 +5,6 @@ needed only until their step is decided and its updates are applied. Blocks of a
 and end within pages, so whole pages are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

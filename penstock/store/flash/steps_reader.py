@@ -1,7 +1,5 @@
 """Queries on the durable steps of a flash store, in one part or in shards."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from pathlib import Path

@@ -11,8 +11,6 @@ The masks of sparse weights are in memory; on flash they are written when they c
 drops entries reads the masters of the weights that change, to select these entries.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import math

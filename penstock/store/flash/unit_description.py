@@ -1,7 +1,5 @@
 """The entries of a unit's description, in the first record of a journal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

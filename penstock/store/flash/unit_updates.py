@@ -1,7 +1,5 @@
 """The pending updates of units, block by block, in the order in which the blocks were read."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

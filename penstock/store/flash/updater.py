@@ -1,7 +1,5 @@
 """The updater of a flash store: a thread that updates blocks in the order of their reads."""
 
-from __future__ import annotations
-
 import queue
 from dataclasses import dataclass
 from functools import partial

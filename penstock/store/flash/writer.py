@@ -5,8 +5,6 @@ earlier writes. Gradients that do not fit in memory go to a file of their own. B
 a speculative update are not written any more once the update was thrown away.
 """
 
-from __future__ import annotations
-
 import queue
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ but leaves each core fewer tokens per entry, so that the set-up of vector operat
 The first term that exceeds the arithmetic is where the acceleration saturates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -5,8 +5,6 @@ link, or the distance, whichever takes longer; and for every core that computes 
 2 T_R + 1 cycles, up and down its ramp and one operation.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from penstock.errors import ConfigError

@@ -1,7 +1,5 @@
 """The result of a closed form: cycles by term, and which of them binds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ part in every partial sum; short sequences of wide layers want many, since a vec
 tokens costs its set-up and little else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ layout, but the words of partial sums per link fall with fewer tokens per core, 
 vector operations per multiply-add falls with more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError

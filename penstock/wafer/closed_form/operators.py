@@ -3,8 +3,6 @@
 Activations lie as in a streamed product: a core has some tokens and some features.
 """
 
-from __future__ import annotations
-
 import math
 
 from penstock.wafer.closed_form.collectives import (

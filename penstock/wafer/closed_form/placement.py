@@ -5,8 +5,6 @@ sorted by their number of entries and dealt to the rows of cores in turn, forwar
 that the rows' totals differ by little.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ word at a time from its router, whatever the colour: the words of sums or of dY,
 control words, share that way (`arriving_cycles`). (The simulation showed this.)
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

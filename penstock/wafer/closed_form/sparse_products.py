@@ -14,8 +14,6 @@ each of which adds its own.
 M output features, K input features, T tokens, density d; R feature rows and t tokens per core.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Weights take none of it: an entry is used on arrival, and those in flight wait i
 queues (`queue_words` of 32 bits per colour and direction).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from penstock.errors import BudgetError

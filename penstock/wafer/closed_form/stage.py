@@ -1,7 +1,5 @@
 """Cycles of a stage of a program, from the costs of its operators that the compiler counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A weight that streams over the mesh, and how its program works."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -5,42 +5,14 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.wafer.language.arrays import Array, Counter, Part, Register
-    from penstock.wafer.language.code import COMPUTE, RECEIVE, SEND, Code
-    from penstock.wafer.language.colours import Colour, neighbour
-    from penstock.wafer.language.program import Drain, MeshProgram, MeshRun
+    from penstock.wafer.language.arrays import (
+        Array as Array,
+        Counter as Counter,
+        Part as Part,
+        Register as Register,
+    )
+    from penstock.wafer.language.code import RECEIVE as RECEIVE, SEND as SEND, Code as Code
+    from penstock.wafer.language.colours import Colour as Colour, neighbour as neighbour
+    from penstock.wafer.language.program import MeshProgram as MeshProgram, MeshRun as MeshRun
 
-__all__ = [
-    "COMPUTE",
-    "RECEIVE",
-    "SEND",
-    "Array",
-    "Code",
-    "Colour",
-    "Counter",
-    "Drain",
-    "MeshProgram",
-    "MeshRun",
-    "Part",
-    "Register",
-    "neighbour",
-]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "Array": "arrays",
-        "Counter": "arrays",
-        "Part": "arrays",
-        "Register": "arrays",
-        "COMPUTE": "code",
-        "Code": "code",
-        "RECEIVE": "code",
-        "SEND": "code",
-        "Colour": "colours",
-        "neighbour": "colours",
-        "Drain": "program",
-        "MeshProgram": "program",
-        "MeshRun": "program",
-    },
-)
+__getattr__ = lazily(__name__, __file__)

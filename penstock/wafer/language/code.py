@@ -5,8 +5,6 @@ operation those of the closed form. Streams between a core and its router move a
 `word_cycles`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Unpack

@@ -1,7 +1,5 @@
 """The codes of a program as rows of numbers, with the checks of each instruction."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Colours and their routes: which way words take through the routers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

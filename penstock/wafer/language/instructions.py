@@ -1,7 +1,5 @@
 """One instruction of a thread, and the checks that streams and their shorter forms share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TypedDict
 

@@ -1,7 +1,5 @@
 """What a program has placed on the mesh before it is lowered: code, values, words at the edges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From a program to the tables of the simulator, with the checks that need the whole program."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.errors import MeshError

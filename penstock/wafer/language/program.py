@@ -1,7 +1,5 @@
 """A program for the mesh: data on cores, routes of colours, tasks of words, streams at edges."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

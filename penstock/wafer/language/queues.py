@@ -1,8 +1,6 @@
 """The queues of a program: one per route of a router, one per core and colour that it takes; and
 how they are joined."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.errors import MeshError

@@ -1,7 +1,5 @@
 """What went wrong in a simulation, in words: where, with which colour, in which cycle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The names of a program's parts, for messages about cores, colours and cycles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

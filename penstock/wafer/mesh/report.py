@@ -1,7 +1,5 @@
 """What a simulation shows: cycles, the states of cores, the words of links, the depth of queues."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

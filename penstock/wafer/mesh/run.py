@@ -1,7 +1,5 @@
 """Run the tables of a program and report what happened."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.kernels import mesh_tables as tables

@@ -1,7 +1,5 @@
 """All-reduce of a vector over all cores: by a tree, or by rings along rows and then columns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Dense products: two matrices that go round a square mesh, and a matrix times a vector."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

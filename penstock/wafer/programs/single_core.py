@@ -1,7 +1,5 @@
 """The published programs of few cores: forms of a loop, and a relay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

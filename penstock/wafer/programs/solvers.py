@@ -5,8 +5,6 @@ The methods are those of Hestenes and Stiefel (1952) and van der Vorst (1992); t
 Rocki et al. (SC 2020), who solved such a system on 600 x 595 cores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

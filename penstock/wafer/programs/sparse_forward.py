@@ -5,8 +5,6 @@ its own. As a chain it leaves the mesh after the last row; as a ring it ends in 
 that the output feature belongs to, so that outputs are divided evenly.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ the indices enter, each starts a dot product over the tokens of a core, and the 
 columns of cores leave at the end of the row, in order.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.wafer.language import RECEIVE, SEND, Colour, Counter, MeshProgram, Part, Register

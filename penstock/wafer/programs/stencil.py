@@ -1,7 +1,5 @@
 """A 7-point stencil: each core has a line of cells along z, its neighbours those beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

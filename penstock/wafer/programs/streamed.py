@@ -1,8 +1,6 @@
 """What the programs of streamed products share: where features and tokens are, and the words that
 enter at the edge."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -6,8 +6,6 @@ A line is summed as a chain, in which each core adds its own to what comes, or a
 all words go straight to one core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

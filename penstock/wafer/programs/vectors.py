@@ -1,7 +1,5 @@
 """Vectors that are divided over the cores: y += a x, and a dot product that every core gets."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.errors import ConfigError

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from grids import thinned
 
-from penstock.data import ByteTokenizer, TokenDataset, build_dataset, load_tokenizer
-from penstock.data import build as build_module
-from penstock.data import packing as packing_module
-from penstock.data import shards as shards_module
+from penstock.data import (
+    ByteTokenizer,
+    TokenDataset,
+    build as build_module,
+    build_dataset,
+    load_tokenizer,
+    packing as packing_module,
+    shards as shards_module,
+)
 from penstock.data.publish import published_folder
 from penstock.data.tokenizers import FileTokenizer, train_bpe
 from penstock.errors import ConfigError, DataError, StorageError

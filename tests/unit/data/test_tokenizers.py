@@ -8,8 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from penstock.data import ByteTokenizer, encodes_as, export_tokenizer, load_tokenizer
 from penstock.data.tokenizers import FileTokenizer, train_bpe, train_size

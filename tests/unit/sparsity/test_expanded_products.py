@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from real_allocations import peak_allocated_bytes
 from sparse_masks import KINDS, layout_of, mask_of, random_tensor
 

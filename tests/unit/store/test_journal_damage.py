@@ -8,8 +8,14 @@ from sharded_stores import sharded_flash
 from store_programs import flash_store, make_program, random_weights, train
 
 from penstock.errors import CorruptionError
-from penstock.store.flash import FlashReader, Repaired, open_reader, recorded_extra, repair
-from penstock.store.flash import journal as journal_module
+from penstock.store.flash import (
+    FlashReader,
+    Repaired,
+    journal as journal_module,
+    open_reader,
+    recorded_extra,
+    repair,
+)
 from penstock.store.flash.journal import SECTOR_BYTES, read_records, whole_records
 
 PROGRAM = make_program([{"a": (40, 60), "frozen": (30,)}, {"b": (50, 9)}], frozen=("frozen",))

@@ -6,8 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from penstock.wafer import CoreParameters, Mesh
 from penstock.wafer.language import SEND, MeshProgram

@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from penstock.wafer import SILICON, SIM, CoreParameters, Mesh
 from penstock.wafer.closed_form import StreamingOptions

@@ -8,8 +8,7 @@ from grids import quick_first
 from penstock.pictures import empty_figure
 from penstock.wafer import SIM, Mesh
 from penstock.wafer.mesh import TraceOptions
-from penstock.wafer_figures import FIGURES, draw, figure_named
-from penstock.wafer_figures import simulated_case as cases
+from penstock.wafer_figures import FIGURES, draw, figure_named, simulated_case as cases
 from penstock.wafer_figures.drawn_masks import drawn_mask
 from penstock.wafer_figures.sorting import over_even
 

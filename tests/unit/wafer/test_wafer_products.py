@@ -8,8 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from penstock.errors import ConfigError
 from penstock.wafer import SILICON, SIM, CoreParameters, Mesh

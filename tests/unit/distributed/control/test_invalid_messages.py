@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from any_message import messages
 from fake_workers import FakeWorker, OpenedManager
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 from any_message import messages
 from coordinator_play import ENGINES, SHARDS, Play
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from penstock.distributed.protocol import (
     RolledBackError,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from any_message import messages
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lone_nodes import (
     begin,
     engine,

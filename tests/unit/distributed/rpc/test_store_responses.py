@@ -16,8 +16,7 @@ import pytest
 import torch
 from any_message import anything
 from fake_workers import FakeWorker
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from store_programs import (
     CONSTANT,
     LAYERS,

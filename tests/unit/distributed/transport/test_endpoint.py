@@ -15,8 +15,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from recording_endpoints import greet
 from waiting import SECONDS, wait_until
 

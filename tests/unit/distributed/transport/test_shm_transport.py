@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 from grids import quick_first
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from own_process import fork, in_a_process_of_its_own
 from process_files import mapped_files, open_files
 from waiting import SECONDS, wait_until
