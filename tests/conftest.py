@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import warm_start
 from compiled_programs import sharing_kinds, sharing_programs
-from speculated import QUICK_OFF
+from speculated import QUICK_OFF, thin_modes
 
 from penstock.compiler import build
 from penstock.distributed.launchers import fork_client, local
@@ -54,6 +54,11 @@ def _programs_are_shared() -> Iterator[None]:
     gc.enable()
     yield
     builders.compile_source, build.make_kind = compile_source, make_kind
+
+
+@pytest.hookimpl(tryfirst=True)  # before the selection by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    thin_modes(items)
 
 
 @pytest.fixture(params=QUICK_OFF)

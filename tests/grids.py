@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -44,3 +44,24 @@ def thinned(*axes: Collection[Any], others: Any = pytest.mark.slow) -> list[Any]
         )
         for case in cases
     ]
+
+
+def pairwise(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of three axes of the same length.
+
+    Those with a new value are in `make test`, a Latin square with every pair of values is in
+    `make test-long`, and the others are slow.
+    """
+    first, *others = axes
+    if len(axes) != 3 or any(len(axis) != len(first) for axis in others):
+        raise ValueError(f"expected three axes of one length, got {[*map(len, axes)]}")
+    found = []
+    for places in itertools.product(range(len(first)), repeat=3):
+        is_quick, is_long = len(set(places)) == 1, sum(places) % len(first) == 0
+        marks = () if is_quick else pytest.mark.long if is_long else pytest.mark.slow
+        found.append(
+            pytest.param(
+                *(axis[place] for axis, place in zip(axes, places, strict=True)), marks=marks
+            )
+        )
+    return found

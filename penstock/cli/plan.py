@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from penstock.cli.arguments import ConfigArgument, Overrides, configuration
 from penstock.cli.figure import figure
+from penstock.cli.imports import quick_imports
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -81,10 +82,11 @@ def plan(
     Decisions and refusals are those of `penstock train`. Nothing is trained, and no weights are
     created.
     """
-    from penstock.pictures import check_name
-    from penstock.prediction import Sweep, parse_deadline
-
     settings = configuration(config, overrides)
+    with quick_imports():
+        from penstock.pictures import check_name
+        from penstock.prediction import Planner, Sweep, parse_deadline
+
     swept = Sweep.parse(sweep) if sweep else None
     seconds = parse_deadline(target) if target else None
     for name, file in (("--csv", csv), ("--plot", plot)):
@@ -104,8 +106,6 @@ def plan(
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
-
-    from penstock.prediction import Planner
 
     planner = Planner(_notice)
     described = _machines(machine)

@@ -138,7 +138,9 @@ def test_crashes_do_not_change_bits(batch, moments, operations, tmp_path, monkey
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("moments", DENSE)
-@pytest.mark.parametrize("batch", range(3))
+@pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (1, 2))]
+)
 def test_crashes_amid_speculation_do_not_change_bits(
     batch, moments, mode, operations, tmp_path, monkeypatch
 ):

@@ -91,8 +91,17 @@ def test_connections_are_those_that_memory_budget_counts(deep_trees, engines, sh
     assert gone == connections(engines, shards, relays)
 
 
+QUICK = (10, 115, 143, 199, 283)
+
+
 @pytest.mark.parametrize("verb", ["kill", "stop"])
-@pytest.mark.parametrize("point", quick_first(range(3, 400, 7), [10, 115, 143, 199, 283]))
+@pytest.mark.parametrize(
+    "point",
+    [
+        *quick_first(sorted({*range(3, 400, 14), *QUICK}), QUICK),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in range(10, 400, 14) if p not in QUICK),
+    ],
+)
 def test_relay_lost_between_any_two_messages_changes_no_bit(deep_trees, verb, point):
     cluster = ToyCluster(4, 2, relays=3, plan=transfers(2, FINE))
     cluster.strike_at(point, f"{verb} {FIRST_RELAY + point % 3}")

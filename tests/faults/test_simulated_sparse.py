@@ -49,7 +49,7 @@ def test_number_of_engines_and_shards_does_not_change_bits(policy, nodes):
     thinned(
         ["gmp", "set", "rigl"],
         [2, 4, 3],
-        [1, 2, 2],
+        [1, 2],
         [1, 3, 5],
         others=pytest.mark.long,
     ),

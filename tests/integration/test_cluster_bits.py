@@ -10,6 +10,7 @@ import functools
 import itertools
 
 import pytest
+from grids import thinned
 from speculated import MODES
 from typer.testing import CliRunner
 
@@ -119,15 +120,13 @@ def test_engines_and_shards_change_no_bit(folder, alone, engines, shards, precis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize(
-    ("shards", "where", "replicas"),
-    [(1, "here", 1), (2, "here", 1), (2, "apart", 1), (2, "apart", 2)],
+    ("mode", "placed"),
+    thinned(MODES[1:], [(1, "here", 1), (2, "here", 1), (2, "apart", 1), (2, "apart", 2)]),
 )
-def test_updates_before_the_commit_change_no_bit(
-    folder, alone, shards, where, replicas, mode, monkeypatch
-):
+def test_updates_before_the_commit_change_no_bit(folder, alone, placed, mode, monkeypatch):
     """Every process counts what it has updated before the commit, adopted or thrown away."""
+    shards, where, replicas = placed
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, mode)
     traffic: list[tuple[int, int]] = []
     made = train(

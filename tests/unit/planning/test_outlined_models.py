@@ -215,13 +215,14 @@ engine: {is_host: true, rates: [{work: product, rates: [1e11]}, {work: pointwise
 store: {memory: 24GiB, rates: [{work: update, rates: [1e10]}]}
 """
 PLAN = """
-import json, sys
+import gc, json, sys
 from penstock.cli import main
 sys.argv[1:] = json.loads(sys.argv[1])
 try:
     main()
 except SystemExit as end:
     assert not end.code
+print(json.dumps(gc.get_stats()[2]["collections"]))
 print(json.dumps(sorted(name for name in sys.modules if name.count(".") < 3)))
 """
 
@@ -241,5 +242,6 @@ def test_a_plan_from_the_cache_imports_no_library_that_models_or_traces(tmp_path
     assert second & traces == set()
     ours = {"penstock.models.source", "penstock.compiler.build", "penstock.planning.builders"}
     assert second & ours == set()
+    assert json.loads(said[1][-2]) == 0  # full collections, each of which traverses all modules
     plans = [json.loads(lines[0]) for lines in said]
     assert plans[0] == plans[1]  # also the memory of libraries that the second has not imported

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from grids import thinned
+from grids import pairwise
 from speculated import MODES
 from store_programs import (
     LAYERS,
@@ -77,11 +77,10 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize(
     ("mode", "dram", "optimizer"),
-    thinned(
+    pairwise(
         SPECULATING,
         [LITTLE, 700_000, AMPLE],
         [AdamW(0.9, 0.95, 1e-8), AdamW(0.9, 0.95, 1e-8, moments="8bit"), SGD()],
-        others=pytest.mark.long,
     ),
 )
 def test_bits_are_those_of_the_store_in_memory(flash, monkeypatch, mode, dram, optimizer):
@@ -373,7 +372,12 @@ class Unsteady:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))]
+    "seed",
+    [
+        *range(6),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 18)),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(18, 60)),
+    ],
 )
 def test_any_memory_disk_and_timing(flash, monkeypatch, seed):
     """A disk whose reads and writes take random times; steps that are interrupted and replayed."""

@@ -1,0 +1,38 @@
+"""Imports without the garbage collector leave it as it was."""
+
+import gc
+
+import pytest
+
+from penstock.cli.imports import quick_imports
+
+
+@pytest.fixture(autouse=True)
+def _collector():
+    """Give the suite's collector back as it was: enabled or not, and with the objects it had."""
+    was_enabled = gc.isenabled()
+    yield
+    gc.unfreeze()
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collector_is_paused_during_imports_and_then_as_before(enabled):
+    (gc.enable if enabled else gc.disable)()
+    with quick_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled() is enabled
+
+
+def test_collector_is_as_before_when_an_import_fails():
+    gc.enable()
+    with pytest.raises(ModuleNotFoundError), quick_imports():
+        import penstock.absent  # noqa: F401
+    assert gc.isenabled()
+
+
+def test_imported_objects_are_excluded_from_later_collections():
+    gc.unfreeze()
+    with quick_imports():
+        pass
+    assert gc.get_freeze_count() > 0
