@@ -161,6 +161,18 @@ def sweep_order(stages: int) -> list[tuple[int, Sweep]]:
     return order
 
 
+def narrow_gradient_bytes(program: Program, operation: Operation) -> int:
+    """Return the part of an operation's `gradient_bytes` that a micro-batch computes in bfloat16.
+
+    The gradients of the entries of sparse weights are float32 in every precision.
+    """
+    return sum(
+        _GRADIENT_WIDTH * weight.entries
+        for weight in map(program.weights.__getitem__, operation.gradients)
+        if weight.stream_dtype.itemsize == 2 and not weight.is_sparse
+    )
+
+
 def _operation(
     program: Program, number: int, stage: Stage, sweep: Sweep, recompute: bool
 ) -> Operation:

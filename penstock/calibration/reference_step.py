@@ -1,9 +1,8 @@
 """A step of a small transformer, against the times of its operators alone.
 
 Operators that are repeated alone find their operands in a cache and the processor's threads awake.
-In a step they follow other operators. How much longer, or shorter, that makes them depends on the
-processor and on the type, and hardly on the model; so it is measured on one model, whose sweeps run
-on the engine as those of a run do.
+In a step they follow other operators. How much longer, or shorter, that makes them is measured on
+one model, by type; its sweeps run on the engine as those of a run do.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.calibration.repetitions import Case, Prepared, Quantity
-from penstock.compiler import CompileOptions, Products, compile_module
+from penstock.compiler import CompileOptions, Precision, Products, compile_module
 from penstock.engine import Batch, EnginePlan, compute, target_of
 from penstock.machines import EnginePart, operator_seconds, sum_seconds
 from penstock.program import Program
-from penstock.step_schedule import StepSchedule
+from penstock.step_schedule import StepSchedule, narrow_gradient_bytes
 
 STEP = "reference step"
 """The work of the cases: steps of the reference model."""
 
 _WIDTH, _HEADS, _BLOCKS, _VOCABULARY = 512, 8, 2, 4096
 _SEQUENCES, _LENGTH, _MICRO_BATCHES = 4, 256, 2
-_PRECISIONS: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
+_PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
+"""By type of operators; a step in bf16 has some of float32 too, whose ratio comes first."""
 
 
 class _Block(nn.Module):
@@ -74,7 +74,7 @@ class _Model(nn.Module):
 def reference_program(dtype: str, products: Products) -> Program:
     """Return the program of the reference model for one micro-batch, of a type of operators."""
     model, rows = _Model(), torch.zeros(_SEQUENCES, _LENGTH, dtype=torch.int64)
-    options = CompileOptions(precision=_PRECISIONS[dtype], products=products)  # type: ignore[arg-type]
+    options = CompileOptions(precision=_PRECISIONS[dtype], products=products)
     with torch.enable_grad():
         return compile_module(
             model, {"tokens": rows, "labels": rows}, options, name="reference", buffers=dict
@@ -124,29 +124,27 @@ def reference_step(program: Program) -> Callable[[], list[float]]:
 class StepTimes:
     """The seconds of a step's operators alone, by type, and of all that the step does besides."""
 
-    float32: float
-    bfloat16: float
+    operators: Mapping[str, float]
     besides: float
 
 
-def times_alone(program: Program, dtype: str, engine: EnginePart) -> StepTimes:
+def times_alone(program: Program, engine: EnginePart) -> StepTimes:
     """Return the times of a reference step's parts on an engine, each of them alone.
 
-    Args:
-        dtype: of the gradients.
-        engine: the engine, with ratios of 1.
+    `engine` has no ratios yet.
     """
-    seconds = {"float32": 0.0, "bfloat16": 0.0}
+    seconds = dict.fromkeys(_PRECISIONS, 0.0)
     besides = 0.0
     for operation in StepSchedule.of(program).operations:
+        narrow = narrow_gradient_bytes(program, operation)
+        besides += sum_seconds(operation.gradient_bytes, narrow, _MICRO_BATCHES, engine)
         besides += _MICRO_BATCHES * engine.stage_seconds
-        besides += sum_seconds(operation.gradient_bytes, _MICRO_BATCHES, dtype, engine)
         for cost in program.stages[operation.stage].kind.costs[operation.sweep]:
             calls = cost.calls * engine.operator_seconds
             besides += _MICRO_BATCHES * calls
-            name = "bfloat16" if cost.dtype == "bfloat16" else "float32"
-            seconds[name] += _MICRO_BATCHES * (operator_seconds(cost, engine) - calls)
-    return StepTimes(seconds["float32"], seconds["bfloat16"], besides)
+            dtype = cost.dtype if cost.dtype in seconds else "float32"
+            seconds[dtype] += _MICRO_BATCHES * (operator_seconds(cost, engine) - calls)
+    return StepTimes(seconds, besides)
 
 
 def ratios_in_step(
@@ -155,18 +153,19 @@ def ratios_in_step(
     """Return how long operators take in a step, over their time alone, by type.
 
     Args:
-        engine: the engine, with ratios of 1.
+        engine: the engine, which has no ratios yet.
         products: the library of large products.
-        seconds: of a reference step, by type.
+        seconds: of a reference step, by type; a type that is missing gets no ratio.
     """
-    ratios = {"float32": 1.0, "bfloat16": 1.0}
-    for dtype in ("float32", "bfloat16"):  # a step in bfloat16 has operators of float32 too
-        if dtype in seconds:
-            alone = times_alone(reference_program(dtype, products), dtype, engine)
-            rest = seconds[dtype] - alone.besides
-            if dtype == "bfloat16":
-                rest -= ratios["float32"] * alone.float32
-            own = getattr(alone, dtype)
-            if rest > 0 < own:
-                ratios[dtype] = rest / own
+    ratios: dict[str, float] = {}
+    for dtype in seconds:
+        alone = times_alone(reference_program(dtype, products), engine)
+        others = sum(
+            ratios.get(other, 1.0) * time
+            for other, time in alone.operators.items()
+            if other != dtype
+        )
+        own = seconds[dtype] - alone.besides - others
+        if own > 0:  # else the measurement of the calls was disturbed
+            ratios[dtype] = own / alone.operators[dtype]
     return ratios

@@ -170,7 +170,10 @@ def _notes(machine: MachineDescription) -> list[str]:
     engine, flash = machine.engine, machine.store.flash
     notes = [
         f"besides its work: {1e6 * engine.operator_seconds:.3g} us per call of an operator, "
-        f"{1e6 * engine.stage_seconds:.3g} us per stage, micro-batch and sweep"
+        f"{1e6 * engine.stage_seconds:.3g} us per stage, micro-batch and sweep",
+        "operators in a step take "
+        f"{engine.in_step('float32'):.2f} (float32) and {engine.in_step('bfloat16'):.2f} "
+        "(bfloat16) times as long as alone",
     ]
     if flash is not None:
         both = "" if flash.both is None else f"; {show_rate(flash.both)} reads and writes together"

@@ -12,9 +12,8 @@ def quick_imports() -> Iterator[None]:
     """Run imports without the cyclic garbage collector.
 
     The objects of modules live as long as the process. While torch is imported, the collector
-    traverses all of them repeatedly and frees almost nothing, and once more at exit: together more
-    than a quarter of the time of `penstock plan` with a cached program. The imported objects are
-    therefore excluded from later collections too.
+    traverses all of them repeatedly and frees almost nothing, and once more at exit. The imported
+    objects are therefore excluded from later collections too.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -23,7 +23,9 @@ def operator_seconds(cost: OperatorCost, engine: EnginePart) -> float:
     return cost.calls * (seconds * engine.in_step(cost.dtype) + engine.operator_seconds)
 
 
-def sum_seconds(gradient_bytes: int, micro_batches: int, dtype: str, engine: EnginePart) -> float:
+def sum_seconds(
+    gradient_bytes: int, narrow_bytes: int, micro_batches: int, engine: EnginePart
+) -> float:
     """Return the time in which an engine adds the gradients of its micro-batches, in float32.
 
     Of each sum of two, both are read and one is written. Gradients of bfloat16 are converted
@@ -31,13 +33,18 @@ def sum_seconds(gradient_bytes: int, micro_batches: int, dtype: str, engine: Eng
 
     Args:
         gradient_bytes: of the sum.
-        dtype: of the gradient of one micro-batch.
+        narrow_bytes: the part of the sum whose terms are bfloat16.
+        micro_batches: how many terms the sum has.
+        engine: the engine.
     """
-    if not gradient_bytes or micro_batches < 2:
+    if micro_batches < 2:
         return 0.0
-    moved = 3 * gradient_bytes
-    seconds = (micro_batches - 1) * moved / engine.speed.curve("pointwise", "float32").at(moved)
-    if dtype == "bfloat16":
-        moved = gradient_bytes // 2 + gradient_bytes
+    seconds = 0.0
+    if gradient_bytes:
+        moved = 3 * gradient_bytes
+        rate = engine.speed.curve("pointwise", "float32").at(moved)
+        seconds += (micro_batches - 1) * moved / rate
+    if narrow_bytes:
+        moved = narrow_bytes // 2 + narrow_bytes
         seconds += micro_batches * moved / engine.speed.curve("copy", "bfloat16").at(moved)
     return seconds

@@ -17,7 +17,7 @@ from penstock.machines import (
 )
 from penstock.program import Program, WeightSpec
 from penstock.sparsity import expected_bytes
-from penstock.step_schedule import Operation, StepSchedule
+from penstock.step_schedule import Operation, StepSchedule, narrow_gradient_bytes
 from penstock.store import Role
 
 _FLOAT_BYTES = 4
@@ -137,9 +137,8 @@ def _operation_cost(
         seconds_of[key] = sum(operator_seconds(cost, engine) for cost in kind.costs[executable])
     one = seconds_of[key] + engine.stage_seconds
     one += _dense_gradient_seconds(program, operation, engine)
-    adding = sum_seconds(
-        operation.gradient_bytes, micro_batches, _gradient_type(program, operation), engine
-    )
+    narrow = narrow_gradient_bytes(program, operation)
+    adding = sum_seconds(operation.gradient_bytes, narrow, micro_batches, engine)
     width = machine.link.value_bytes if machine.link is not None else None
     weights = [program.weights[name] for name in operation.weights]
     gradients = operation.gradient_bytes // _FLOAT_BYTES
@@ -155,14 +154,6 @@ def _operation_cost(
         receive,
         updated,
     )
-
-
-def _gradient_type(program: Program, operation: Operation) -> str:
-    """Return the type in which an operation computes gradients: that of most streamed bytes."""
-    weights = [program.weights[name] for name in operation.weights]
-    narrow = sum(weight.stream_bytes for weight in weights if weight.stream_dtype.itemsize == 2)
-    wide = sum(weight.stream_bytes for weight in weights) - narrow
-    return "bfloat16" if narrow > wide else "float32"
 
 
 def _dense_gradient_seconds(program: Program, operation: Operation, engine: EnginePart) -> float:

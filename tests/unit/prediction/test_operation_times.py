@@ -56,16 +56,17 @@ def test_operators_of_a_type_take_longer_in_a_step_and_their_calls_do_not():
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "dtype", "seconds"),
+    ("micro_batches", "narrow", "seconds"),
     [
-        (1, "float32", 0.0),
-        (4, "float32", 3 * 3 * 100 / 10),  # each sum reads two and writes one
-        (4, "bfloat16", 3 * 3 * 100 / 10 + 4 * 150 / 10),  # each is read, and written twice as wide
-        (1, "bfloat16", 0.0),
+        (1, 0, 0.0),
+        (4, 0, 3 * 3 * 100 / 10),  # each sum reads two and writes one
+        (4, 100, 3 * 3 * 100 / 10 + 4 * 150 / 10),  # each is read, and written twice as wide
+        (4, 40, 3 * 3 * 100 / 10 + 4 * 60 / 10),
+        (1, 100, 0.0),
     ],
 )
-def test_the_gradients_of_micro_batches_are_converted_and_added(micro_batches, dtype, seconds):
-    assert sum_seconds(100, micro_batches, dtype, engine()) == pytest.approx(seconds)
+def test_the_gradients_of_micro_batches_are_converted_and_added(micro_batches, narrow, seconds):
+    assert sum_seconds(100, narrow, micro_batches, engine()) == pytest.approx(seconds)
 
 
 def test_update_reads_and_writes_master_and_moments_and_reads_the_gradient():
