@@ -29,6 +29,7 @@ _SEQUENCE_LENGTHS, _HEAD_SIZE, _ATTENTION_TOKENS = (128, 512, 2048), 64, 8192
 _LOSS_TOKENS, _HIDDEN, _VOCABULARY = (64, 256, 1024), 512, 8192
 _MANY_BYTES = tuple(size << 10 for size in (64, 512, 4096, 16384, 65536))
 _SOME_BYTES = tuple(size << 10 for size in (256, 4096, 32768))
+_SCALE = 0.125  # of operands
 _WIDTH = 512  # of the rows of a norm, a reduction and a table
 
 
@@ -42,7 +43,12 @@ class Operand:
 
 
 class Operands:
-    """Random tensors that all cases share: their values do not change the time that they take."""
+    """Random tensors that all cases share.
+
+    They are small, as weights are. The logits of a head are then of the order of 1; with large
+    ones, most of its probabilities would be denormal numbers, which products of float32 multiply
+    several times more slowly.
+    """
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -69,7 +75,9 @@ class Operands:
     def _at_least(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         have = self._values.get(dtype)
         if have is None or len(have) < count:
-            have = torch.randn(max(count, 1 << 20), generator=self._generator).to(dtype)
+            have = (
+                torch.randn(max(count, 1 << 20), generator=self._generator).mul_(_SCALE).to(dtype)
+            )
             self._values[dtype] = have
         return have
 

@@ -26,7 +26,7 @@ from penstock.sparsity import (
 SPARSITIES = (0.9, 0.75, 0.5, 0.95)
 """In the order in which their choices are measured."""
 
-_SHAPE, _TOKENS = (1024, 1024), 512
+_SHAPE, _TOKENS = (1024, 3072), 1024  # of a usual layer: packing weighs more in smaller ones
 _LITTLE = ((64, 64), 64)  # compiles all kernels
 
 ChooseProduct = Callable[[tuple[int, int], torch.dtype, float, int], Choice]
