@@ -84,29 +84,17 @@ def plan(
     """
     settings = configuration(config, overrides)
     with quick_imports():
-        from penstock.pictures import check_name
         from penstock.prediction import Planner, Sweep, parse_deadline
 
     swept = Sweep.parse(sweep) if sweep else None
     seconds = parse_deadline(target) if target else None
-    for name, file in (("--csv", csv), ("--plot", plot)):
-        if file is not None and swept is None:
-            raise ConfigError(f"{name}: expected --sweep beside it, got none")
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{name}: expected a file in a folder that exists, got {file}")
-    if plot is not None:
-        check_name(plot)
+    _check_files(csv, plot, has_sweep=swept is not None)
     if swept and target:
         raise ConfigError("--target: expected no --sweep beside it; use one of them")
     if swept and len(machine or ()) > 1:
         raise ConfigError("--sweep: expected one --machine, got several; run it for each of them")
 
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
-
+    console = _console()
     planner = Planner(_notice)
     described = _machines(machine)
     if swept is not None:
@@ -122,6 +110,25 @@ def plan(
                 raise
             found.append((one.name, error))
     _print(console, found, json_output)
+
+
+def _check_files(csv: Path | None, plot: Path | None, *, has_sweep: bool) -> None:
+    from penstock.pictures import check_name
+
+    for name, file in (("--csv", csv), ("--plot", plot)):
+        if file is not None and not has_sweep:
+            raise ConfigError(f"{name}: expected --sweep beside it, got none")
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{name}: expected a file in a folder that exists, got {file}")
+    if plot is not None:
+        check_name(plot)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=100)
 
 
 def _notice(text: str) -> None:

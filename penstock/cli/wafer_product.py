@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -95,16 +95,7 @@ def product(
     parts = step_cycles(streamed, chosen, core)
     simulated = simulated_products(streamed, cells, core) if simulate else []
     if json_output:
-        about = {
-            "outputs": outputs,
-            "inputs": inputs,
-            "tokens": tokens,
-            "density": density,
-            "mesh": str(cells),
-            "cores": core.name,
-            "layout": str(chosen),
-            "source": "closed form",
-        }
+        about = _about(streamed, chosen, core)
         products = [part.as_dict() for part in parts]
         typer.echo(json.dumps({**about, "products": products, "simulated": simulated}, indent=2))
         return
@@ -112,6 +103,21 @@ def product(
         typer.echo(line)
     for line in simulated_page(streamed, simulated) if simulated else ():
         typer.echo(line)
+
+
+def _about(
+    streamed: StreamedProduct, layout: ActivationLayout, core: CoreParameters
+) -> dict[str, Any]:
+    return {
+        "outputs": streamed.outputs,
+        "inputs": streamed.inputs,
+        "tokens": streamed.tokens,
+        "density": streamed.density,
+        "mesh": str(layout.mesh),
+        "cores": core.name,
+        "layout": str(layout),
+        "source": "closed form",
+    }
 
 
 def _page(

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
+    from penstock.compiler.activation_calls import (
+        gelu_tanh as gelu_tanh,
+        gelu_tanh_backward as gelu_tanh_backward,
+    )
     from penstock.compiler.build import (
         CompileOptions as CompileOptions,
         compile_module as compile_module,

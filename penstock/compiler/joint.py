@@ -21,11 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from penstock.compiler import activation_calls, sparse_lowering
 from penstock.compiler.counted_costs import operator_costs, total_flops
 from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
-from penstock.compiler.sparse_lowering import lower, mark_sparse
+from penstock.compiler.sparse_lowering import mark_sparse
 from penstock.compiler.weight_products import (
     descendants,
     forget_weight_products,
@@ -86,7 +87,6 @@ def make_kind(
     everything = parts.weights + parts.inputs + [parts.key] + parts.tangents
     recompute = _fuse_turns(_extract(joint, everything, parts.gradients))
     turn = _fuse_turns(_extract(joint, everything, parts.outputs + parts.gradients))
-    all_saved = _saved_specs(parts, saved_nodes) if needs_backward else []
     graphs = {
         "forward": forward,
         "infer": infer,
@@ -99,8 +99,7 @@ def make_kind(
     peaks = {key: peak_bytes(g) for key, g in graphs.items()}
     draws_dropout = bool(_calls(infer, penstock.dropout.default))
     for lowered in graphs.values():
-        forget_weight_products(lowered)
-        lower(lowered)
+        _lower(lowered)
     modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
     return Kind(
         name=name,
@@ -111,7 +110,7 @@ def make_kind(
         inputs_grad=signature.inputs_grad,
         outputs=tuple(outputs),
         outputs_grad=tuple(outputs_grad),
-        saved=tuple(all_saved),
+        saved=tuple(_saved_specs(parts, saved_nodes) if needs_backward else ()),
         backward_weights=tuple(backward_weights),
         forward=modules["forward"],
         infer=modules["infer"],
@@ -129,6 +128,13 @@ def make_kind(
         graphs=graphs,
         costs=costs,
     )
+
+
+def _lower(graph: fx.Graph) -> None:
+    """Let nodes call what an engine has for them. Costs are counted before."""
+    forget_weight_products(graph)
+    sparse_lowering.lower(graph)
+    activation_calls.lower(graph)
 
 
 def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:

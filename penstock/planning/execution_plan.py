@@ -1,7 +1,7 @@
 """The execution plan of a step: micro-batch, program, and memory of each part."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -100,6 +100,9 @@ def plan_execution(
     """
     frozen = selected_weights.kept_as_bfloat16(config, source) if bfloat16 is None else bfloat16
     sparse = selected_weights.sparse_weights_of(config, source, recorded_entries)
+    machine = read_machine(())
+    refuse_implausible(config, source, length, device, machine, sparse)
+    products = target_of(device).products_as_recorded(recorded_products, machine.processor)
 
     def compile_for(micro_batch: int, slot_bytes: int | None) -> Program:
         return (compile_source or _compile_source())(
@@ -116,10 +119,6 @@ def plan_execution(
             slot_bytes=slot_bytes,
         )
 
-    machine = read_machine(())
-    refuse_implausible(config, source, length, device, machine, sparse)
-    products = target_of(device).products_as_recorded(recorded_products, machine.processor)
-
     def planned(division: MicroBatchPlan) -> ExecutionPlan:
         machine = read_machine(devices or (device,))  # includes the compiled program
         plan = _planned(config, division, device, length, devices, machine)
@@ -129,31 +128,32 @@ def plan_execution(
         recorded = recorded_micro_batch, recorded_slot_bytes
         if (kept := divided_as_recorded(config, compile_for, *recorded)) is not None:
             return planned(kept)
+    tokens = machine.micro_batch_tokens
     division = divide_batch(
-        config,
-        compile_for,
-        device,
-        length,
-        recorded_micro_batch,
-        devices,
-        read_machine,
-        machine.micro_batch_tokens,
+        config, compile_for, device, length, recorded_micro_batch, devices, read_machine, tokens
     )
     try:
-        layout = planned(division)
+        plan = planned(division)
     except BudgetError as error:
         if config.batch.micro != "auto" or config.engines == 1:
             raise
         raise BudgetError(f"{error}\n{_why(config, division)}") from None
-    if division.is_for_many and config.batch.micro == "auto" and recorded_micro_batch is None:
-        notice(_why(config, division))
-    if config.cluster.start != "none" and layout.least_engines == config.engines > 1:
-        notice(
+    for text in _notices(config, division, plan, is_chosen=recorded_micro_batch is None):
+        notice(text)
+    return plan
+
+
+def _notices(
+    config: Config, division: MicroBatchPlan, plan: ExecutionPlan, *, is_chosen: bool
+) -> Iterator[str]:
+    if division.is_for_many and config.batch.micro == "auto" and is_chosen:
+        yield _why(config, division)
+    if config.cluster.start != "none" and plan.least_engines == config.engines > 1:
+        yield (
             f"engines: if one of {config.engines} is lost, a step waits until it has been "
             "replaced, since the others have no memory for its share; to go on with fewer, raise "
             "engine.memory or engines, or lower batch.size"
         )
-    return layout
 
 
 def _compile_source() -> Callable[..., Program]:

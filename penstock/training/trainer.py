@@ -300,15 +300,7 @@ class Trainer:
             )
         self.save()
         report.add_behind(self.store.take_flash_traffic())
-        best_loss = self._early_stop.best_loss
-        summary = {
-            "steps": self.step - first_step,
-            **({} if last_loss is None else {"loss": last_loss}),
-            **({} if best_loss is None else {"best_held_out_loss": best_loss}),
-            "seconds": time.perf_counter() - started,
-            "engine_peak_bytes": self._runner.engine_peak_bytes,
-            "store_bytes": sum(self.store.memory_bytes.values()),
-        }
+        summary = self._summary(self.step - first_step, last_loss, started)
         measured = report.measured(summary["seconds"])
         if measured is not None:
             summary["peak_rss_bytes"] = measured.peak_rss_bytes
@@ -323,6 +315,17 @@ class Trainer:
         if recording.failure is not None:
             raise recording.failure
         return summary
+
+    def _summary(self, steps: int, last_loss: float | None, started: float) -> dict[str, Any]:
+        best_loss = self._early_stop.best_loss
+        return {
+            "steps": steps,
+            **({} if last_loss is None else {"loss": last_loss}),
+            **({} if best_loss is None else {"best_held_out_loss": best_loss}),
+            "seconds": time.perf_counter() - started,
+            "engine_peak_bytes": self._runner.engine_peak_bytes,
+            "store_bytes": sum(self.store.memory_bytes.values()),
+        }
 
     def run_step(self) -> StepDone:
         """Execute one step, report it, and check whether every weight trains."""

@@ -147,32 +147,38 @@ class FlashStore:
             self._pipeline = self._make_pipeline()
             self.spans = (self._pipeline.spans,)
             opened.callback(self._pipeline.close)
-            self._speculator = Speculator(
-                guesses_of(speculate, rule.clip_norm, self._pipeline.waited),
-                rule,
-                self._gradients,
-                self._updates,
-                self._pipeline,
-                self._masks,
-                durable_every,
-            )
+            self._speculator = self._make_speculator(speculate)
             self._speculator.begin(self.step + 1)
-            self._content = FlashContent(
-                program,
-                self._layout,
-                self._version,
-                self._writes,
-                self._pipeline,
-                self._masks,
-                may_change_masks=masks is not None,
-                is_loaded=len(self._journal.records) > 1,
-            )
+            self._content = self._make_content(may_change_masks=masks is not None)
             self._opened = opened.pop_all()
         # Threads that run until interpreter exit can deadlock in the OpenMP pools.
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
 
     # Creating, opening and closing
+
+    def _make_speculator(self, speculate: Speculate) -> Speculator:
+        return Speculator(
+            guesses_of(speculate, self._rule.clip_norm, self._pipeline.waited),
+            self._rule,
+            self._gradients,
+            self._updates,
+            self._pipeline,
+            self._masks,
+            self._durable_every,
+        )
+
+    def _make_content(self, *, may_change_masks: bool) -> FlashContent:
+        return FlashContent(
+            self.program,
+            self._layout,
+            self._version,
+            self._writes,
+            self._pipeline,
+            self._masks,
+            may_change_masks=may_change_masks,
+            is_loaded=len(self._journal.records) > 1,
+        )
 
     def _make_pipeline(self) -> Pipeline:
         layout, division = self._layout, self._division

@@ -176,11 +176,7 @@ class Code:
         Raises:
             MeshError: more than two gates or signals, or parts that do not fill words.
         """
-        if len(gates) > 2 or len(signals) > 2:
-            raise MeshError(
-                f"stream: expected at most 2 gates and 2 signals, got {len(gates)} and "
-                f"{len(signals)}"
-            )
+        _require_two(gates, signals)
         each = self.pack if pack is None else pack
         for part in (into, source, plus):
             if part is not None:
@@ -339,3 +335,11 @@ class Code:
         self.rows.append(row)
         yield
         row.fields[tables.TARGET] = len(self.rows)
+
+
+def _require_two(gates: tuple[Counter, ...], signals: tuple[Counter, ...]) -> None:
+    """An instruction has two fields for either."""
+    if len(gates) > 2 or len(signals) > 2:
+        raise MeshError(
+            f"stream: expected at most 2 gates and 2 signals, got {len(gates)} and {len(signals)}"
+        )

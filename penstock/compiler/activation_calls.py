@@ -1,0 +1,57 @@
+"""Activation functions that executables compute on a CPU with kernels of Penstock.
+
+PyTorch evaluates the tanh of GELU by a slower function, and on some processors much slower for
+bfloat16 (`benchmarks/activations.py`). Costs are counted of PyTorch's operators, which a traced
+graph has; they are replaced in executables alone.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from penstock.kernels import gelu as kernels
+
+aten = torch.ops.aten
+
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return gelu of each element in its tanh form, in the type of `x`."""
+    if not _has_kernel(x):
+        return aten.gelu.default(x, approximate="tanh")
+    out = torch.empty_like(x)
+    kernels.gelu(_flat(x), _flat(out))
+    return out
+
+
+def gelu_tanh_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of the inputs `x` of `gelu_tanh`, from that of its outputs."""
+    if not (_has_kernel(x) and _has_kernel(gradient) and gradient.dtype == x.dtype):
+        return aten.gelu_backward.default(gradient, x, approximate="tanh")
+    out = torch.empty_like(x)
+    kernels.gelu_backward(_flat(gradient), _flat(x), _flat(out))
+    return out
+
+
+_CALLS = {aten.gelu.default: gelu_tanh, aten.gelu_backward.default: gelu_tanh_backward}
+
+
+def lower(graph: fx.Graph) -> None:
+    """Let nodes of activations that a kernel computes on the CPU call it."""
+    for node in graph.nodes:
+        if node.target in _CALLS and node.kwargs.get("approximate") == "tanh":
+            value = node.meta["val"]
+            if value.device.type == "cpu" and value.dtype in _TYPES:
+                node.target, node.kwargs = _CALLS[node.target], {}
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in _TYPES and x.is_contiguous()
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """Return the elements of a contiguous tensor, bfloat16 as patterns, in its own memory."""
+    flat = x.detach().view(-1)
+    array: np.ndarray = (flat.view(torch.uint16) if x.dtype == torch.bfloat16 else flat).numpy()
+    return array
