@@ -156,9 +156,9 @@ def measure(folder: Path, names: list[str], seconds: float, minutes: float) -> d
         "target": TARGET,
         "unit": f"share of runs whose step is within {TOLERANCE:.0%} of its prediction",
         "median_error": round(statistics.median(errors), 4),
-        "median_memory_error": round(statistics.median(memory), 4),
+        "median_memory_error": round(statistics.median(memory), 4) if memory else None,
         "memory_within_5_percent": sum(error <= 0.05 for error in memory),
-        "largest_memory_error": round(max(memory), 4),
+        "largest_memory_error": round(max(memory), 4) if memory else None,
         "exact_bytes": sum(row["is_exact"] for row in found.values()),
         "runs": found,
     }

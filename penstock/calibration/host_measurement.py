@@ -25,6 +25,7 @@ from penstock.calibration.repetitions import (
     measure,
     repetition_counts,
 )
+from penstock.calibration.shared_cores import SHARED, CompetingProcess, competing_process
 from penstock.calibration.sparse_cases import Choices, sparse_cases
 from penstock.calibration.store_cases import store_cases
 from penstock.compiler import Products
@@ -51,7 +52,7 @@ from penstock.user_folders import cache_folder
 
 _CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
 _DIGITS = 4  # of a rate: its spread is larger than the rest
-_ALONE = (OPERATOR_CALL, STAGE_CALL, STEP, "flash both", BOTH, MESSAGE)  # figures that are no curve
+_NO_CURVES = (OPERATOR_CALL, STAGE_CALL, STEP, "flash both", BOTH, MESSAGE, SHARED)
 
 
 def calibrate(
@@ -92,6 +93,8 @@ def calibrate(
         links = _links_of(stack, notice)
         if links is not None:
             cases += links.cases()
+            competing = _competing(stack, notice)
+            cases += [] if competing is None else [competing.case()]
         measured = measure(cases, budget_seconds, on_progress=on_progress)
         flash = None if disk is None else _flash(measured, folder)
         sources = {"rates": _about_rates(measured, budget_seconds), KEY: str(HostKey.here())}
@@ -149,6 +152,16 @@ def _links_of(stack: contextlib.ExitStack, notice: Callable[[str], None]) -> Pro
     return None
 
 
+def _competing(
+    stack: contextlib.ExitStack, notice: Callable[[str], None]
+) -> CompetingProcess | None:
+    try:
+        return stack.enter_context(competing_process(_products()))
+    except ClusterError as error:
+        notice(f"processes that share the cores were not measured: {error}")
+    return None
+
+
 def _existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     with contextlib.suppress(OSError):
@@ -198,7 +211,7 @@ def _description(
 
 def _alone(measured: Sequence[Measured]) -> dict[str, float]:
     """Return the rates of the figures that are no curve, by work."""
-    return {m.quantity.work: _rounded(m.rate) for m in measured if m.quantity.work in _ALONE}
+    return {m.quantity.work: _rounded(m.rate) for m in measured if m.quantity.work in _NO_CURVES}
 
 
 def curves(measured: Sequence[Measured], part: Part) -> tuple[RateCurve, ...]:
@@ -208,7 +221,7 @@ def curves(measured: Sequence[Measured], part: Part) -> tuple[RateCurve, ...]:
     """
     points: dict[tuple[str, str, str], list[Measured]] = {}
     for one in measured:
-        if one.quantity.part == part and one.quantity.work not in _ALONE:
+        if one.quantity.part == part and one.quantity.work not in _NO_CURVES:
             quantity = one.quantity
             points.setdefault((quantity.work, quantity.dtype, quantity.layout), []).append(one)
     return tuple(
@@ -240,7 +253,19 @@ def _processes(measured: Sequence[Measured]) -> ProcessesPart | None:
     alone, rates = _alone(measured), curves(measured, "processes")
     if not rates:
         return None
-    return ProcessesPart(rates=rates, both=alone[BOTH], seconds=_rounded(1 / alone[MESSAGE]))
+    return ProcessesPart(
+        rates=rates,
+        both=alone[BOTH],
+        seconds=_rounded(1 / alone[MESSAGE]),
+        at_once=_at_once(measured),
+    )
+
+
+def _at_once(measured: Sequence[Measured]) -> float | None:
+    """Return how long two processes take that compute at once, over one after the other."""
+    alone = [m.rate for m in measured if (m.quantity.work, m.quantity.dtype) == (STEP, "float32")]
+    shared = [m.rate for m in measured if m.quantity.work == SHARED]
+    return _rounded(alone[0] / shared[0]) if alone and shared else None
 
 
 def _about_disk(disk: Disk, folder: Path) -> str:
@@ -266,7 +291,7 @@ def _about_rates(measured: Sequence[Measured], budget_seconds: float) -> str:
 
 def _about_spread(measured: Sequence[Measured]) -> str:
     """Name the spread of the figures that are no curve; that of a curve stands in the curve."""
-    found = (f"{m.quantity} ±{m.spread:.1%}" for m in measured if m.quantity.work in _ALONE)
+    found = (f"{m.quantity} ±{m.spread:.1%}" for m in measured if m.quantity.work in _NO_CURVES)
     return f"half the range, relative to the median: {', '.join(found)}"
 
 

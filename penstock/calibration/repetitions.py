@@ -30,7 +30,7 @@ class Quantity:
     """What is measured: a curve of `penstock.machines`, or a figure of its own.
 
     `work` is a `penstock.machines.Work`, or `operator call`, `stage call`, `flash both`,
-    `reference step`, `shared memory both ways`, `message`.
+    `reference step`, `reference steps at once`, `shared memory both ways`, `message`.
     """
 
     part: Part

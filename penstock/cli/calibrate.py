@@ -183,6 +183,11 @@ def _notes(machine: MachineDescription) -> list[str]:
         rate, seconds = machine.processes.both, machine.processes.seconds
         together = "" if rate is None else f", {show_rate(rate)} both ways together"
         notes.append(f"between processes: {1e6 * seconds:.3g} us per short message{together}")
+        if machine.processes.at_once is not None:
+            notes.append(
+                "processes that compute at once on all cores take "
+                f"{machine.processes.at_once:.2f} times as long as one after the other"
+            )
     accuracy = machine.accuracy
     if accuracy is not None:
         notes.append(

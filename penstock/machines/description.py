@@ -210,6 +210,13 @@ class ProcessesPart(Section):
     seconds: float = setting(
         0.0, "time that a short message takes one way", unit="s", example=5e-5, ge=0
     )
+    at_once: float | None = setting(
+        None,
+        "how long processes that compute at once on all cores take, over one after the other; "
+        "null: as long",
+        example=1.1,
+        gt=0,
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ProcessesPart:

@@ -7,7 +7,7 @@ from penstock.machines.description import MachineDescription
 from penstock.machines.rates import IN_FLOPS, RateCurve
 
 _NO_FIGURES = {"is_host", "rates", "flash"}
-_ONLY_MEASURED = {"float32_in_step", "bfloat16_in_step"}  # no data sheet gives them
+_ONLY_MEASURED = {"float32_in_step", "bfloat16_in_step", "at_once"}  # no data sheet gives them
 _UNITS = {
     "operator_seconds": "s",
     "stage_seconds": "s",

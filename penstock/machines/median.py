@@ -16,6 +16,7 @@ _FIGURES = (
     ("store", "flash", "both"),
     ("processes", "both"),
     ("processes", "seconds"),
+    ("processes", "at_once"),
 )
 
 

@@ -42,6 +42,14 @@ class Arrangement:
     messages: Work = "shared memory"
 
     @property
+    def at_once(self) -> float:
+        """How long engines that share the cores take, over one after the other."""
+        processes = self.machine.processes
+        if not self.shares_cores or self.engines == 1 or processes is None:
+            return 1.0
+        return processes.at_once or 1.0
+
+    @property
     def is_one_thread(self) -> bool:
         """Whether one thread does the work of store and engine in turn."""
         return self.machine.engine.is_host and not self.shares_cores
@@ -136,7 +144,7 @@ class StepTasks:
         lane = "processor" if self.arrangement.is_one_thread else "engine"
         seconds = cost.compute_seconds
         if self.arrangement.shares_cores or self.arrangement.is_one_thread:
-            seconds *= self.arrangement.engines  # they take turns on the same cores
+            seconds *= self.arrangement.engines * self.arrangement.at_once
         more = {"step": step, "op": number, "uses": self._cores}
         return self._add(lane, cost.operation.sweep, seconds, loaded, **more)
 

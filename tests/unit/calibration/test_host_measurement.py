@@ -13,7 +13,9 @@ import torch
 
 from penstock.calibration import HostKey, calibrate, disk_cases, host_measurement
 from penstock.calibration.link_cases import BOTH, MESSAGE
-from penstock.calibration.repetitions import Case, Prepared, Quantity
+from penstock.calibration.reference_step import STEP
+from penstock.calibration.repetitions import Case, Measured, Prepared, Quantity
+from penstock.calibration.shared_cores import SHARED
 from penstock.errors import ClusterError
 from penstock.machines import MachineDescription
 from penstock.telemetry import process_memory
@@ -43,6 +45,13 @@ class Links:
         yield case("processes", MESSAGE, 2.0)
 
 
+class Competing:
+    """Another process that computes nothing."""
+
+    def case(self):
+        return case("processes", SHARED, 5.0)
+
+
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -51,6 +60,7 @@ def quick(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_cases, "_SAMPLE_BYTES", 16 << 10)
     monkeypatch.setattr(disk_cases, "PIECE_BYTES", (4 << 10, 8 << 10))
     monkeypatch.setattr(host_measurement, "process_links", lambda: nullcontext(Links()))
+    monkeypatch.setattr(host_measurement, "competing_process", lambda _: nullcontext(Competing()))
     cases = disk_cases.Disk.cases
     monkeypatch.setattr(
         disk_cases.Disk,
@@ -97,6 +107,28 @@ def test_messages_between_processes_have_rates_and_a_latency(tmp_path):
     assert found == [("shared memory", (4096.0,)), ("socket", (4096.0,))]
     assert machine.processes.both > 0
     assert 0 < machine.processes.seconds < 1
+
+
+def test_time_of_processes_at_once_is_that_over_one_after_the_other():
+    def measured(work, rate, dtype="any"):
+        return Measured(Quantity("engine", work, dtype), 1.0, (rate,))
+
+    alone, both = measured(STEP, 4.0, "float32"), measured(SHARED, 3.2)
+    assert host_measurement._at_once([alone, measured(STEP, 9.0, "bfloat16"), both]) == 1.25
+    assert host_measurement._at_once([alone]) is None
+    assert host_measurement._at_once([both]) is None
+
+
+def test_host_without_a_second_process_is_measured_without_it(tmp_path, monkeypatch):
+    def refuse(_):
+        raise ClusterError("cannot start another process: no")
+
+    monkeypatch.setattr(host_measurement, "competing_process", refuse)
+    notices: list[str] = []
+    assert calibrate(30, tmp_path, notice=notices.append).processes.at_once is None
+    assert notices == [
+        "processes that share the cores were not measured: cannot start another process: no"
+    ]
 
 
 def test_spread_of_figures_that_are_no_curve_is_among_the_sources(tmp_path):

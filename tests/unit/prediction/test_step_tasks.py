@@ -138,14 +138,14 @@ def test_checksums_of_flash_take_time_of_the_updater_and_of_the_reader():
     assert times[0] < times[1]
 
 
-def messages(shared, socket, seconds=0.0, both=None):
+def messages(shared, socket, **more):
     rates = [rate("shared memory", shared), rate("socket", socket)]
-    return {"rates": rates, "seconds": seconds, "both": both}
+    return {"rates": rates, **more}
 
 
-def of_processes(part, engines=2, **more):
+def of_processes(part, engines=2, compute=0.001, **more):
     given = {"shares_cores": True, **more}
-    return step_seconds(machine(processes=part), costs(0.001), engines=engines, **given)
+    return step_seconds(machine(processes=part), costs(compute), engines=engines, **given)
 
 
 def test_engines_in_processes_wait_for_their_messages():
@@ -161,6 +161,15 @@ def test_messages_both_ways_share_what_the_host_can_carry():
     alone = of_processes(messages(part, 1e12))
     assert of_processes(messages(part, 1e12, both=part)) > alone
     assert of_processes(messages(part, 1e12, both=2 * part)) == pytest.approx(alone)
+
+
+def test_engines_that_compute_at_once_take_as_much_longer_as_was_measured():
+    def seconds(engines, **more):
+        return of_processes(messages(1e12, 1e12, **more), engines, compute=100.0)
+
+    longer = seconds(2, at_once=1.5) - seconds(2)
+    assert longer == pytest.approx(0.5 * 2 * 100.0 * len(ORDER), rel=0.01)
+    assert seconds(1, at_once=1.5) == seconds(1)
 
 
 def test_processes_without_a_measurement_send_as_fast_as_the_store_copies():
