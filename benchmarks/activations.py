@@ -85,7 +85,9 @@ def measured(name: str, rounds: int) -> list[dict[str, Any]]:
             took = tuple(timed(call) for call in (*calls, lambda: copied.copy_(x)))
             if round_:
                 turns.append(took)
-        torch_seconds, seconds, copy = (statistics.median(column) for column in zip(*turns))
+        torch_seconds, seconds, copy = (
+            statistics.median(column) for column in zip(*turns, strict=True)
+        )
         ratio = statistics.median(a / b for a, b, _ in turns)
         rows.append(
             {

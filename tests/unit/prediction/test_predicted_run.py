@@ -37,3 +37,24 @@ def test_resource_is_busy_for_its_share_of_each_sweep():
     assert busy["forward"]["compute"] == pytest.approx(3 / 6)
     assert busy["backward"]["receive gradients"] == pytest.approx(1 / 4)
     assert prediction().binding("step") == "flash read"
+
+
+@pytest.mark.parametrize(
+    ("part", "used", "unused"),
+    [
+        ("store, on flash besides (store.dram)", 600, 400),
+        ("store, on flash besides (store.dram)", 1000, 0),
+        ("calls to the store's shards, on other hosts", 600, 0),
+    ],
+)
+def test_memory_that_a_store_on_flash_does_not_need_is_not_predicted(part, used, unused):
+    plan = SimpleNamespace(memory={part: 1000}, shares=SimpleNamespace(store=1000))
+    flash = SimpleNamespace(memory={"weights": used - 100, "gradients": 100})
+    found = Prediction(None, plan, None, SimpleNamespace(), flash, (), 1.0)
+    assert found._unused_store_bytes() == unused
+
+
+def test_store_in_memory_uses_what_was_planned():
+    plan = SimpleNamespace(memory={"store": 1000}, shares=SimpleNamespace(store=1000))
+    found = Prediction(None, plan, None, SimpleNamespace(), None, (), 1.0)
+    assert found._unused_store_bytes() == 0

@@ -107,3 +107,22 @@ def test_store_that_no_memory_could_hold_is_forecast():
 def test_memory_below_the_minimum_is_refused_as_by_the_store():
     with pytest.raises(BudgetError, match=r"store\.dram: the weights of two stages need"):
         predicted(make_program(DEEP), 1000)
+
+
+def test_memory_that_holds_all_state_has_the_fewest_buffers_and_reads_nothing():
+    program = make_program(DEEP)
+    whole = predicted(program, 1 << 30)
+    assert (whole.read_bytes, whole.least_read_bytes) == (0, 0)
+    assert sum(whole.memory.values()) < 1 << 24
+    just = predicted(program, sum(whole.memory.values()))
+    assert just == whole
+    less = predicted(program, sum(whole.memory.values()) - 1)
+    assert less.read_bytes > 0
+
+
+def test_disk_that_does_not_get_ahead_reads_no_more():
+    for dram in DRAM:
+        for layers in (DEEP, TIED):
+            found = predicted(make_program(layers), dram)
+            assert found.least_read_bytes <= found.read_bytes
+            assert found.times(3).least_read_bytes == 3 * found.least_read_bytes
