@@ -23,9 +23,8 @@ _NOT_IN_A_STEP = ("reserve", "writing checkpoints")  # parts of the memory budge
 # Fitted to the resident memory of 16 runs of `benchmarks/planner.py` (Xeon with AMX, 2026-11-23),
 # which are within 6 % of it, but for one (9 %): what a run adds to the libraries, such as the pages
 # of their code that it reaches, and the share of the engine's bytes that are freed pages it keeps.
-# That share was 0.42 until 22 runs on Zen 4 (2026-11-25) had 1.3 % more memory on average.
 _ADDED_BYTES = 72 << 20
-_KEPT_SHARE = 0.44
+_KEPT_SHARE = 0.42
 # Fitted to the eight runs in bfloat16 of the same benchmark (AMD Zen 4, 2026-11-23): what they have
 # beyond that, 15 to 127 MiB; oneDNN keeps working memory for its products of bfloat16.
 _BFLOAT16_BYTES = 50 << 20

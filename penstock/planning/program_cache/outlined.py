@@ -10,6 +10,7 @@ is read only in a process that has not imported `transformers`: nothing of it ca
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import sys
@@ -116,9 +117,16 @@ class OutlinedModels:
     def _recorded(self, config: Config, key: str | None) -> ModelSource:
         source = self._record(config)
         if key is not None:
-            resident = self._resident[id(source)] = process_memory.resident_bytes()
+            resident = self._resident[id(source)] = _resident_at_first()
             _remember(key, source, resident)
         return source
+
+
+@functools.cache
+def _resident_at_first() -> int:
+    """Return the resident memory of this process when it recorded its first model: the libraries.
+    What it has compiled since is not part of them."""
+    return process_memory.resident_bytes()
 
 
 def _model_key(config: Config) -> str | None:
