@@ -245,3 +245,24 @@ def test_a_plan_from_the_cache_imports_no_library_that_models_or_traces(tmp_path
     assert json.loads(said[1][-2]) == 0  # full collections, each of which traverses all modules
     plans = [json.loads(lines[0]) for lines in said]
     assert plans[0] == plans[1]  # also the memory of libraries that the second has not imported
+
+
+def test_libraries_have_the_memory_of_the_first_model_of_a_process(fresh, monkeypatch):
+    resident = [300 << 20]
+    monkeypatch.setattr(
+        outlined, "process_memory", SimpleNamespace(resident_bytes=lambda: resident[0])
+    )
+    outlined._resident_at_first.cache_clear()
+    try:
+        models = Models()
+        first = models.outlined.model(config_of())
+        resident[0] = 900 << 20  # programs that were compiled since
+        second = models.outlined.model(
+            Config.from_mapping({"model": {**SMALL, "n_layer": 3}, "batch": {"size": 2}})
+        )
+        assert models.outlined.resident_bytes(first) == 300 << 20
+        assert models.outlined.resident_bytes(second) == 300 << 20
+        fresh()
+        assert Models().outlined.model(config_of()).resident_bytes == 300 << 20
+    finally:
+        outlined._resident_at_first.cache_clear()
