@@ -61,7 +61,7 @@ from side_by_side import (
     summarize,
     take_turns,
 )
-from side_by_side.gpt import CLIP, Gpt, Resident, make_trainer
+from side_by_side.gpt import CHECKED_STEPS, CLIP, Gpt, Resident, make_trainer, warm_up
 from side_by_side.pace import Pace
 from side_by_side.plain_disk import NoDirectIO, PlainDisk
 
@@ -219,8 +219,7 @@ def start(job: Job, loops: tuple[str, ...]) -> dict[str, Worker]:
 def against_memory(job: Job, rounds: int) -> dict:
     """Compare flash, memory and plain PyTorch; then see what the disk gives."""
     workers = start(job, LOOPS)
-    # The gradients of the first steps are checked, for which one of them makes its updates early.
-    seconds = take_turns(workers, rounds, warm_up=2 if job.layers < 16 else 5)
+    seconds = take_turns(workers, rounds, warm_up=warm_up(rounds))
     found = summarize(workers, seconds, job.gpt.tokens)
     found["ratio"] = speeds_over(seconds, "flash")
     print_table(
@@ -255,7 +254,7 @@ def against_memory(job: Job, rounds: int) -> dict:
 def against_disk(job: Job, rounds: int) -> dict:
     """Compare the bytes/s of steps on flash with those of a plain loop in turns with them."""
     workers = start(job, ("flash", "plain"))
-    seconds = take_turns(workers, rounds)
+    seconds = take_turns(workers, rounds, warm_up=warm_up(rounds))
     finals = {name: worker.finish() for name, worker in workers.items()}
     peak = round(finals["flash"]["peak_rss_bytes"] / 2**30, 2)
     moved = [step["read"] + step["written"] for step in job.moved()[-rounds:]]
@@ -320,7 +319,7 @@ def speculating(job: Job, rounds: int, rates: Sequence[int | None]) -> dict:
 def at_rate(job: Job, rounds: int) -> dict:
     """Compare the loops at one rate of the disk."""
     workers = start(job, (*SPECULATING, "beside disk", "plain"))
-    seconds = take_turns(workers, rounds, warm_up=4)
+    seconds = take_turns(workers, rounds, warm_up=CHECKED_STEPS)
     losses = {loop: workers[loop].losses[-1] for loop in SPECULATING}
     if len(set(losses.values())) > 1:
         raise SystemExit(f"the losses differ: {losses}")

@@ -42,7 +42,7 @@ from side_by_side import (
     summarize,
     take_turns,
 )
-from side_by_side.gpt import Gpt, Resident, make_trainer, write_initial_weights
+from side_by_side.gpt import Gpt, Resident, make_trainer, warm_up, write_initial_weights
 from side_by_side.zero_infinity import (
     HOW_TO_INSTALL,
     ZeroInfinity,
@@ -140,7 +140,7 @@ def compare(job: Job, loops: list[str], python: str | None, rounds: int) -> dict
         except WorkerEnded as error:
             failure = f"{error}; its message is above"
             print(f"DeepSpeed's loop is left out: {failure}", flush=True)
-    seconds = take_turns(workers, rounds)
+    seconds = take_turns(workers, rounds, warm_up=warm_up(rounds))
     found = summarize(workers, seconds, job.gpt.tokens)
     ratios = {
         other: {

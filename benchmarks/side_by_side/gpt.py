@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 VOCABULARY, WIDTH, HEADS, POSITIONS, SEED = 8192, 1024, 16, 1024, 0
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+CHECKED_STEPS = 5
+"""First steps of a run, whose gradients are checked; the last of them makes its updates early."""
 _ROWS = 256
 
 
@@ -93,6 +95,11 @@ def transformers_config(gpt: Gpt) -> Any:
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def warm_up(rounds: int) -> int:
+    """Return the steps before so many that are measured: none of these is the last checked one."""
+    return 2 if 2 + rounds < CHECKED_STEPS else CHECKED_STEPS
 
 
 def make_trainer(

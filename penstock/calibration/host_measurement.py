@@ -25,7 +25,7 @@ from penstock.calibration.repetitions import (
     measure,
     repetition_counts,
 )
-from penstock.calibration.shared_cores import SHARED, CompetingProcess, competing_process
+from penstock.calibration.shared_cores import SHARED, competing_process
 from penstock.calibration.sparse_cases import Choices, sparse_cases
 from penstock.calibration.store_cases import store_cases
 from penstock.compiler import Products
@@ -51,6 +51,7 @@ from penstock.telemetry import process_memory
 from penstock.user_folders import cache_folder
 
 _CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
+_AT_ONCE_SHARE = 0.1  # of the budget and besides it, for processes that share the cores
 _DIGITS = 4  # of a rate: its spread is larger than the rest
 _NO_CURVES = (OPERATOR_CALL, STAGE_CALL, STEP, "flash both", BOTH, MESSAGE, SHARED)
 
@@ -65,7 +66,8 @@ def calibrate(
 
     Args:
         budget_seconds: of all measurements with their preparation. Compiling kernels, at first
-            use, comes on top. Everything is measured once, whatever the budget.
+            use, comes on top, and so does a second process that computes on the same cores.
+            Everything is measured once, whatever the budget.
         flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if the
             measurement of that one fails.
         on_progress: called with what is being measured, and the share that is done.
@@ -93,9 +95,10 @@ def calibrate(
         links = _links_of(stack, notice)
         if links is not None:
             cases += links.cases()
-            competing = _competing(stack, notice)
-            cases += [] if competing is None else [competing.case()]
         measured = measure(cases, budget_seconds, on_progress=on_progress)
+        if links is not None:
+            on_progress("starting a second process that computes", 1.0)
+            measured += _measured_at_once(_AT_ONCE_SHARE * budget_seconds, notice)
         flash = None if disk is None else _flash(measured, folder)
         sources = {"rates": _about_rates(measured, budget_seconds), KEY: str(HostKey.here())}
         sources["spread"] = _about_spread(measured)
@@ -152,14 +155,15 @@ def _links_of(stack: contextlib.ExitStack, notice: Callable[[str], None]) -> Pro
     return None
 
 
-def _competing(
-    stack: contextlib.ExitStack, notice: Callable[[str], None]
-) -> CompetingProcess | None:
+def _measured_at_once(seconds: float, notice: Callable[[str], None]) -> list[Measured]:
+    """Measure processes that share the cores, when everything else is measured: the other process
+    would disturb it, and may fail."""
     try:
-        return stack.enter_context(competing_process(_products()))
+        with competing_process(_products()) as competing:
+            return measure([competing.case()], seconds)
     except ClusterError as error:
         notice(f"processes that share the cores were not measured: {error}")
-    return None
+    return []
 
 
 def _existing(folder: Path) -> Path:

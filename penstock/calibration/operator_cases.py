@@ -14,7 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.calibration.repetitions import Case, Prepared, Quantity
-from penstock.compiler import Products, choose_products, operator_costs, widens
+from penstock.compiler import (
+    Products,
+    choose_products,
+    lower_activations,
+    operator_costs,
+    widens,
+)
 from penstock.constants import IGNORED_LABEL
 from penstock.errors import ProgramError
 from penstock.machines import IN_FLOPS
@@ -115,6 +121,7 @@ class _CaseMaker:
     ) -> Prepared:
         graph = traced(function, operands, self.products)
         amount, size = amount_of(quantity, graph)
+        lower_activations(graph)
         executable = fx.GraphModule(torch.nn.Module(), graph)
         tensors = self.operands.take(operands)
         return Prepared(lambda: executable(*tensors), amount, size)

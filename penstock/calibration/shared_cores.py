@@ -6,6 +6,7 @@ other.
 """
 
 import contextlib
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ SHARED = "reference steps at once"
 """The work of the case: steps of the reference model, by two processes."""
 
 _PROCESSES = 2
+_START_SECONDS = 120.0  # it imports PyTorch and compiles, also kernels at first use
+_STEP_SECONDS = 30.0
 
 
 class CompetingProcess:
@@ -35,7 +38,7 @@ class CompetingProcess:
             text=True,
         )
         try:
-            self._await("ready")
+            self._await("ready", _START_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -49,7 +52,7 @@ class CompetingProcess:
             def both() -> None:
                 self._begin()
                 step()
-                self._await("done")
+                self._await("done", _STEP_SECONDS)
 
             return Prepared(both, _PROCESSES)
 
@@ -58,8 +61,11 @@ class CompetingProcess:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        with self._process:  # closes the pipes, and waits
-            pass
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what was not sent cannot be sent any more
+                pipe.close()
+        self._process.wait()
 
     def _begin(self) -> None:
         assert self._process.stdin is not None
@@ -69,14 +75,17 @@ class CompetingProcess:
         except OSError as error:
             raise ClusterError(f"the other process has ended: {error.strerror}") from error
 
-    def _await(self, line: str) -> None:
+    def _await(self, line: str, seconds: float) -> None:
         """Read a line.
 
         Raises:
-            ClusterError: the process has written another line, or has ended.
+            ClusterError: the process has written another line, has ended, or is too slow.
         """
-        assert self._process.stdout is not None
-        found = self._process.stdout.readline().strip()
+        pipe = self._process.stdout
+        assert pipe is not None
+        if not select.select([pipe], [], [], seconds)[0]:
+            raise ClusterError(f"the other process has not written {line!r} in {seconds:g} s")
+        found = pipe.readline().strip()
         if found != line:
             code = self._process.wait() if not found else None
             ended = f"it ended with exit code {code}" if not found else f"it wrote {found!r}"

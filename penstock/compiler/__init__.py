@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.compiler.activation_calls import (
         gelu_tanh as gelu_tanh,
         gelu_tanh_backward as gelu_tanh_backward,
+        lower_activations as lower_activations,
     )
     from penstock.compiler.build import (
         CompileOptions as CompileOptions,

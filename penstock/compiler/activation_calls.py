@@ -1,8 +1,8 @@
 """Activation functions that executables compute on a CPU with kernels of Penstock.
 
 PyTorch evaluates the tanh of GELU by a slower function, and on some processors much slower for
-bfloat16 (`benchmarks/activations.py`). Costs are counted of PyTorch's operators, which a traced
-graph has; they are replaced in executables alone.
+bfloat16 (`benchmarks/activations.py`). A traced graph has PyTorch's operators; they are replaced in
+executables, whose costs are counted as those of the operators.
 """
 
 import numpy as np
@@ -35,15 +35,18 @@ def gelu_tanh_backward(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 _CALLS = {aten.gelu.default: gelu_tanh, aten.gelu_backward.default: gelu_tanh_backward}
+OPERATORS = {function: operator for operator, function in _CALLS.items()}
+"""The operator that each function replaces: its costs are those of the operator."""
 
 
-def lower(graph: fx.Graph) -> None:
+def lower_activations(graph: fx.Graph) -> None:
     """Let nodes of activations that a kernel computes on the CPU call it."""
     for node in graph.nodes:
         if node.target in _CALLS and node.kwargs.get("approximate") == "tanh":
             value = node.meta["val"]
             if value.device.type == "cpu" and value.dtype in _TYPES:
-                node.target, node.kwargs = _CALLS[node.target], {}
+                node.target = _CALLS[node.target]
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "approximate"}
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.activation_calls import OPERATORS
 from penstock.compiler.matmul_backend import onednn_flops
 from penstock.compiler.sparse_lowering import share_of
 from penstock.compiler.weight_products import weight_product_of
@@ -65,9 +66,15 @@ def total_flops(costs: tuple[OperatorCost, ...]) -> int:
     return sum(cost.flops * cost.calls for cost in costs)
 
 
+def _operator(node: fx.Node) -> Any:
+    """Return the operator of a node, also where a function computes it."""
+    target: Any = node.target
+    return OPERATORS.get(target, target)
+
+
 def _costs(node: fx.Node) -> Iterator[OperatorCost]:
     """Yield the cost of a node; nothing for a node that computes nothing."""
-    target = node.target
+    target = _operator(node)
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return
     name = target._schema.name.rpartition("::")[2]
@@ -137,7 +144,7 @@ def _moved_bytes(node: fx.Node, name: str) -> int:
         value for source in node.all_input_nodes for value in _tensors(source.meta.get("val"))
     ]
     known = {_storage(value) for value in operands}
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = _operator(node)._schema
     if not schema.is_mutable and all(_storage(value) in known for value in results):
         return 0
     written = sum(value.nbytes for value in results)
@@ -161,7 +168,7 @@ def _storage(value: torch.Tensor) -> int:
 
 
 def _flops(node: fx.Node) -> int:
-    target: Any = node.target
+    target = _operator(node)
     if target._schema.name == _ONEDNN:
         return onednn_flops(*_values(node.args))
     own = _OWN.get(target)

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from penstock.compiler import activation_calls, sparse_lowering
+from penstock.compiler import sparse_lowering
+from penstock.compiler.activation_calls import lower_activations
 from penstock.compiler.counted_costs import operator_costs, total_flops
 from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
@@ -131,10 +132,10 @@ def make_kind(
 
 
 def _lower(graph: fx.Graph) -> None:
-    """Let nodes call what an engine has for them. Costs are counted before."""
+    """Let nodes call what an engine has for them. Costs of sparse weights are counted before."""
     forget_weight_products(graph)
     sparse_lowering.lower(graph)
-    activation_calls.lower(graph)
+    lower_activations(graph)
 
 
 def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:

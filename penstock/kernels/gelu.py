@@ -3,7 +3,7 @@
     gelu(x) = x / 2 (1 + tanh(u)) = x s(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
 
 where s is the logistic function. With e = exp(-|2 u|), s is 1 / (1 + e) or e / (1 + e), and its
-derivative e / (1 + e)^2: nothing overflows or cancels. Elements are computed in float32 and rounded
+derivative e / (1 + e)^2, without cancellation. Elements are computed in float32 and rounded
 once. An element's result does not depend on its position or on the number of threads.
 """
 
@@ -59,7 +59,7 @@ def _gradient_at(gradient, x, out, i, lanes):
     value = load_gradient(x, i, lanes)
     share, slope = _logistic(value)
     inner = fma(value * value, splat(_THREE_CUBES), splat(_SLOPE))
-    derivative = fma(value * inner, slope, share)
+    derivative = fma(value * slope, inner, share)  # the slope is 0 before the product overflows
     store_gradient(out, i, load_gradient(gradient, i, lanes) * derivative, lanes)
 
 

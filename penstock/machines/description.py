@@ -193,7 +193,7 @@ class LinkPart(Section):
 
 
 class ProcessesPart(Section):
-    """Messages between engines and store where both are processes of one host."""
+    """Engines and store where both are processes of one host: messages, and shared cores."""
 
     rates: tuple[RateCurve, ...] = Field(
         strict=False,
@@ -212,8 +212,8 @@ class ProcessesPart(Section):
     )
     at_once: float | None = setting(
         None,
-        "how long processes that compute at once on all cores take, over one after the other; "
-        "null: as long",
+        "how long two processes that compute at once, each with all cores, take over one after the "
+        "other; null: no longer",
         example=1.1,
         gt=0,
     )

@@ -114,7 +114,8 @@ class Prediction:
         """Return what a store on flash leaves of `store.dram`, since all its state fits in less."""
         if self.flash is None or not any(part.startswith("store") for part in self.plan.memory):
             return 0  # it has no limit of its own, or is on other hosts
-        return max(0, self.plan.shares.store - sum(self.flash.memory.values()))
+        assembly = store_factory.assembly_of(self.config, self.plan.program)
+        return max(0, self.plan.shares.store - assembly - sum(self.flash.memory.values()))
 
     @property
     def step_interval(self) -> tuple[float, float] | None:
@@ -240,6 +241,7 @@ def predict(
         _depth(machine, config.engines),
         shares_cores=machine.engine.is_host and config.cluster.start != "none",
         messages="socket" if config.cluster.shared_memory == "off" else "shared memory",
+        threads=config.engine.threads,
     )
     spans, seconds = _last_step(costs.usual, arrangement, flash)
     dense = None

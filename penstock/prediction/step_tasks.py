@@ -32,6 +32,7 @@ class Arrangement:
         depth: nodes of the fabric between store and engine.
         shares_cores: whether engines and store are processes of one host.
         messages: how these processes send: `shared memory` or `socket`.
+        threads: of one engine; None: as many as cores.
     """
 
     machine: MachineDescription
@@ -40,12 +41,14 @@ class Arrangement:
     depth: int = 0
     shares_cores: bool = False
     messages: Work = "shared memory"
+    threads: int | None = None
 
     @property
     def at_once(self) -> float:
         """How long engines that share the cores take, over one after the other."""
-        processes = self.machine.processes
-        if not self.shares_cores or self.engines == 1 or processes is None:
+        processes, cores = self.machine.processes, self.machine.store.cores
+        is_crowded = self.shares_cores and self.engines * (self.threads or cores) > cores
+        if not is_crowded or processes is None:
             return 1.0
         return processes.at_once or 1.0
 

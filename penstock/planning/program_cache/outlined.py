@@ -116,8 +116,9 @@ class OutlinedModels:
 
     def _recorded(self, config: Config, key: str | None) -> ModelSource:
         source = self._record(config)
+        libraries = _resident_at_first()
         if key is not None:
-            resident = self._resident[id(source)] = _resident_at_first()
+            resident = self._resident[id(source)] = libraries
             _remember(key, source, resident)
         return source
 

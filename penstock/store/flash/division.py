@@ -136,7 +136,7 @@ def divide(
     option = options.all_in_memory
     beside = sum(masks.values())
     budget_bytes -= beside
-    if budget_bytes >= option.least_bytes + options.state:  # no state is in transit
+    if budget_bytes >= option.least_bytes + options.state:  # no block needs a buffer
         return _without_flash(options, option, _LEAST_BUFFERS, options.weights, options.state)
     if budget_bytes >= option.least_bytes:
         buffers, left = option.divided(budget_bytes, options.blocks)

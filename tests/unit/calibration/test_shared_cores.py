@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from penstock.calibration import shared_cores
 from penstock.calibration.repetitions import measure
-from penstock.calibration.shared_cores import SHARED, CompetingProcess, competing_process
+from penstock.calibration.shared_cores import SHARED, competing_process
 from penstock.errors import ClusterError
 
 
@@ -63,12 +62,30 @@ def test_process_that_cannot_be_started_is_an_error(monkeypatch):
         pass
 
 
-def test_process_ends_with_the_context(monkeypatch):
+def test_process_that_has_ended_is_one_error_and_not_another_when_it_is_closed(monkeypatch):
+    in_the_place_of_the_process(monkeypatch, "print('ready', flush=True)")
+    monkeypatch.setattr(shared_cores, "reference_program", lambda *_: None)
+    monkeypatch.setattr(shared_cores, "reference_step", lambda _: lambda: None)
+    with competing_process("torch") as other:
+        other._process.wait()
+        with pytest.raises(ClusterError, match="the other process has ended: Broken pipe"):
+            other.case().prepare().run()
+
+
+def test_process_that_says_nothing_is_an_error(monkeypatch):
+    in_the_place_of_the_process(monkeypatch, "import time; time.sleep(300)")
+    monkeypatch.setattr(shared_cores, "_START_SECONDS", 0.1)
+    with (
+        pytest.raises(ClusterError, match=r"has not written 'ready' in 0\.1 s"),
+        competing_process("torch"),
+    ):
+        pass
+
+
+def test_process_ends_with_the_context_whatever_happens_in_it(monkeypatch):
     in_the_place_of_the_process(
         monkeypatch, "import time; print('ready', flush=True); time.sleep(300)"
     )
-    began = time.monotonic()
-    process = CompetingProcess("torch")
-    process.close()
+    with pytest.raises(RuntimeError), competing_process("torch") as process:
+        raise RuntimeError
     assert process._process.returncode is not None
-    assert time.monotonic() - began < 200

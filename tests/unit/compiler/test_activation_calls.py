@@ -6,7 +6,7 @@ from sweeps import compiled, one_step
 from torch import nn
 from torch.nn import functional
 
-from penstock.compiler import activation_calls, gelu_tanh, gelu_tanh_backward
+from penstock.compiler import activation_calls, gelu_tanh, gelu_tanh_backward, operator_costs
 
 aten = torch.ops.aten
 
@@ -74,3 +74,15 @@ def test_tensors_of_several_dimensions_and_none_are_as_in_pytorch(dtype):
         torch.testing.assert_close(gelu_tanh(x), expected, **tolerance)
         expected = aten.gelu_backward.default(gradient, x, approximate="tanh")
         torch.testing.assert_close(gelu_tanh_backward(gradient, x), expected, **tolerance)
+
+
+def test_executable_costs_what_the_operators_cost_that_it_calls_functions_for():
+    program = compiled(Activated(), {"x": torch.randn(4, 8)})
+    found = []
+    for stage in program.stages:
+        for name, graph in stage.kind.graphs.items():
+            costs, again = stage.kind.costs[name], operator_costs(graph)
+            expected = [cost for cost in costs if cost.work == "activation"]
+            assert [cost for cost in again if cost.work == "activation"] == expected, name
+            found += expected
+    assert found

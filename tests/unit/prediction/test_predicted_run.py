@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.prediction import Prediction
+from penstock.prediction import Prediction, predicted_run
 from penstock.spans import Span
 
 SPANS = (
@@ -47,8 +47,12 @@ def test_resource_is_busy_for_its_share_of_each_sweep():
         ("calls to the store's shards, on other hosts", 600, 0),
     ],
 )
-def test_memory_that_a_store_on_flash_does_not_need_is_not_predicted(part, used, unused):
-    plan = SimpleNamespace(memory={part: 1000}, shares=SimpleNamespace(store=1000))
+def test_memory_that_a_store_on_flash_does_not_need_is_not_predicted(
+    part, used, unused, monkeypatch
+):
+    monkeypatch.setattr(predicted_run.store_factory, "assembly_of", lambda config, program: 50)
+    shares = SimpleNamespace(store=1050)
+    plan = SimpleNamespace(memory={part: 1050}, shares=shares, program=None)
     flash = SimpleNamespace(memory={"weights": used - 100, "gradients": 100})
     found = Prediction(None, plan, None, SimpleNamespace(), flash, (), 1.0)
     assert found._unused_store_bytes() == unused

@@ -172,6 +172,19 @@ def test_engines_that_compute_at_once_take_as_much_longer_as_was_measured():
     assert seconds(1, at_once=1.5) == seconds(1)
 
 
+@pytest.mark.parametrize(("threads", "is_longer"), [(None, True), (2, True), (1, False)])
+def test_engines_with_cores_of_their_own_take_no_longer(threads, is_longer):
+    described = machine(processes=messages(1e12, 1e12, at_once=1.5))
+    store = described.store.model_copy(update={"cores": 2})
+    arrangement = Arrangement(
+        described.model_copy(update={"store": store}),
+        engines=2,
+        shares_cores=True,
+        threads=threads,
+    )
+    assert arrangement.at_once == (1.5 if is_longer else 1.0)
+
+
 def test_processes_without_a_measurement_send_as_fast_as_the_store_copies():
     engine = {"is_host": True, "rates": [rate("product"), rate("pointwise")]}
     store = {"memory": "24GiB", "rates": [rate("update"), rate("copy", WEIGHTS / 5.0)]}
