@@ -12,7 +12,7 @@ from penstock.planning import ExecutionPlan, mask_rule_of, relay_count, store_fa
 from penstock.prediction.operation_times import StepCosts, step_costs
 from penstock.prediction.run_price import RunPrice, price_of_engines
 from penstock.prediction.step_tasks import Arrangement, StepTasks
-from penstock.prediction.timeline import simulate
+from penstock.prediction.task_simulation import simulate
 from penstock.spans import Span
 from penstock.store import ShardMap
 from penstock.store.flash import FlashForecast, forecast

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.distributed.protocol import CHUNK_BYTES
 from penstock.machines import LinkPart, MachineDescription, Work
 from penstock.prediction.operation_times import OperationCost, StepCosts
-from penstock.prediction.timeline import Task
+from penstock.prediction.task_simulation import Task
 from penstock.store.flash import FlashForecast
 
 _ALL_CORES: Mapping[str, float] = {"cores": 1.0}

@@ -17,8 +17,8 @@ from penstock.config import MOST_RELAYS, Config
 from penstock.distributed import rendezvous_file
 from penstock.distributed.control.rendezvous import ClusterMember, Rendezvous, WorkerRegistry
 from penstock.distributed.control.span_collector import SpanCollector
+from penstock.distributed.control.worker_replacement import WorkerSupervisor
 from penstock.distributed.control.worker_stats import HeartbeatStats
-from penstock.distributed.control.worker_supervisor import WorkerSupervisor
 from penstock.distributed.control_messages import Role
 from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.launchers import Launcher, make_launcher

@@ -1,5 +1,7 @@
 """The recovery after a failure: which node is evicted, and how the step is retried.
 
+`penstock/distributed/control/worker_replacement.py` starts a worker in the place of a lost one.
+
 The policy changes nothing: the coordinator carries out the returned action. The suspect of a stall
 may be healthy, because the connection itself may be broken. The eviction of a shard's last replica
 could lose the shard's state. So the last replica becomes a suspect only after several stalls.

@@ -7,7 +7,7 @@ import pytest
 from penstock.machines import MachineDescription
 from penstock.prediction.operation_times import OperationCost, StepCosts
 from penstock.prediction.step_tasks import Arrangement, StepTasks
-from penstock.prediction.timeline import simulate
+from penstock.prediction.task_simulation import simulate
 from penstock.step_schedule import Operation, sweep_order
 from penstock.store.flash.forecast import FlashForecast, UnitUpdate, WeightRead
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.prediction.timeline import Task, simulate
+from penstock.prediction.task_simulation import Task, simulate
 
 
 def ends(tasks):

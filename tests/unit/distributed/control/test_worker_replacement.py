@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from penstock.distributed.control.worker_supervisor import WorkerSupervisor
+from penstock.distributed.control.worker_replacement import WorkerSupervisor
 from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.base import WorkerExit
 

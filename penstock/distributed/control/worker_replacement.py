@@ -1,4 +1,6 @@
-"""Keeps the wanted number of workers running, and stops starting them after repeated failures.
+"""Starts a worker in the place of each that was lost, until too many in a row have failed.
+
+A standby engine that is ready takes over before that (`membership.py`).
 
 Workers are counted by the role for which they were started. A worker that ended before it became an
 engine or a shard has failed. After several failures in a row, more workers would fail in the same
