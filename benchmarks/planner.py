@@ -12,9 +12,7 @@ time during its steps (`steal` in Linux's /proc/stat); how often is in the resul
     python benchmarks/planner.py [--quick] [--folder FOLDER] [--only TEXT] [--minutes MINUTES]
 
 `value` is the share of runs whose step took at most 15 % more or less than predicted. Beside it are
-the median error of the step, the errors of peak memory, and whether bytes on every tier were exact;
-those read from flash lie between the two ends that are predicted, which are equal if all weights
-fit in `store.dram`.
+the median error of the step, the errors of peak memory, and whether bytes on every tier were exact.
 """
 
 from __future__ import annotations
@@ -157,8 +155,7 @@ def measure(folder: Path, names: list[str], seconds: float, minutes: float) -> d
         print(
             f"{name:34} {row['predicted_seconds']:8.2f} s {row['seconds']:6.2f} s "
             f"{row['error']:+7.1%} {_shown(row['memory_error'])}  "
-            f"{'exact' if row['is_exact'] else row['bytes']}"
-            f"{'' if row['is_exact'] or not row['is_between'] else ', between the ends'}",
+            f"{'exact' if row['is_exact'] else row['bytes']}",
             flush=True,
         )
     errors = [abs(row["error"]) for row in found.values()]
@@ -172,7 +169,6 @@ def measure(folder: Path, names: list[str], seconds: float, minutes: float) -> d
         "memory_within_5_percent": sum(error <= 0.05 for error in memory),
         "largest_memory_error": round(max(memory), 4) if memory else None,
         "exact_bytes": sum(row["is_exact"] for row in found.values()),
-        "bytes_within_the_ends": sum(row["is_between"] for row in found.values()),
         "runs": found,
     }
 
@@ -213,7 +209,6 @@ def predicted(case: dict[str, Any], described: Path, folder: Path) -> dict[str, 
         "seconds": prediction.step_seconds,
         "memory_bytes": prediction.peak_memory_bytes,
         "parts": vars(predicted_step(prediction)),
-        "flash_read_least": 0 if prediction.flash is None else prediction.flash.least_read_bytes,
     }
 
 
@@ -277,8 +272,6 @@ def stolen_seconds() -> float:
 def compared(case: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return a prediction and what was measured, with the errors."""
     bytes_ = {key: (before["parts"][key], size) for key, size in after["bytes"].items()}
-    # How far a disk gets ahead decides how often a weight that had to leave memory is read.
-    least = {"flash_read_bytes": before["flash_read_least"]}
     return {
         "predicted_seconds": before["seconds"],
         "seconds": after["seconds"],
@@ -294,10 +287,6 @@ def compared(case: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
         else after["memory_bytes"] / before["memory_bytes"] - 1,
         "bytes": bytes_,
         "is_exact": all(expected == found for expected, found in bytes_.values()),
-        "is_between": all(
-            least.get(key, expected) <= found <= expected
-            for key, (expected, found) in bytes_.items()
-        ),
     }
 
 

@@ -161,10 +161,6 @@ def _traffic(prediction: Prediction) -> Table:
         rows += [("written to flash", flash.written_bytes)]
     for name, size in rows:
         table.add_row(name, show_bytes(size), show_rate(size / prediction.step_seconds))
-    if flash is not None and flash.least_read_bytes < flash.read_bytes:
-        table.caption = (
-            f"read from flash: {show_bytes(flash.least_read_bytes)} if the disk does not get ahead"
-        )
     return table
 
 
@@ -256,7 +252,6 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "stream_bytes": costs.stream_bytes,
         "gradient_bytes": costs.gradient_bytes,
         "flash_read_bytes": None if flash is None else flash.read_bytes,
-        "flash_read_least_bytes": None if flash is None else flash.least_read_bytes,
         "flash_written_bytes": None if flash is None else flash.written_bytes,
         "flash_bytes": None if flash is None else flash.flash_bytes,
         "busy": prediction.busy,

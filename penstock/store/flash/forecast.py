@@ -70,13 +70,11 @@ class FlashForecast:
     """The traffic of a step.
 
     Attributes:
-        weights: the reads of weights, in the order of their need, by a disk that keeps up.
+        weights: the reads of weights, in the order of their need.
         updates: the updates, in their order.
         window_bytes: state that may be in memory on its way to and from flash.
         memory: maximum memory of the store in bytes, by use.
         flash_bytes: bytes of the store on flash.
-        least_weight_bytes: read of weights by a disk that does not get ahead. Weights that are read
-            ahead displace others, of which some must then be read once more.
     """
 
     weights: tuple[WeightRead, ...]
@@ -84,21 +82,12 @@ class FlashForecast:
     window_bytes: int
     memory: dict[str, int]
     flash_bytes: int
-    least_weight_bytes: int
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that a step reads if the disk keeps up."""
-        return self._state_read + sum(read.bytes for read in self.weights)
-
-    @property
-    def least_read_bytes(self) -> int:
-        """Bytes that a step reads if the disk does not get ahead of the sweeps."""
-        return min(self._state_read + self.least_weight_bytes, self.read_bytes)
-
-    @property
-    def _state_read(self) -> int:
-        return sum(update.state_read + update.gradient_read for update in self.updates)
+        """Bytes that a step reads, however far the disk gets ahead."""
+        updates = sum(update.state_read + update.gradient_read for update in self.updates)
+        return updates + sum(read.bytes for read in self.weights)
 
     @property
     def written_bytes(self) -> int:
@@ -124,7 +113,6 @@ class FlashForecast:
             stores * self.window_bytes,
             {use: stores * size for use, size in self.memory.items()},
             stores * self.flash_bytes,
-            stores * self.least_weight_bytes,
         )
 
 
@@ -163,7 +151,6 @@ def forecast(
         division.buffers * division.buffer_bytes,
         division.memory_bytes(beside),
         layout.planned_bytes + division.spilled_bytes,
-        sum(r.bytes for r in _weight_reads(layout, visits, division, reads_ahead=False)),
     )
 
 
@@ -191,16 +178,14 @@ def _updates(layout: FlashLayout, division: Division, half: bool) -> list[UnitUp
     return found
 
 
-def _weight_reads(
-    layout: FlashLayout, visits: list[Visit], division: Division, *, reads_ahead: bool = True
-) -> list[WeightRead]:
+def _weight_reads(layout: FlashLayout, visits: list[Visit], division: Division) -> list[WeightRead]:
     """Follow the weights in memory over some steps, as the store's reader fills and evicts them;
     return the reads of the last."""
     frames = Frames(layout.units, visits, division.weight_bytes, _address_space)
     found: list[WeightRead] = []
 
-    def fill(unit: Unit, pinned: set[int], room: int, needed: int, only_later: bool) -> bool:
-        if not frames.make_room(unit.index, pinned - {unit.index}, only_later):
+    def fill(unit: Unit, pinned: set[int], room: int, needed: int, ahead: bool) -> bool:
+        if not frames.make_room(unit.index, pinned - {unit.index}, ahead=ahead):
             return False
         found.append(WeightRead(needed, room, unit.expected.stream_bytes))
         return True
@@ -213,12 +198,12 @@ def _weight_reads(
             pinned = before | set(visit.units)
             for index in visit.units:
                 if index not in frames:
-                    fill(layout.units[index], pinned, number, number, only_later=False)
-            for ahead in frames.upcoming() if reads_ahead else ():
-                if ahead in frames:
+                    fill(layout.units[index], pinned, number, number, ahead=False)
+            for coming in frames.upcoming():
+                if coming in frames:
                     continue
-                needed = (frames.cursor + frames.next_use(ahead)) % len(visits)
-                if not fill(layout.units[ahead], pinned, number, needed, only_later=True):
+                needed = (frames.cursor + frames.next_use(coming)) % len(visits)
+                if not fill(layout.units[coming], pinned, number, needed, ahead=True):
                     break
             before = set(visit.units)
     return sorted(found, key=lambda read: read.needed)

@@ -5,6 +5,9 @@ evicted unit is therefore the unit whose next visit is farthest away, which is o
 study of replacement algorithms, 1966). Units that fit stay in memory, the rest is streamed, and the
 turns at both ends of the sweep need no reads. Least-recently-used would be the worst policy for
 this order.
+
+A unit that is read ahead takes the memory that it would take if it were read when it is needed. So
+the speed of the disk changes no read, and the bytes that a step reads can be forecast.
 """
 
 import bisect
@@ -95,12 +98,14 @@ class Frames:
         """Whether the stage that was visited last is the last stage, or in the backward sweep."""
         return (self.cursor - 1) % len(self._visits) >= len(self._visits) // 2
 
-    def next_use(self, unit: int) -> int:
-        """Return the number of visits before the next visit of a unit."""
+    def next_use(self, unit: int, after: int = 0) -> int:
+        """Return the number of visits before the next visit of a unit, not counting those of the
+        first `after` visits."""
         places, count = self._places[unit], len(self._visits)
-        at = bisect.bisect_left(places, self.cursor)
+        begin = (self.cursor + after) % count
+        at = bisect.bisect_left(places, begin)
         place = places[at] if at < len(places) else places[0] + count
-        return place - self.cursor
+        return after + place - begin
 
     def upcoming(self) -> list[int]:
         """Return the units in the order of their next visits."""
@@ -118,21 +123,35 @@ class Frames:
                 f"{self.budget_bytes:,} for them; raise store.dram"
             )
 
-    def make_room(self, unit: int, pinned: Collection[int], only_later: bool) -> bool:
+    def make_room(
+        self,
+        unit: int,
+        pinned: Collection[int],
+        *,
+        ahead: bool,
+        passing: Collection[int] = (),
+        kept: Collection[int] = (),
+    ) -> bool:
         """Allocate a frame for `unit`, evicting other units; return whether this was possible.
 
-        **Arguments:** units in `pinned` are never evicted. If `only_later`, only units are
-        evicted whose next visit is farther away than that of `unit`.
+        With `ahead`, those are evicted that would be if the unit were read at its next visit. If
+        one of them is needed before, this is not possible yet.
+
+        **Arguments:** units in `pinned` cannot be evicted now. Nor can those in `passing`, but
+        these are soon free: others are not evicted instead. Ahead of its visit, a unit waits for
+        `pinned` too, but not for those in `kept`, which stay for long.
         """
         need = self._units[unit].expected.stream_bytes
         if self._reuse(unit):
             return True
+        before = self.next_use(unit) if ahead else 0  # visits before the unit is needed
+        held = {*kept, *self._visits_around(before)} if ahead else pinned
+        after = before + 1 if ahead else 0
         victims = sorted(
-            (u for u in self._frames if u not in pinned), key=self.next_use, reverse=True
+            (u for u in self._frames if u not in held),
+            key=lambda u: self.next_use(u, after),
+            reverse=True,
         )
-        if only_later:
-            next_visit = self.next_use(unit)
-            victims = [u for u in victims if self.next_use(u) > next_visit]
         chosen: list[int] = []
         free = self.budget_bytes - self._frames_bytes
         for victim in victims:
@@ -142,6 +161,10 @@ class Frames:
             free += self._units[victim].expected.stream_bytes
         if free < need:
             return False
+        if any(v in passing for v in chosen):
+            return False
+        if ahead and any(v in pinned or self.next_use(v) < before for v in chosen):
+            return False
         for victim in chosen:
             self.drop(victim)
         if not self._reuse(unit):
@@ -149,6 +172,12 @@ class Frames:
         while self._spare and self.memory_bytes > self.budget_bytes:
             self._spare.pop()
         return True
+
+    def _visits_around(self, before: int) -> set[int]:
+        """Return the units of the visit that comes after `before` others, and of the one before
+        it: neither can be evicted then."""
+        count, place = len(self._visits), self.cursor + before
+        return {*self._visits[place % count].units, *self._visits[(place - 1) % count].units}
 
     def _new(self, unit: Unit) -> np.ndarray:
         frame = self._allocate(unit.stream_bytes)

@@ -83,7 +83,7 @@ class Pipeline:
         self._is_reading = False
         self._filling: set[int] = set()  # units whose frame is being filled
         self._requested: Sequence[int] = ()
-        self._is_urgent = False  # the caller waits for updates: any unit may be evicted
+        self._urgent: Collection[int] = ()  # units for whose updates the caller waits
         self._in_use: deque[set[int]] = deque([set(), set()], maxlen=2)
         self._read_bytes = 0
         self.restored()
@@ -110,10 +110,10 @@ class Pipeline:
             self._in_use.append(set(units))
             self._requested = units
             self._frames.require_room(set().union(*self._in_use))
-            self._is_urgent = bool(self._updater.awaiting.intersection(units))
+            self._urgent = units
             self._changed.notify_all()
             self._wait(lambda: all(self._is_ready(unit) for unit in units))
-            self._requested, self._is_urgent = (), False
+            self._requested = self._urgent = ()
             return [self._frames[unit] for unit in units]
 
     def plan(self, is_planned: bool) -> None:
@@ -216,11 +216,11 @@ class Pipeline:
     def finish_pass(self) -> None:
         """Wait until all updates are applied. Frames returned before are no longer valid."""
         with self._changed:
-            self._is_urgent = True
+            self._urgent = set(self._updater.awaiting)
             self._in_use.extend([set(), set()])
             self._changed.notify_all()
             self._wait(lambda: not self._updater.awaiting)
-            self._is_urgent = False
+            self._urgent = ()
 
     def write_out(self) -> None:
         """Let the writer write all units that are newer than on flash. Only after `finish_pass`."""
@@ -367,27 +367,30 @@ class Pipeline:
         if self._monitor.is_ending:
             return None
         units = self._layout.units
-        for requested in self._requested:
-            missing = requested not in self._frames and requested not in self._updater.awaiting
-            if missing and self._make_room(requested, only_later=False):
+        awaiting = self._updater.awaiting
+        missing = [u for u in self._requested if u not in self._frames and u not in awaiting]
+        for requested in missing:
+            if self._make_room(requested, ahead=False):
                 return partial(self._fill_frame, units[requested])
         if self._pass:
             return self._next_of_pass(*self._pass[0])
-        if not self._reads_ahead:
+        if missing or not self._reads_ahead:
             return self._next_of_speculation()
-        for ahead in self._frames.upcoming():
-            if ahead in self._frames or self._speculation.touches([ahead]):
+        for coming in self._frames.upcoming():
+            if coming in self._frames or self._speculation.touches([coming]):
                 continue
-            if not self._make_room(ahead, only_later=True):
+            if not self._make_room(coming, ahead=True):
                 break
-            return partial(self._fill_frame, units[ahead])
+            return partial(self._fill_frame, units[coming])
         return self._next_of_speculation() or self._read_state_ahead()
 
     def _next_of_pass(self, unit: Unit, block: Block) -> Callable[[], None] | None:
         if unit.index in self._writer.unwritten or self._writer.spilling[unit.index]:
             return None  # the previous step's state, or the gradient, is still being written
         if unit.index not in self._frames:
-            if self._make_room(unit.index, only_later=not self._is_urgent):
+            # A unit for which the caller waits may evict any other.
+            ahead = not self._updater.lacks_reads(self._urgent, unit.index)
+            if self._make_room(unit.index, ahead=ahead):
                 return partial(self._fill_frame, unit)
             return None
         if unit.index in self._filling:
@@ -444,12 +447,11 @@ class Pipeline:
         buffer = self._state.take(*missing)
         return None if buffer is None else partial(self._hold, *missing, buffer)
 
-    def _make_room(self, unit: int, *, only_later: bool) -> bool:
-        handed_out = set().union(*self._in_use) - self._updater.awaiting
-        held = handed_out | self._updater.updating | self._writer.unwritten | self._filling
-        if only_later:
-            held |= set(self._speculation.keeps)
-        if not self._frames.make_room(unit, held - {unit}, only_later):
+    def _make_room(self, unit: int, *, ahead: bool) -> bool:
+        held = set().union(*self._in_use) - self._updater.awaiting
+        held.update(self._requested, self._updater.updating, self._filling)
+        passing, kept = self._writer.unwritten, self._speculation.keeps
+        if not self._frames.make_room(unit, held, ahead=ahead, passing=passing, kept=kept):
             return False
         self._filling.add(unit)
         return True

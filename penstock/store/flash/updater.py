@@ -1,6 +1,7 @@
 """The updater of a flash store: a thread that updates blocks in the order of their reads."""
 
 import queue
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +79,11 @@ class Updater:
     def is_kept(self, unit: Unit) -> bool:
         """Whether a unit stays completely in memory between steps."""
         return self._state.stay_whole(unit) and self._frames.holds_all
+
+    def lacks_reads(self, units: Collection[int], head: int) -> bool:
+        """Whether the update of any of these units still lacks blocks to be read: those of `head`,
+        which are read next, or of a later unit."""
+        return any(u in self.awaiting and (u == head or u not in self.updating) for u in units)
 
     def put(
         self,

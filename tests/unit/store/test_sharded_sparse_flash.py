@@ -331,7 +331,7 @@ def test_frames_of_parts_that_are_planned_for_less_are_not_page_locked(make, mon
     frames = Frames([planned, dense], [Visit(0, (0, 1))], 1 << 40)
     frames.page_locked = True
     for number in range(2):
-        assert frames.make_room(number, (), only_later=False)
+        assert frames.make_room(number, (), ahead=False)
     assert locked == [dense.stream_bytes]
 
 
