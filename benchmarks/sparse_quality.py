@@ -7,7 +7,7 @@ sparse one keeps. At equal FLOPs a sparse run gets more steps, until its product
 backward, have cost as many operations as those of the dense run. All runs of a seed see the same
 text in the same order.
 
-    python benchmarks/sparse_quality.py [--quick] [--seeds N] [--steps N] [--jobs N]
+    python benchmarks/sparse_quality.py [--quick] [--seeds N] [--steps N] [--changes N] [--jobs N]
         [--results FILE] [--plot FILE]
 
 Finished runs are kept in the results file, so that a run that was stopped goes on. `value` is the
@@ -45,6 +45,8 @@ class Case:
         name: of the method, as in the table.
         sparsity: of the blocks; of `narrow`, the share of parameters that it lacks.
         budget: "steps" or "flops", what it has as much of as the dense run.
+        steps: of the dense run.
+        changes: of the masks that would fit into the run.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Case:
     budget: str
     seed: int
     steps: int
+    changes: int
 
     @property
     def key(self) -> str:
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, 90 %% alone")
     parser.add_argument("--seeds", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None, help="of the dense run")
+    parser.add_argument("--changes", type=int, default=30, help="of the masks, per run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, of one thread each")
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
@@ -76,7 +80,11 @@ def main() -> None:
     seeds = options.seeds or (1 if options.quick else 3)
     steps = options.steps or (8 if options.quick else 600)
     machine = describe_machine()
-    cases = [case for seed in range(seeds) for case in cases_of(seed, steps, options.quick)]
+    cases = [
+        case
+        for seed in range(seeds)
+        for case in cases_of(seed, steps, options.changes, options.quick)
+    ]
     results = run_all(cases, options.results, options.jobs, options.quick)
     rows = table(cases, results)
     print_rows(rows)
@@ -92,21 +100,24 @@ def main() -> None:
         unit="nats per byte, held-out loss less that of static masks",
         machine=machine,
         steps=steps,
+        changes=options.changes,
         seeds=seeds,
         rows=rows,
     )
 
 
-def cases_of(seed: int, steps: int, quick: bool) -> list[Case]:
+def cases_of(seed: int, steps: int, changes: int, quick: bool) -> list[Case]:
     """Return the runs of a seed."""
+
+    def case(name: str, sparsity: float, budget: str = "steps") -> Case:
+        return Case(name, sparsity, budget, seed, steps, changes)
+
     if quick:
-        return [Case(name, 0.9, "steps", seed, steps) for name in ("static", "set", "rigl")]
-    found = [Case("dense", 0.0, "steps", seed, steps)]
+        return [case(name, 0.9) for name in ("static", "set", "rigl")]
+    found = [case("dense", 0.0)]
     for sparsity in SPARSITIES:
-        names = (*METHODS, "narrow", "lifted")
-        found += [Case(name, sparsity, "steps", seed, steps) for name in names]
-        names = (*METHODS, "narrow")
-        found += [Case(name, sparsity, "flops", seed, steps) for name in names]
+        found += [case(name, sparsity) for name in (*METHODS, "narrow", "lifted")]
+        found += [case(name, sparsity, "flops") for name in (*METHODS, "narrow")]
     return found
 
 
@@ -250,7 +261,7 @@ def settings(case: Case, steps: int, folder: str) -> dict:
     if method in METHODS:
         sparsity = {"method": method, "sparsity": case.sparsity}
         if method != "static":
-            sparsity["update_every"] = max(2, steps // 30)
+            sparsity["update_every"] = max(2, steps // case.changes)
         if case.name == "lifted":
             sparsity["densify_at"] = 0.8
     return {
@@ -279,7 +290,7 @@ def steps_of_equal_flops(case: Case) -> int:
 
     A step of `gmp` costs, on average over the run, what a step at its average density does.
     """
-    dense = step_flops(Case("dense", 0.0, "steps", case.seed, case.steps))
+    dense = step_flops(dataclasses.replace(case, name="dense", sparsity=0.0))
     if case.name == "narrow":
         return round(case.steps * dense / step_flops(case))
     sparse = step_flops(dataclasses.replace(case, name="static"))
