@@ -20,14 +20,13 @@ from penstock.store.flash import FlashForecast, forecast
 _STEPS = 4  # that are simulated; the last one is that of a long run
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 _NOT_IN_A_STEP = ("reserve", "writing checkpoints")  # parts of the memory budget
-# Fitted to the resident memory of 16 runs of `benchmarks/planner.py` (Xeon with AMX, 2026-11-23),
-# which are within 6 % of it, but for one (9 %): what a run adds to the libraries, such as the pages
-# of their code that it reaches, and the share of the engine's bytes that are freed pages it keeps.
-_ADDED_BYTES = 72 << 20
-_KEPT_SHARE = 0.42
-# Fitted to the eight runs in bfloat16 of the same benchmark (AMD Zen 4, 2026-11-23): what they have
-# beyond that, 15 to 127 MiB; oneDNN keeps working memory for its products of bfloat16.
-_BFLOAT16_BYTES = 50 << 20
+# Fitted to the resident memory of the 22 runs of `benchmarks/planner.py` in one process (AMD Zen 4,
+# 2026-11-25), which are within 4.6 % of it: what a run adds to the libraries, such as the pages of
+# their code that it reaches; the share of the engine's bytes that are freed pages it keeps; and
+# oneDNN's working memory for its products of bfloat16.
+_ADDED_BYTES = 92 << 20
+_KEPT_SHARE = 0.09
+_BFLOAT16_BYTES = 76 << 20
 RESOURCE_OF = {
     "forward": "compute",
     "turn": "compute",
