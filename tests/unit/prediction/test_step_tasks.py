@@ -102,7 +102,7 @@ def traffic(state=0, weights=0):
         UnitUpdate(stage, state, 0, state, 0, (f"w{stage}",)) for stage in range(STAGES)
     )
     reads = tuple(WeightRead(n, max(0, n - 1), weights) for n in range(len(ORDER)) if weights)
-    return FlashForecast(reads, updates, 4000, {}, 0, 0)
+    return FlashForecast(reads, updates, 4000, {}, 0)
 
 
 def test_disk_that_is_fast_enough_costs_nothing():
