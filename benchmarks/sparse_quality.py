@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, 90 %% alone")
     parser.add_argument("--seeds", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None, help="of the dense run")
-    parser.add_argument("--changes", type=int, default=30, help="of the masks, per run")
+    parser.add_argument(
+        "--changes", type=int, default=30, help="of the masks, if a run had them to its end"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, of one thread each")
     parser.add_argument("--results", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
@@ -261,7 +263,7 @@ def settings(case: Case, steps: int, folder: str) -> dict:
     if method in METHODS:
         sparsity = {"method": method, "sparsity": case.sparsity}
         if method != "static":
-            sparsity["update_every"] = max(2, steps // case.changes)
+            sparsity["update_every"] = max(2, steps // max(1, case.changes))
         if case.name == "lifted":
             sparsity["densify_at"] = 0.8
     return {

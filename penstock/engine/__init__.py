@@ -10,6 +10,7 @@ from penstock.engine.host_memory import (
     KEPT_OVER_USED as KEPT_OVER_USED,
     keep_freed_pages as keep_freed_pages,
     return_freed_pages as return_freed_pages,
+    return_unused_pages as return_unused_pages,
 )
 from penstock.engine.interface import (
     Batch as Batch,

@@ -14,7 +14,6 @@ import torch
 
 from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.flow import Flow, check_inputs
-from penstock.engine.host_memory import return_unused_pages
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import InPlace, WeightSlots
@@ -58,7 +57,6 @@ class TorchEngine:
         self._last_use = program.last_use()
         self._flows: list[Flow] = []
         self._batch: Batch | None = None
-        self._begun = 0  # steps
         self._losses: list[torch.Tensor] = []
         self._sum_bytes = self._sent_bytes = 0  # gradients that are being summed or sent
         self._transient = 0  # allocations of the last call
@@ -76,8 +74,6 @@ class TorchEngine:
         self.memory.reserve(self._kept_layout_bytes(), "the masks of sparse weights")
         self._slots.reset()
         self._flows, self._losses, self._batch = [], [], batch
-        return_unused_pages(self._begun)
-        self._begun += 1
         self._sum_bytes = self._sent_bytes = 0
         program = self.program
         for offset, inputs in enumerate(batch.micro_batches):

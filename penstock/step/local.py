@@ -9,7 +9,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from penstock.collectives import Fabric
-from penstock.engine import Batch, Engine, PendingGradients, compute, micro_batches
+from penstock.engine import (
+    Batch,
+    Engine,
+    PendingGradients,
+    compute,
+    micro_batches,
+    return_unused_pages,
+)
 from penstock.planning import ExecutionPlan
 from penstock.spans import Measured, Spans, gather
 from penstock.step.cycle_figures import step_cycles
@@ -50,6 +57,7 @@ class StepRunner:
         self._layout = layout
         self._store = store
         self._fabric = fabric
+        self._begun = 0  # steps
         self._engines = engines
         self._batches = batches
         self._seed = seed
@@ -103,6 +111,8 @@ class StepRunner:
 
     def _begin(self) -> float:
         """Give every engine its rows; return the factor from the sum of losses to their mean."""
+        return_unused_pages(self._begun)
+        self._begun += 1
         step, batches = self._store.step, self._batches
         parts = batches.parts(step, len(self._engines))
         scale = batches.loss_scale(step, parts)

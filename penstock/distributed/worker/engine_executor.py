@@ -9,7 +9,14 @@ import torch
 from penstock.collectives import PartialSum
 from penstock.distributed.protocol import WINDOW, Chunk, SparseChunk, TransferOperation
 from penstock.distributed.worker.sparse_transfer import ReceivedMasks, entries_in
-from penstock.engine import Batch, Engine, compute, micro_batches, target_of
+from penstock.engine import (
+    Batch,
+    Engine,
+    compute,
+    micro_batches,
+    return_unused_pages,
+    target_of,
+)
 from penstock.kernels.memory import allocate
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.spans import Spans
@@ -46,6 +53,7 @@ class LocalEngineExecutor:
         _, largest = largest_stage(program, _aligned_bytes)
         self._target = target_of(device)
         self._micro_batches = 0
+        self._begun = 0  # steps
         self._spans, self._computed = Spans(), 0  # and the number of micro-batches computed so far
         self._buffers = [allocate(largest) for _ in range(WINDOW)]
         self._masks = ReceivedMasks()
@@ -64,6 +72,8 @@ class LocalEngineExecutor:
 
     def begin(self, step: int, part: Mapping[str, float], rows: Mapping[str, np.ndarray]) -> None:
         """Begin a step with these rows."""
+        return_unused_pages(self._begun)
+        self._begun += 1
         first, total, count = int(part["first"]), int(part["total"]), int(part["count"])
         self._micro_batches = count
         self._schedule = self._schedules(step)

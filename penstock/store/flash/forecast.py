@@ -185,7 +185,7 @@ def _weight_reads(layout: FlashLayout, visits: list[Visit], division: Division) 
     found: list[WeightRead] = []
 
     def fill(unit: Unit, pinned: set[int], room: int, needed: int, ahead: bool) -> bool:
-        if not frames.make_room(unit.index, pinned - {unit.index}, ahead=ahead):
+        if not frames.make_room(unit.index, pinned, ahead=ahead):
             return False
         found.append(WeightRead(needed, room, unit.expected.stream_bytes))
         return True

@@ -7,7 +7,8 @@ turns at both ends of the sweep need no reads. Least-recently-used would be the 
 this order.
 
 A unit that is read ahead takes the memory that it would take if it were read when it is needed. So
-the speed of the disk changes no read, and the bytes that a step reads can be forecast.
+the speed of the disk changes no read, and the bytes that a step reads can be forecast. Speculated
+updates (`speculation.py`) are the exception.
 """
 
 import bisect
@@ -129,7 +130,7 @@ class Frames:
         pinned: Collection[int],
         *,
         ahead: bool,
-        passing: Collection[int] = (),
+        unwritten: Collection[int] = (),
         kept: Collection[int] = (),
     ) -> bool:
         """Allocate a frame for `unit`, evicting other units; return whether this was possible.
@@ -137,9 +138,10 @@ class Frames:
         With `ahead`, those are evicted that would be if the unit were read at its next visit. If
         one of them is needed before, this is not possible yet.
 
-        **Arguments:** units in `pinned` cannot be evicted now. Nor can those in `passing`, but
-        these are soon free: others are not evicted instead. Ahead of its visit, a unit waits for
-        `pinned` too, but not for those in `kept`, which stay for long.
+        **Arguments:** units in `pinned` cannot be evicted now. Units in `unwritten` are being
+        written: if one of them is the one to evict, no other is evicted instead. Ahead of its
+        visit, a unit waits in the same way for `pinned`, but not for units in `kept`, which stay
+        for long.
         """
         need = self._units[unit].expected.stream_bytes
         if self._reuse(unit):
@@ -161,7 +163,7 @@ class Frames:
             free += self._units[victim].expected.stream_bytes
         if free < need:
             return False
-        if any(v in passing for v in chosen):
+        if any(v in unwritten for v in chosen):
             return False
         if ahead and any(v in pinned or self.next_use(v) < before for v in chosen):
             return False

@@ -61,7 +61,7 @@ class Pipeline:
         self._state = state
         self._spill = spill
         self._monitor = monitor = Monitor(writes.path)
-        self._changed, self.spans = monitor.changed, monitor.spans
+        self._changed, self.spans, self._wait = monitor.changed, monitor.spans, monitor.wait
         self._writer = Writer(
             monitor, version, writes, frames, state=state, spill=spill, masks=masks
         )
@@ -95,25 +95,23 @@ class Pipeline:
 
     # Called by the store
 
-    def visit(self, stage: int) -> None:
-        """Record that the sweep has reached a stage."""
+    def fetch_frames(self, units: Sequence[int], stage: int | None = None) -> list[np.ndarray]:
+        """Return the frames of units, updated; valid until the second call after this one. `stage`
+        is the stage that the sweep has reached."""
         with self._changed:
-            self._speculation.visit(self._frames.visit(stage))
-
-    def fetch_frames(self, units: Sequence[int]) -> list[np.ndarray]:
-        """Return the frames of units, updated; valid until the second call after this one."""
-        with self._changed:
+            if stage is not None:
+                self._speculation.visit(self._frames.visit(stage))
             self._speculation.fetched(units)
             if self._speculation.touches(units):
                 self._drop()
             self._reads_ahead = True
             self._in_use.append(set(units))
-            self._requested = units
             self._frames.require_room(set().union(*self._in_use))
-            self._urgent = units
-            self._changed.notify_all()
-            self._wait(lambda: all(self._is_ready(unit) for unit in units))
-            self._requested = self._urgent = ()
+            self._requested = units
+            try:
+                self._wait_urgently(units, lambda: all(self._is_ready(unit) for unit in units))
+            finally:
+                self._requested = ()
             return [self._frames[unit] for unit in units]
 
     def plan(self, is_planned: bool) -> None:
@@ -216,11 +214,8 @@ class Pipeline:
     def finish_pass(self) -> None:
         """Wait until all updates are applied. Frames returned before are no longer valid."""
         with self._changed:
-            self._urgent = set(self._updater.awaiting)
             self._in_use.extend([set(), set()])
-            self._changed.notify_all()
-            self._wait(lambda: not self._updater.awaiting)
-            self._urgent = ()
+            self._wait_for_all()
 
     def write_out(self) -> None:
         """Let the writer write all units that are newer than on flash. Only after `finish_pass`."""
@@ -246,7 +241,7 @@ class Pipeline:
     def wait_for_updates(self, units: Collection[int]) -> None:
         """Wait until these units are updated."""
         with self._changed:
-            self._wait(lambda: not self._updater.awaiting.intersection(units))
+            self._wait_urgently(units, lambda: self._updater.awaiting.isdisjoint(units))
 
     @property
     def is_updated(self) -> bool:
@@ -267,7 +262,7 @@ class Pipeline:
     def compared(self) -> list[tuple[str, str]]:
         """Return checksums of all units as of their last update, in memory or on flash."""
         with self._changed:
-            self._wait(lambda: not self._updater.awaiting)
+            self._wait_for_all()
             found = []
             for unit in self._layout.units:
                 made = self._updater.made.get(unit.index)
@@ -330,15 +325,20 @@ class Pipeline:
             thread.join()
 
     def _is_ready(self, unit: int) -> bool:
-        return (
-            unit in self._frames
-            and unit not in self._updater.awaiting
-            and unit not in self._filling
-        )
+        is_busy = unit in self._updater.awaiting or unit in self._filling
+        return unit in self._frames and not is_busy
 
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait for a condition under the lock; raise the error of a stopped thread."""
-        self._monitor.wait(is_so)
+    def _wait_urgently(self, units: Collection[int], is_so: Callable[[], bool]) -> None:
+        """Wait, as `_wait`, for a condition that needs the updates of these units."""
+        self._urgent = units
+        self._changed.notify_all()
+        try:
+            self._wait(is_so)
+        finally:
+            self._urgent = ()
+
+    def _wait_for_all(self) -> None:
+        self._wait_urgently(set(self._updater.awaiting), lambda: not self._updater.awaiting)
 
     # The reader
 
@@ -362,8 +362,8 @@ class Pipeline:
         return job
 
     def _choose(self) -> Callable[[], None] | None:
-        """Choose the next read: first what the caller waits for, then the updates' input, then
-        read-ahead, then the input of speculative updates."""
+        """Choose the next read: what the caller waits for, input of updates, weights and state of
+        the next visits, input of speculative updates."""
         if self._monitor.is_ending:
             return None
         units = self._layout.units
@@ -388,7 +388,7 @@ class Pipeline:
         if unit.index in self._writer.unwritten or self._writer.spilling[unit.index]:
             return None  # the previous step's state, or the gradient, is still being written
         if unit.index not in self._frames:
-            # A unit for which the caller waits may evict any other.
+            # A unit for which the caller waits is read as at its visit.
             ahead = not self._updater.lacks_reads(self._urgent, unit.index)
             if self._make_room(unit.index, ahead=ahead):
                 return partial(self._fill_frame, unit)
@@ -450,8 +450,8 @@ class Pipeline:
     def _make_room(self, unit: int, *, ahead: bool) -> bool:
         held = set().union(*self._in_use) - self._updater.awaiting
         held.update(self._requested, self._updater.updating, self._filling)
-        passing, kept = self._writer.unwritten, self._speculation.keeps
-        if not self._frames.make_room(unit, held, ahead=ahead, passing=passing, kept=kept):
+        unwritten, kept = self._writer.unwritten, self._speculation.keeps
+        if not self._frames.make_room(unit, held, ahead=ahead, unwritten=unwritten, kept=kept):
             return False
         self._filling.add(unit)
         return True

@@ -266,18 +266,19 @@ class FlashStore:
         """
         names = self.program.stages[stage].weights
         chosen = names if positions is None else [names[position] for position in positions]
-        self._pipeline.visit(stage)
-        return self._fetch_weights(chosen)
+        return self._fetch_weights(chosen, stage)
 
     def stream(self, names: Sequence[str]) -> list[StreamedWeight]:
         """Return weights by name, as `fetch` does by stage; used by another program of the
         model."""
         return self._fetch_weights(names)
 
-    def _fetch_weights(self, names: Sequence[str]) -> list[StreamedWeight]:
+    def _fetch_weights(
+        self, names: Sequence[str], stage: int | None = None
+    ) -> list[StreamedWeight]:
         self._content.require_loaded()
         units = self._layout.units_of(names)
-        frames = dict(zip(units, self._pipeline.fetch_frames(units), strict=True))
+        frames = dict(zip(units, self._pipeline.fetch_frames(units, stage), strict=True))
         views = [self._content.view(n, frames[self._layout.unit_of[n]]) for n in names]
         self._streamed_bytes += sum(view.nbytes for view in views)
         return views

@@ -123,3 +123,18 @@ def test_memory_that_holds_all_state_has_the_fewest_buffers_and_reads_nothing():
     assert just == whole
     less = predicted(program, sum(whole.memory.values()) - 1)
     assert less.read_bytes > 0
+
+
+def test_gradients_wait_for_the_update_of_a_stage_that_was_not_fetched_again(tmp_path):
+    program = make_program(DEEP)
+    store = flash_store(program, tmp_path / "flash", dram_bytes=DRAM[0])
+    store.load(random_weights(program, 1).items())
+    forward_sweep(store)
+    send(store, random_gradients(program, np.random.default_rng(1)))
+    store.commit()
+    # The weights of this stage are not in memory, and nobody asks for those of earlier ones.
+    stage = len(DEEP) - 2
+    gradients = random_gradients(program, np.random.default_rng(2))
+    send(store, {stage: gradients[stage]})
+    assert store._pipeline.is_updated or stage not in store._pipeline._updater.awaiting
+    store.close()

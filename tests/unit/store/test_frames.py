@@ -96,8 +96,8 @@ def test_unit_waits_for_a_frame_that_is_being_written_and_evicts_no_other():
     for stage in range(3):
         frames.visit(stage)
         assert frames.make_room(stage, (), ahead=False)
-    assert not frames.make_room(3, {1, 2}, ahead=True, passing={0})
-    assert not frames.make_room(3, {2}, ahead=False, passing={0})
+    assert not frames.make_room(3, {1, 2}, ahead=True, unwritten={0})
+    assert not frames.make_room(3, {2}, ahead=False, unwritten={0})
     assert not frames.make_room(3, {1}, ahead=True, kept={0})
     assert frames.make_room(3, (), ahead=True, kept={0})
     assert 0 in frames
