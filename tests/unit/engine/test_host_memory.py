@@ -6,12 +6,14 @@ import sys
 import pytest
 
 SCRIPT = """
+import resource
+
 import torch
 from penstock.engine.host_memory import keep_freed_pages, return_unused_pages
 
 def resident_mib():
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4 // 1024
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
 
 assert keep_freed_pages()
 tensors = [torch.ones(1 << 20) for _ in range(64)]  # 256 MiB
