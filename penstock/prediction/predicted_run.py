@@ -21,15 +21,17 @@ _STEPS = 4  # that are simulated; the last one is that of a long run
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 _NOT_IN_A_STEP = ("reserve", "writing checkpoints")  # parts of the memory budget
 # Fitted to the resident memory of the 22 runs of `benchmarks/planner.py` in one process (AMD Zen 4,
-# 2026-11-25), which are within 4.6 % of it: what a run adds to the libraries, such as the pages of
-# their code that it reaches; the share of the engine's bytes that are freed pages it keeps; and
-# oneDNN's working memory for its products of bfloat16.
+# 2026-11-25), which are within 4 % of it, the median of several where equal runs differed most: what
+# a run adds to the libraries, such as the pages of their code that it reaches; the share of the
+# engine's bytes that are freed pages it keeps; and oneDNN's working memory for its products of
+# bfloat16.
 _ADDED_BYTES = 92 << 20
 _KEPT_SHARE = 0.09
-_BFLOAT16_BYTES = 76 << 20
-# Fitted to eight sparse runs of it, fp32 and bf16, within 4.6 %: equal runs differ by up to 85 MiB.
-# Most of it is machine code of the kernels of sparse products, and their compiler (66 MiB).
-_SPARSE_KERNEL_BYTES = 80 << 20
+_BFLOAT16_BYTES = 68 << 20
+# Fitted to the sparse runs of it: machine code of the kernels of sparse products, and their compiler
+# (66 MiB), and what these products work with, in bfloat16 instead of oneDNN's working memory. Equal
+# runs differ by up to 85 MiB.
+_SPARSE_KERNEL_BYTES = 120 << 20
 RESOURCE_OF = {
     "forward": "compute",
     "turn": "compute",
@@ -109,10 +111,12 @@ class Prediction:
         planned, layouts = most_layout_bytes(program), expected_layout_bytes(program)
         parts -= copies * (planned - layouts)
         freed = shares.engines - copies * planned  # layouts are not freed between stages
-        added = _ADDED_BYTES + (_BFLOAT16_BYTES if self.config.precision == "bf16" else 0)
+        added = _ADDED_BYTES + int(shares.keep_pages * _KEPT_SHARE * freed)
         if any(weight.is_sparse for weight in program.weights.values()):
             added += _SPARSE_KERNEL_BYTES
-        return parts + added + int(shares.keep_pages * _KEPT_SHARE * freed)
+        elif self.config.precision == "bf16":
+            added += _BFLOAT16_BYTES
+        return parts + added
 
     def _unused_store_bytes(self) -> int:
         """Return what a store on flash leaves of `store.dram`, since all its state fits in less."""
