@@ -8,8 +8,8 @@ shared host drifts, so the host is measured again before a run when the last mea
 than --minutes; the medians of the last five measurements count, as with `penstock calibrate`. A run
 is trained again, at most twice, if other machines of the host took more than 5 % of the processors'
 time during its steps (`steal` in Linux's /proc/stat). A run with short steps is trained three times
-and its medians count: equal runs differ by up to 90 MiB of resident memory, which depends on how
-threads meet in the C library, and by some 10 % in time. How often it was trained is in the result.
+and its medians count, since equal runs differ. The result has how often each was trained, and the
+time and memory of each of the three.
 
     python benchmarks/planner.py [--quick] [--folder FOLDER] [--only TEXT] [--minutes MINUTES]
 
@@ -188,8 +188,7 @@ def _trained_alone(name: str, described: Path, folder: Path) -> dict[str, Any]:
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of equal runs; bytes, of which each run may have its own, of all runs."""
-
+    """Return the medians of equal runs, and the bytes of one if all moved as many, else of each."""
     median = statistics.median
     return {
         "seconds": median(run["seconds"] for run in runs),

@@ -21,16 +21,14 @@ _STEPS = 4  # that are simulated; the last one is that of a long run
 _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 _NOT_IN_A_STEP = ("reserve", "writing checkpoints")  # parts of the memory budget
 # Fitted to the resident memory of the 22 runs of `benchmarks/planner.py` in one process (AMD Zen 4,
-# 2026-11-25), which are within 4.1 % of it, medians of three where a step is short: what a
-# run adds to the libraries, such as the pages of their code that it reaches; the share of the
-# engine's bytes that are freed pages it keeps; and oneDNN's working memory for its products of
-# bfloat16.
+# 2026-11-25), which are within 4.1 % of it, by the medians of those with short steps: what a run
+# adds to the libraries, such as the pages of their code that it reaches; the share of the engine's
+# bytes that are freed pages it keeps; and oneDNN's working memory for its products of bfloat16.
 _ADDED_BYTES = 78 << 20
 _KEPT_SHARE = 0.08
 _BFLOAT16_BYTES = 52 << 20
-# Fitted to the sparse runs of it: machine code of the kernels of sparse products and their compiler
-# (66 MiB), and what these products work with, which in bfloat16 takes the place of oneDNN's working
-# memory. Equal runs differ by up to 85 MiB.
+# Fitted to the two sparse runs of it, in float32 and in bfloat16, where it stands for oneDNN's
+# memory too. 66 MiB are machine code of the kernels of sparse products, and their compiler.
 _SPARSE_KERNEL_BYTES = 130 << 20
 RESOURCE_OF = {
     "forward": "compute",
