@@ -9,7 +9,7 @@ shard sends per step (it must not depend on the number of engines), how long a s
 nothing is computed (it may grow with the logarithm), and the time of a step on one engine over that
 on N.
 
-    python benchmarks/weak_scaling.py [--quick] [--plot benchmarks/weak_scaling.png]
+    python benchmarks/weak_scaling.py [--quick | --whole] [--plot benchmarks/weak_scaling.png]
 
 `value` is the least share of a target: of 0.99 on 192 CS-2 and of 0.95 on 192 GPUs; at least 1.
 """
@@ -30,13 +30,19 @@ from pathlib import Path
 import numpy as np
 from contract import describe_machine, print_result
 from simulated_cluster import (
+    CHECK,
     CS2,
+    FEW,
     H200,
+    MORE,
     SOCKET_BYTES_PER_SECOND,
     Load,
     Machine,
+    Measured,
+    difference,
     fit,
     measure,
+    repeated,
     transfers_of,
 )
 from simulated_cluster.picture import draw
@@ -44,6 +50,7 @@ from simulated_cluster.picture import draw
 from penstock.config import Config
 from penstock.distributed.simulation import Links
 from penstock.errors import BudgetError
+from penstock.models import ModelSource
 from penstock.planning import builders
 from penstock.program import Program
 
@@ -73,6 +80,7 @@ GOALS = [
     Goal(H200, Load("gpt3-13b", "bf16", 64, chunks=16, relays="auto"), 0.95),
     Goal(H200, Load("llama-70b", "bf16", 64, chunks=16, relays="auto"), 0.95),
 ]
+IDLE_WEIGHTS = 256  # of a stage, in a step that measures latency
 QUICK_LAYERS = 2  # with which the ends of a step weigh more, and less is simulated
 
 # The link that this implementation has today, as measured between two processes of one machine.
@@ -106,19 +114,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few numbers of engines, no others")
     parser.add_argument("--plot", type=Path, help="draw the curves there")
+    parser.add_argument("--only", default="", help="only loads whose description contains this")
+    parser.add_argument(
+        "--whole", action="store_true", help="simulate every layer of a model: hours, not minutes"
+    )
     arguments = parser.parse_args()
     numbers = QUICK_ENGINES if arguments.quick else ENGINES
     began = time.perf_counter()
+    goals = [goal for goal in GOALS if arguments.only in f"{goal.machine.name}: {goal.load.model}"]
+    if arguments.quick:
+        goals = [quick(goal) for goal in goals]
+    others = [] if arguments.quick or arguments.only else OTHERS
     # Every simulation is one thread's work, and none needs another's result.
-    wanted = [quick(goal) for goal in GOALS] if arguments.quick else GOALS
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=gc.disable) as workers:
-        goals = [workers.submit(curve, goal, None, numbers) for goal in wanted]
-        tried = [
-            workers.submit(try_out, machine, None, load, numbers[-1])
-            for machine, load in (() if arguments.quick else OTHERS)
+        points = [
+            [
+                workers.submit(point, goal.machine, goal.load, engines, arguments.whole)
+                for engines in numbers
+            ]
+            for goal in goals
         ]
-        curves = [show_curve(made.result()) for made in goals]
-        others = [show(made.result()) for made in tried]
+        checks = [
+            None
+            if arguments.quick or arguments.whole
+            else workers.submit(layer_difference, goal.machine, goal.load, numbers[-1])
+            for goal in goals
+        ]
+        tried = [
+            workers.submit(try_out, machine, load, numbers[-1], arguments.whole)
+            for machine, load in others
+        ]
+        curves = []
+        for goal, made, check in zip(goals, points, checks, strict=True):
+            found = curve(goal, [each.result() for each in made])
+            found["layer_difference"] = check.result() if check is not None else None
+            curves.append(show_curve(found))
+        shown = [show(made.result()) for made in tried]
     drawn = draw(curves, arguments.plot) if arguments.plot is not None else None
     shares = [found["efficiency"][-1] / found["target"] for found in curves]
     print_result(
@@ -128,10 +159,11 @@ def main() -> None:
         unit="least share of the target efficiency on 192 engines",
         machine=describe_machine(),  # of the simulation: it changes no figure
         quick=arguments.quick,
+        whole=arguments.whole,
         seconds=round(time.perf_counter() - began, 1),
         plot=drawn,
         machines=curves,
-        others=others,
+        others=shown,
     )
 
 
@@ -141,16 +173,21 @@ def quick(goal: Goal) -> Goal:
 
 
 @functools.cache
-def program_of(load: Load) -> Program:
-    """Return the program of a load, for micro-batches of one of its sequences."""
+def _source_of(load: Load) -> ModelSource:
     of_llama = load.model.startswith("llama")
     changes = {} if of_llama else {"n_positions": load.length}
     if load.layers is not None:
         changes["num_hidden_layers" if of_llama else "n_layer"] = load.layers
     config = Config.from_mapping({"model": {"preset": load.model, **changes}}, [])
     assert config.model is not None
+    return builders.model_source(config.model)
+
+
+@functools.cache
+def program_of(load: Load) -> Program:
+    """Return the program of a load, for micro-batches of one of its sequences."""
     return builders.compile_source(
-        builders.model_source(config.model),
+        _source_of(load),
         micro_batch=1,
         length=load.length,
         precision=load.precision,
@@ -159,47 +196,108 @@ def program_of(load: Load) -> Program:
     )
 
 
-def curve(goal: Goal, program: Program | None, numbers: Sequence[int]) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A step on a number of engines, and one in which nothing is computed and little sent."""
+
+    engines: int
+    relays: int
+    step: Measured
+    idle_seconds: float
+
+
+def point(machine: Machine, load: Load, engines: int, whole: bool = False) -> Point:
+    """Return the steps of a load on a number of engines.
+
+    Args:
+        machine: what each engine is.
+        load: what each engine does; it fits the engine.
+        engines: how many there are.
+        whole: whether every layer is simulated.
+    """
+    relays = load.relays_of(engines)
+    step = _step(machine, load, engines, relays, whole=whole)
+    return Point(
+        engines, relays, step, _step(machine, load, engines, relays, whole=whole, idle=True).seconds
+    )
+
+
+def layer_difference(machine: Machine, load: Load, engines: int) -> float:
+    """Return by which share the time of further layers differs, where layers are repeated."""
+    relays = load.relays_of(engines)
+    return difference(lambda layers: _step_of_layers(machine, load, engines, relays, layers))
+
+
+def _step(
+    machine: Machine,
+    load: Load,
+    engines: int,
+    relays: int,
+    *,
+    whole: bool = False,
+    idle: bool = False,
+) -> Measured:
+    """Return a step of a load with all its layers."""
+
+    def measure_layers(layers: int) -> Measured:
+        return _step_of_layers(machine, load, engines, relays, layers, idle)
+
+    layers = _source_of(load).hf_config.num_hidden_layers
+    return measure_layers(layers) if whole else repeated(measure_layers, layers)
+
+
+def _step_of_layers(
+    machine: Machine, load: Load, engines: int, relays: int, layers: int, idle: bool = False
+) -> Measured:
+    """Return a step of a load with so many of its layers, all stages recomputed.
+
+    If `idle`, nothing is computed, next to no bytes are sent, and the store's memory has no limit:
+    what is left is latency.
+    """
+    load = dataclasses.replace(load, layers=layers)
+    program = program_of(load)
+    recompute = fit(machine, program, load)[0].recompute
+    sequences, most = load.sequences, math.inf
+    if idle:
+        machine = dataclasses.replace(machine, store_bytes_per_second=math.inf)
+        sequences, most = 0, IDLE_WEIGHTS
+    transfers = transfers_of(program, machine, recompute, load.chunks, most)
+    size = sequences, load.length, recompute
+    return measure(machine, program, transfers, engines, *size, relays)
+
+
+def curve(goal: Goal, points: Sequence[Point]) -> dict:
     """Return the figures of one machine over numbers of engines.
 
     Args:
         goal: the machine, and what each engine does.
-        program: that of the load; None: it is made.
-        numbers: of engines, the first of them 1.
+        points: the steps, the first of them on one engine.
 
     **Raises:** `BudgetError` where the load does not fit an engine.
     """
     machine, load = goal.machine, goal.load
-    program = program or program_of(load)
+    program = program_of(load)
     plan, engine_bytes = fit(machine, program, load)
     transfers = transfers_of(program, machine, plan.recompute, load.chunks)
-    # Next to no bytes, nothing computed, memory without a limit: what is left is latency.
-    idle = dataclasses.replace(machine, store_bytes_per_second=math.inf)
-    small = transfers_of(program, machine, plan.recompute, load.chunks, 256)
-    made, latency = [], []
-    for engines in numbers:
-        size, relays = (load.sequences, load.length, plan.recompute), load.relays_of(engines)
-        made.append(measure(machine, program, transfers, engines, *size, relays))
-        latency.append(
-            measure(idle, program, small, engines, 0, load.length, relays=relays).seconds
-        )
-    sent = {step.store_sent for step in made} | {transfers.weight_bytes}
-    taken = {step.store_taken for step in made} | {transfers.gradient_bytes}
+    sent = {each.step.store_sent for each in points} | {transfers.weight_bytes}
+    taken = {each.step.store_taken for each in points} | {transfers.gradient_bytes}
     if len(sent) > 1 or len(taken) > 1:
         raise RuntimeError(f"the store's traffic depends on the engines: {sent}, {taken}")
+    numbers, latency = [each.engines for each in points], [each.idle_seconds for each in points]
     slope, worst = logarithm(numbers, latency)
+    one = points[0].step.seconds
     return _described(machine, load) | {
         "flops_per_second": machine.flops,
         "engine_bytes": engine_bytes,
         "target": goal.target,
-        "engines": list(numbers),
-        "relays": [load.relays_of(engines) for engines in numbers],
-        "step_seconds": [step.seconds for step in made],
-        "efficiency": [round(made[0].seconds / step.seconds, 4) for step in made],
-        "store_sent_bytes": made[-1].store_sent,
-        "store_taken_bytes": made[-1].store_taken,
-        "most_sent_by_an_engine_bytes": [step.most_sent for step in made],
-        "most_taken_by_an_engine_bytes": [step.most_taken for step in made],
+        "engines": numbers,
+        "relays": [each.relays for each in points],
+        "step_seconds": [each.step.seconds for each in points],
+        "efficiency": [round(one / each.step.seconds, 4) for each in points],
+        "store_sent_bytes": points[-1].step.store_sent,
+        "store_taken_bytes": points[-1].step.store_taken,
+        "most_sent_by_an_engine_bytes": [each.step.most_sent for each in points],
+        "most_taken_by_an_engine_bytes": [each.step.most_taken for each in points],
         "idle_step_seconds": latency,
         "seconds_per_doubling": slope,
         "logarithm_misses_by": worst,
@@ -224,29 +322,32 @@ def show_curve(found: dict) -> dict:
         f"an idle step takes {slope * 1e3:.3f} ms more per doubling, to {worst:.1%} of the last",
         flush=True,
     )
+    if found["layer_difference"] is not None:
+        print(
+            f"{found['engines'][-1]} engines: layers {MORE} to {CHECK} take"
+            f" {found['layer_difference']:+.3%} longer than layers {FEW} to {MORE}",
+            flush=True,
+        )
     return found
 
 
-def try_out(machine: Machine, program: Program | None, load: Load, engines: int) -> dict:
+def try_out(machine: Machine, load: Load, engines: int, whole: bool = False) -> dict:
     """Return the efficiency of a load on so many engines; none if it does not fit.
 
     Args:
         machine: what each engine is.
-        program: that of the load; None: it is made.
         load: what each engine does.
         engines: how many there are, compared with one.
+        whole: whether every layer is simulated.
     """
-    program = program or program_of(load)
     found = _described(machine, load)
     try:
-        plan, engine_bytes = fit(machine, program, load)
+        _, engine_bytes = fit(machine, program_of(load), load)
     except BudgetError as error:
         return found | {"does_not_fit": str(error), "engine_bytes": None, "efficiency": None}
-    transfers = transfers_of(program, machine, plan.recompute, load.chunks)
-    size = load.sequences, load.length, plan.recompute
-    one = measure(machine, program, transfers, 1, *size).seconds
     relays = load.relays_of(engines)
-    most = measure(machine, program, transfers, engines, *size, relays).seconds
+    one = _step(machine, load, 1, 0, whole=whole).seconds
+    most = _step(machine, load, engines, relays, whole=whole).seconds
     return found | {
         "engines": engines,
         "relays": relays,

@@ -57,7 +57,7 @@ def figure(
     paths = out or [Path(f"{name}.png")]
     for path in paths:
         check_name(path)
-    planner, described = Planner(), load_machine(machine)
+    planner, described = Planner(remember=True), load_machine(machine)
     if name == "memory":
         draw_memory(paths, planner)
     elif name == "scaling":

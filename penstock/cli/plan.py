@@ -95,7 +95,7 @@ def plan(
         raise ConfigError("--sweep: expected one --machine, got several; run it for each of them")
 
     console = _console()
-    planner = Planner(_notice)
+    planner = Planner(_notice, remember=True)
     described = _machines(machine)
     if swept is not None:
         plan_on = _planned_on(planner, *described[0])

@@ -17,7 +17,7 @@ def outline_program(
     config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
     """Return the program of a model, perhaps without its graphs and executables."""
-    models = OutlinedModels(_record, _compile)
+    models = OutlinedModels(_record, _compile, remember=True)
     source = models.model(config)
     sparse = sparse_weights_of(config, source)
     return models.program(

@@ -55,12 +55,15 @@ class Planner:
 
     Args:
         notice: called with sentences for the user, each once.
+        remember: whether models are kept for later processes; as for `OutlinedModels`.
     """
 
-    def __init__(self, notice: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, notice: Callable[[str], None] = lambda text: None, *, remember: bool = False
+    ) -> None:
         self._notice = notice
         self._noticed: set[str] = set()
-        self._outlined = OutlinedModels(self._record, _compile_source)
+        self._outlined = OutlinedModels(self._record, _compile_source, remember=remember)
 
     def plan(
         self, config: Config, machine: MachineDescription, *, is_here: bool = False

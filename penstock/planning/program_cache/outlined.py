@@ -46,12 +46,20 @@ class OutlinedModels:
     Args:
         record: returns the model of a configuration.
         compile_source: compiles a model; as `builders.compile_source`.
+        remember: whether models that were recorded are kept for later processes. Beside them is
+            kept how much memory the libraries take, which only a process that holds nothing else
+            can measure: one of the command line, not one that has data or models of its own.
     """
 
     def __init__(
-        self, record: Callable[[Config], ModelSource], compile_source: Callable[..., Program]
+        self,
+        record: Callable[[Config], ModelSource],
+        compile_source: Callable[..., Program],
+        *,
+        remember: bool = False,
     ) -> None:
         self._record, self._compile_source = record, compile_source
+        self._may_remember = remember
         self._models: dict[str, ModelFacts] = {}
         self._configs: dict[int, Config] = {}
         self._programs: dict[str, Program] = {}
@@ -118,8 +126,9 @@ class OutlinedModels:
         source = self._record(config)
         libraries = _resident_at_first()
         if key is not None:
-            resident = self._resident[id(source)] = libraries
-            _remember(key, source, resident)
+            self._resident[id(source)] = libraries
+            if self._may_remember:
+                _remember(key, source, libraries)
         return source
 
 

@@ -111,31 +111,53 @@ def test_links_bound_a_step_in_which_nothing_is_computed(script, program, load):
     assert seconds[0] < seconds[1] < seconds[2] < 4 * sum(bytes_both_ways) / rate
 
 
-def test_a_curve_has_an_efficiency_for_every_number_of_engines(script, program, load, capsys):
-    found = script.curve(script.Goal(machine_like(script.H200), load, 0.9), program, [1, 2, 3])
+def test_a_curve_has_an_efficiency_for_every_number_of_engines(script, load, capsys):
+    machine = machine_like(script.H200)
+    points = [script.point(machine, load, engines) for engines in (1, 2, 3)]
+    found = script.curve(script.Goal(machine, load, 0.9), points)
     assert found["efficiency"][0] == 1.0
     assert all(0 < share <= 1 for share in found["efficiency"])
-    script.show_curve(found)
+    script.show_curve(found | {"layer_difference": 0.00125})
     idle = found["idle_step_seconds"]
     assert 0 < idle[0] < idle[1] <= idle[2]
     printed = capsys.readouterr().out
     for engines, seconds in zip((1, 2, 3), found["step_seconds"], strict=True):
         assert re.search(rf"^ +{engines} +0 +{seconds:.4f} ", printed, re.MULTILINE)
+    assert "3 engines: layers 6 to 8 take +0.125% longer than layers 4 to 6" in printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("relays", [0, 5])
+def test_layers_may_be_repeated_instead_of_simulated(script, load, relays):
+    machine = machine_like(script.CS2)
+    load = dataclasses.replace(load, layers=14, relays=relays)
+    calculated = script.point(machine, load, 4)
+    simulated = script.point(machine, load, 4, whole=True)
+    assert calculated.step.seconds == pytest.approx(simulated.step.seconds, rel=1e-6)
+    assert calculated.idle_seconds == pytest.approx(simulated.idle_seconds, rel=1e-6)
+    assert dataclasses.replace(calculated.step, seconds=0.0) == dataclasses.replace(
+        simulated.step, seconds=0.0
+    )
+
+
+def test_layers_are_repeated_by_twos_only(script):
+    with pytest.raises(ValueError, match="9 layers are not 4 and a multiple of 2 more"):
+        script.repeated(lambda layers: script.Measured(layers, 1, 1, 1, 1), 9)
 
 
 @pytest.mark.parametrize("name", ["CS2", "H200"])
-def test_no_efficiency_for_a_batch_that_does_not_fit(script, program, load, name):
+def test_no_efficiency_for_a_batch_that_does_not_fit(script, load, name):
     machine = machine_like(getattr(script, name))
-    _, enough = script.fit(machine, program, load)
+    _, enough = script.fit(machine, script.program_of(load), load)
     exact = dataclasses.replace(machine, memory_bytes=enough)
-    assert script.try_out(exact, program, load, 2)["efficiency"] > 0
+    assert script.try_out(exact, load, 2)["efficiency"] > 0
     less = dataclasses.replace(machine, memory_bytes=enough - 1)
-    refused = script.try_out(less, program, load, 2)
+    refused = script.try_out(less, load, 2)
     assert refused["efficiency"] is None
     needs = re.search(r"the engine needs (\S+) MiB for a step of 3 micro", refused["does_not_fit"])
     assert float(needs[1]) == pytest.approx(enough / 2**20, abs=0.01)
     with pytest.raises(BudgetError, match="the engine needs"):
-        script.curve(script.Goal(less, load, 0.9), program, [1, 2])
+        script.point(less, load, 2)
 
 
 def test_messages_count_where_they_lie_in_the_memory_that_computes(script, program, load):

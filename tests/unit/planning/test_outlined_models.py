@@ -63,9 +63,9 @@ def fresh(monkeypatch) -> Callable[[], None]:
 class Models:
     """Models of one process; `recorded` and `compiled` count what the cache did not have."""
 
-    def __init__(self) -> None:
+    def __init__(self, remember: bool = True) -> None:
         self.recorded = self.compiled = 0
-        self.outlined = OutlinedModels(self._record, self._compile)
+        self.outlined = OutlinedModels(self._record, self._compile, remember=remember)
 
     def _record(self, config: Config) -> ModelSource:
         self.recorded += 1
@@ -266,3 +266,15 @@ def test_libraries_have_the_memory_of_the_first_model_of_a_process(fresh, monkey
         assert Models().outlined.model(config_of()).resident_bytes == 300 << 20
     finally:
         outlined._resident_at_first.cache_clear()
+
+
+def test_models_are_kept_only_by_a_process_that_holds_nothing_else(fresh):
+    models = Models(remember=False)  # whose resident memory may be that of data
+    program = program_of(models, config_of())
+    assert models.outlined.resident_bytes(models.outlined.model(config_of())) > 0
+    fresh()
+    later = Models()
+    assert isinstance(later.outlined.model(config_of()), ModelSource)
+    assert program_of(later, config_of()).graph_digest == program.graph_digest
+    assert (later.recorded, later.compiled) == (1, 1)
+    assert isinstance(Models().outlined.model(config_of()), RememberedModel)
