@@ -54,7 +54,8 @@ def main() -> None:
                 if limit is not None and number >= (1 if quick else 3):
                     continue
                 if name == cold:
-                    shutil.rmtree(Path(cache) / "penstock" / "programs", ignore_errors=True)
+                    for kind in ("programs", "outlines"):
+                        shutil.rmtree(Path(cache) / "penstock" / kind, ignore_errors=True)
                 seconds, peak = run(arguments, wanted, cache)
                 times[name].append(seconds)
                 peaks[name].append(peak)

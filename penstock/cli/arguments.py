@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.imports import quick_imports
+
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.program import Program
@@ -73,9 +75,11 @@ def build(
 
     Without graphs it is read and built faster (`outline_program`).
     """
-    from penstock.planning import build_program, outline_program
+    with quick_imports():
+        from penstock import planning
 
-    build_or_outline = build_program if with_graphs else outline_program
+        # Only one of the two is imported: that with graphs imports all that traces.
+        build_or_outline = planning.build_program if with_graphs else planning.outline_program
     return build_or_outline(
         config,
         micro_batch=micro_batch,
