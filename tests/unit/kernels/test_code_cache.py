@@ -49,9 +49,15 @@ def start(tmp_path):
 
     def start(folder, cache=tmp_path / "cache"):
         path = os.pathsep.join([str(folder), *sys.path])
+        own = {
+            "PYTHONPATH": path,
+            "NUMBA_CACHE_DIR": str(cache),
+            # Python takes byte code for that of a source of equal size and second.
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         return subprocess.Popen(
             [sys.executable, "-c", "import kernels_of_a_test"],
-            env={**os.environ, "PYTHONPATH": path, "NUMBA_CACHE_DIR": str(cache)},
+            env={**os.environ, **own},
             stdout=subprocess.PIPE,
             text=True,
         )
