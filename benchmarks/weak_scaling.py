@@ -78,7 +78,7 @@ GOALS = [
         0.99,
     ),
     Goal(H200, Load("gpt3-13b", "bf16", 64, chunks=16, relays="auto"), 0.95),
-    Goal(H200, Load("llama-70b", "bf16", 64, chunks=16, relays="auto"), 0.95),
+    Goal(H200, Load("llama-70b", "bf16", 42, chunks=16, relays="auto"), 0.95),
 ]
 IDLE_WEIGHTS = 256  # of a stage, in a step that measures latency
 QUICK_LAYERS = 2  # with which the ends of a step weigh more, and less is simulated
@@ -101,7 +101,7 @@ OTHERS = [
     (CS2, Load("gpt3-13b", "fp32", 16)),
     (CS2, Load("gpt3-175b", "bf16", 1, slot_bytes=2_500_000_000)),
     (H200, Load("gpt3-13b", "bf16", 64, chunks=16)),
-    (H200, Load("llama-70b", "bf16", 64, chunks=16)),
+    (H200, Load("llama-70b", "bf16", 42, chunks=16)),
     (H200, Load("gpt3-13b", "bf16", 32, chunks=16)),
     (H200, Load("gpt3-13b", "bf16", 32, chunks=16, relays="auto")),
     (SOCKETS, Load("gpt3-13b", "bf16", 64, chunks=16)),
