@@ -20,7 +20,8 @@ def draw(curves: Sequence[Mapping], path: Path) -> str | None:
         return None
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
     for number, found in enumerate(curves):
-        engines, name, colour = found["engines"], found["machine"], f"C{number}"
+        engines, colour = found["engines"], f"C{number}"
+        name = f"{found['machine'].partition(',')[0]}, {found['model']}"
         left.plot(engines, found["efficiency"], "o-", color=colour, label=_load(found))
         left.axhline(found["target"], color=colour, linestyle=":")
         sent = found["store_sent_bytes"] / 1e9
@@ -28,7 +29,8 @@ def draw(curves: Sequence[Mapping], path: Path) -> str | None:
         idle = [1e3 * seconds for seconds in found["idle_step_seconds"]]
         right.plot(engines, idle, "o-", color=colour, label=name)
     left.set(title="Time of a step on one engine / on N", ylabel="efficiency (dotted: target)")
-    left.set(ylim=(0.9, 1.005))
+    least = min(0.9, *(share for found in curves for share in found["efficiency"]))
+    left.set(ylim=(least - 0.02, 1.005))
     middle.set(title="What the store sends in a step", ylabel="GB")
     middle.set(ylim=(0, 1.5 * middle.get_ylim()[1]))  # for the legend
     right.set(title="A step with nothing to compute or carry", ylabel="ms", ylim=(0, None))
