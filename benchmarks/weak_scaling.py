@@ -9,7 +9,7 @@ shard sends per step (it must not depend on the number of engines), how long a s
 nothing is computed (it may grow with the logarithm), and the time of a step on one engine over that
 on N.
 
-    python benchmarks/weak_scaling.py [--quick | --whole] [--plot benchmarks/weak_scaling.png]
+    python benchmarks/weak_scaling.py [--quick | --whole] [--only TEXT] [--plot FILE]
 
 `value` is the least share of a target: of 0.99 on 192 CS-2 and of 0.95 on 192 GPUs; at least 1.
 """
@@ -115,13 +115,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few numbers of engines, no others")
     parser.add_argument("--plot", type=Path, help="draw the curves there")
     parser.add_argument("--only", default="", help="only loads whose description contains this")
-    parser.add_argument(
-        "--whole", action="store_true", help="simulate every layer of a model: hours, not minutes"
-    )
+    parser.add_argument("--whole", action="store_true", help="simulate every layer of a model")
     arguments = parser.parse_args()
     numbers = QUICK_ENGINES if arguments.quick else ENGINES
     began = time.perf_counter()
     goals = [goal for goal in GOALS if arguments.only in f"{goal.machine.name}: {goal.load.model}"]
+    if not goals:
+        parser.error(f"--only: no load contains {arguments.only!r}")
     if arguments.quick:
         goals = [quick(goal) for goal in goals]
     others = [] if arguments.quick or arguments.only else OTHERS
