@@ -18,6 +18,7 @@ from penstock.compiler import (
     Products,
     choose_products,
     lower_activations,
+    lower_attention,
     operator_costs,
     widens,
 )
@@ -122,6 +123,7 @@ class _CaseMaker:
         graph = traced(function, operands, self.products)
         amount, size = amount_of(quantity, graph)
         lower_activations(graph)
+        lower_attention(graph, self.products)
         executable = fx.GraphModule(torch.nn.Module(), graph)
         tensors = self.operands.take(operands)
         return Prepared(lambda: executable(*tensors), amount, size)

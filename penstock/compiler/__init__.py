@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         gelu_tanh_backward as gelu_tanh_backward,
         lower_activations as lower_activations,
     )
+    from penstock.compiler.attention_calls import lower_attention as lower_attention
     from penstock.compiler.build import (
         CompileOptions as CompileOptions,
         compile_module as compile_module,

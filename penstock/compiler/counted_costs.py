@@ -13,8 +13,11 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
-from penstock.compiler.activation_calls import OPERATORS
+from penstock.compiler import (
+    activation_calls,
+    attention_calls,
+    ops,  # noqa: F401  (registers the penstock operators)
+)
 from penstock.compiler.matmul_backend import onednn_flops
 from penstock.compiler.sparse_lowering import share_of
 from penstock.compiler.weight_products import weight_product_of
@@ -25,6 +28,7 @@ penstock = torch.ops.penstock
 
 _ONEDNN = "mkldnn::_linear_pointwise"
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"}
+_OPERATORS: dict[Any, Any] = {**activation_calls.OPERATORS, **attention_calls.OPERATORS}
 _WORK_OF_OPERATORS = {
     "norm": """
         native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
@@ -69,7 +73,7 @@ def total_flops(costs: tuple[OperatorCost, ...]) -> int:
 def _operator(node: fx.Node) -> Any:
     """Return the operator of a node, also where a function computes it."""
     target: Any = node.target
-    return OPERATORS.get(target, target)
+    return _OPERATORS.get(target, target)
 
 
 def _costs(node: fx.Node) -> Iterator[OperatorCost]:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler import sparse_lowering
 from penstock.compiler.activation_calls import lower_activations
+from penstock.compiler.attention_calls import lower_attention
 from penstock.compiler.counted_costs import operator_costs, total_flops
 from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
@@ -97,10 +98,10 @@ def make_kind(
     }
     costs = {key: operator_costs(g) for key, g in graphs.items()}
     forward_flops, turn_flops = total_flops(costs["infer"]), total_flops(costs["turn"])
-    peaks = {key: peak_bytes(g) for key, g in graphs.items()}
+    peaks = {key: peak_bytes(g, products) for key, g in graphs.items()}
     draws_dropout = bool(_calls(infer, penstock.dropout.default))
     for lowered in graphs.values():
-        _lower(lowered)
+        _lower(lowered, products)
     modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
     return Kind(
         name=name,
@@ -131,11 +132,12 @@ def make_kind(
     )
 
 
-def _lower(graph: fx.Graph) -> None:
+def _lower(graph: fx.Graph, products: Products) -> None:
     """Let nodes call what an engine has for them. Costs of sparse weights are counted before."""
     forget_weight_products(graph)
     sparse_lowering.lower(graph)
     lower_activations(graph)
+    lower_attention(graph, products)
 
 
 def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:

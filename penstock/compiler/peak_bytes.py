@@ -7,7 +7,9 @@ import torch
 from torch import fx
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler.attention_calls import attention_scratch_bytes
 from penstock.compiler.fused_head import chunk_bytes, chunk_rows, scratch_bytes
+from penstock.compiler.matmul_backend import Products
 from penstock.compiler.sparse_lowering import (
     head_scratch_bytes,
     sparse_scratch_bytes,
@@ -17,8 +19,10 @@ from penstock.compiler.sparse_lowering import (
 penstock = torch.ops.penstock
 
 
-def peak_bytes(graph: fx.Graph) -> int:
+def peak_bytes(graph: fx.Graph, products: Products = "torch") -> int:
     """Return the peak of the bytes that a run of the graph allocates, including its results.
+
+    `products` is the library of its products.
 
     Storages are counted, not tensors: a view costs nothing. A storage is freed after the last
     reader of any of its views, as in the code that runs the graph.
@@ -48,7 +52,7 @@ def peak_bytes(graph: fx.Graph) -> int:
     alive = peak = 0
     for position, node in enumerate(nodes):
         alive += births.get(position, 0)
-        peak = max(peak, alive + _scratch(node))
+        peak = max(peak, alive + _scratch(node, products))
         if node.op != "output":
             alive -= deaths.get(position, 0)
     return peak
@@ -68,9 +72,9 @@ def _value(arg: Any) -> Any:
     return fx.node.map_arg(arg, lambda n: n.meta["val"])
 
 
-def _scratch(node: fx.Node) -> int:
-    """Return the bytes that a penstock operator allocates internally: the chunk of logits, or the
-    panels of a sparse product."""
+def _scratch(node: fx.Node, products: Products) -> int:
+    """Return the bytes that a kernel of Penstock allocates internally: the chunk of logits, the
+    panels of a sparse product, or the tiles of attention."""
     heads = {
         penstock.linear_cross_entropy.default: 0,
         penstock.linear_cross_entropy_predictions.default: 0,
@@ -78,7 +82,7 @@ def _scratch(node: fx.Node) -> int:
         penstock.linear_cross_entropy_turn.default: 1,
     }
     if node.target not in heads:
-        return sparse_scratch_bytes(node)
+        return sparse_scratch_bytes(node) + attention_scratch_bytes(node, products)
     hidden, weight = (_value(a) for a in node.args[heads[node.target] :][:2])
     gradients = heads[node.target] == 1
     sparse = sparse_weight_of(node)

@@ -91,3 +91,11 @@ def page_lock(memory: np.ndarray) -> bool:
     unlock = weakref.finalize(owner, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # the device is already closed; the system unlocks the pages
     return True
+
+
+def cache_lines(count: int, dtype: type[np.float32] | type[np.uint16]) -> np.ndarray:
+    """Return memory for `count` numbers that begins with a cache line: no vector lies in two."""
+    itemsize = np.dtype(dtype).itemsize
+    memory = np.empty(count + 64 // itemsize, dtype)
+    first = -memory.ctypes.data % 64 // itemsize
+    return memory[first : first + count]

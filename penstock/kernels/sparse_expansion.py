@@ -16,7 +16,8 @@ from numba.core import types
 
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.compilation import kernel
-from penstock.kernels.sparse_vectors import float_of, processor_features
+from penstock.kernels.sparse_vectors import float_of
+from penstock.kernels.vector_code import processor_features
 from penstock.kernels.vectors import call_llvm, element_pointer, intrinsic
 
 _BLOCK = 16  # rows of a unit of work

@@ -6,7 +6,7 @@ left at the ends of tokens and features goes element by element.
 """
 
 from penstock.kernels.compilation import inlined
-from penstock.kernels.sparse_shuffles import (
+from penstock.kernels.transposition import (
     transpose_floats,
     transpose_to_features,
     transpose_to_tokens,

@@ -16,6 +16,7 @@ from numba import prange
 
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.memory import cache_lines
 from penstock.kernels.sparse_dots import (
     add_products_by_dots,
     add_products_of_floats,
@@ -362,9 +363,9 @@ def multiply(
     is_shared = count < parts
     sizes = (columns, rows, matrix.block_columns, band_rows, tokens, is_shared)
     held = (count * columns, count * rows) if is_shared else (parts * columns, parts * band_rows)
-    panels = _cache_lines(held[0] * panel_tokens, x.dtype.type)
-    sums = _cache_lines(held[1] * panel_tokens, np.float32)
-    outputs = sums if is_float else _cache_lines(held[1] * panel_tokens, x.dtype.type)
+    panels = cache_lines(held[0] * panel_tokens, x.dtype.type)
+    sums = cache_lines(held[1] * panel_tokens, np.float32)
+    outputs = sums if is_float else cache_lines(held[1] * panel_tokens, x.dtype.type)
     run = _multiply_by_dots if bfloat16 == "dots" else _multiply_unpacked
     run = _multiply_floats if is_float else run
     arrays = (x, out, values, bias, panels, sums, outputs)
@@ -406,7 +407,7 @@ def entry_gradient(
     together = _TOGETHER // ((rows + columns) * panel_tokens * x.itemsize)
     together = max(1, min(count, together))
     panels = [
-        _cache_lines(together * features * panel_tokens, x.dtype.type)
+        cache_lines(together * features * panel_tokens, x.dtype.type)
         for features in (columns, rows)
     ]
     sizes = (columns, rows, matrix.block_columns, matrix.blocks)
@@ -421,14 +422,6 @@ def entry_gradient(
     scattered = np.empty_like(totals)
     _scatter(totals, matrix.positions, scattered)
     return scattered
-
-
-def _cache_lines(count: int, dtype: type[np.float32] | type[np.uint16]) -> np.ndarray:
-    """Memory that begins with a cache line: no vector lies in two of them."""
-    itemsize = np.dtype(dtype).itemsize
-    memory = np.empty(count + 64 // itemsize, dtype)
-    first = -memory.ctypes.data % 64 // itemsize
-    return memory[first : first + count]
 
 
 def _check(

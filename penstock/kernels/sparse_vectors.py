@@ -15,8 +15,16 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.core.registry import cpu_target
 
+from penstock.kernels.vector_code import (
+    Sums,
+    for_entries,
+    load_vector,
+    multiply_add,
+    processor_features,
+    store_vector,
+    vectors_at,
+)
 from penstock.kernels.vectors import (
     LANES,
     call_llvm,
@@ -32,13 +40,7 @@ _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _HIGH_HALF = ir.Constant(_WORDS, [-65536] * LANES)
 _SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
 
-Sums = list[Any]
 Step = Callable[[Any, Any, Any, Sums], Sums]
-
-
-def processor_features() -> list[str]:
-    """The instruction sets of the processor that Numba compiles for, as LLVM names them."""
-    return cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
 def has_bfloat16_dot() -> bool:
@@ -47,28 +49,6 @@ def has_bfloat16_dot() -> bool:
 
 
 # --- building blocks of code generation ----------------------------------------------------------
-
-
-def vectors_at(context: Any, builder: Any, kind: Any, array_type: Any, array: Any, at: Any) -> Any:
-    """Generate the address of vectors of type `kind` that begin at an element of a flat array."""
-    pointer = element_pointer(context, builder, array_type, array, at)
-    return builder.bitcast(pointer, kind.as_pointer())
-
-
-def load_vector(builder: Any, vectors: Any, number: int, alignment: int = 2) -> Any:
-    """Generate the load of a vector from the address of vectors."""
-    place = builder.gep(vectors, [ir.Constant(_I64, number)])
-    return builder.load(place, align=alignment)
-
-
-def store_vector(builder: Any, value: Any, vectors: Any, number: int, alignment: int = 2) -> None:
-    """Generate the store of a vector to the address of vectors."""
-    builder.store(value, builder.gep(vectors, [ir.Constant(_I64, number)]), align=alignment)
-
-
-def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Generate `a * b + c`, rounded once."""
-    return call_llvm(builder, f"llvm.fma.v{LANES}f32", _FLOATS, [a, b, c])
 
 
 def even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
@@ -81,32 +61,6 @@ def dot_of_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Generate `total` plus, lane by lane, the products of two pairs of bfloat16 patterns."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     return call_llvm(builder, name, _FLOATS, [total, a, b])
-
-
-def for_entries(
-    builder: Any, begin: Any, end: Any, sums: Sums, body: Callable[[Any, Sums], Sums], step: int = 1
-) -> Sums:
-    """Generate `for entry in range(begin, end, step): sums = body(entry, sums)`; return the
-    sums."""
-    before = builder.block
-    condition, inside, after = (builder.append_basic_block() for _ in range(3))
-    builder.branch(condition)
-    builder.position_at_end(condition)
-    entry = builder.phi(_I64)
-    carried = [builder.phi(total.type) for total in sums]
-    builder.cbranch(builder.icmp_signed("<", entry, end), inside, after)
-    builder.position_at_end(inside)
-    added = body(entry, carried)
-    following = builder.add(entry, ir.Constant(_I64, step))
-    last = builder.block
-    builder.branch(condition)
-    for phi, start, later in zip(
-        [entry, *carried], [begin, *sums], [following, *added], strict=True
-    ):
-        phi.add_incoming(start, before)
-        phi.add_incoming(later, last)
-    builder.position_at_end(after)
-    return carried
 
 
 def column_offsets(builder: Any, columns: Any, count: int, vectors: int) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 # Importing these modules registers the penstock operators.
 from penstock.compiler import (
     activation_calls,
+    attention_calls,
     custom_gradients,  # noqa: F401
     ops,  # noqa: F401
     sparse_calls,
@@ -25,6 +26,8 @@ _OPERATOR = re.compile(r"([a-z]+)::([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
 _REFUSED = frozenset({"aten::from_file"})  # opens a file that an argument names
 _FUNCTIONS: dict[str, Any] = {
     "operator.getitem": operator.getitem,
+    "attention": attention_calls.attention,
+    "attention_backward": attention_calls.attention_backward,
     "gelu_tanh": activation_calls.gelu_tanh,
     "gelu_tanh_backward": activation_calls.gelu_tanh_backward,
     "sparse_linear": sparse_calls.sparse_linear,

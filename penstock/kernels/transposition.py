@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from penstock.kernels.sparse_vectors import load_vector, store_vector, vectors_at
+from penstock.kernels.vector_code import load_vector, store_vector, vectors_at
 from penstock.kernels.vectors import LANES, float32s, intrinsic, uint32s
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))

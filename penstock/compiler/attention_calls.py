@@ -1,0 +1,144 @@
+"""Attention that executables compute on a CPU with kernels of Penstock.
+
+PyTorch's fused attention reaches a quarter to a half of the rate of large products on some
+processors (`benchmarks/attention.py`). A traced graph has PyTorch's operators; they are replaced in
+executables, whose costs are counted as those of the operators.
+
+bfloat16 is computed in float32, so PyTorch's kernels stay where oneDNN has faster products of
+bfloat16 than of float32 and is PyTorch's own choice: on processors from Intel, with AMX above all.
+The recorded library of products decides, never a timing, so that a resumed run has the same bits.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from penstock.compiler.matmul_backend import Products
+from penstock.compiler.nodes import arguments_by_name
+from penstock.kernels import attention as kernels
+
+aten = torch.ops.aten
+
+_OPERATOR = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[batch, heads, queries, size]` and, for the gradients, the logarithms of
+    the sums of exponentials, float32 `[batch, heads, queries]`."""
+    query, key, value = (_with_whole_rows(tensor) for tensor in (query, key, value))
+    out, (batch, heads, queries, size) = _empty_like(query), query.shape
+    logarithms = torch.empty(batch, queries, heads).transpose(1, 2)
+    kernels.attention(
+        _tokens(query),
+        _tokens(key),
+        _tokens(value),
+        _tokens(out),
+        _tokens(logarithms),
+        shape=(batch, heads, queries, key.shape[2], size),
+        is_causal=is_causal,
+        scale=size**-0.5 if scale is None else scale,
+    )
+    return out, logarithms
+
+
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, from that of the outputs and what `attention`
+    has returned."""
+    gradient, query, key, value, out = (
+        _with_whole_rows(tensor) for tensor in (gradient, query, key, value, out)
+    )
+    gradients = _empty_like(query), _empty_like(key), _empty_like(value)
+    batch, heads, queries, size = query.shape
+    of_query, of_key, of_value = (_tokens(tensor) for tensor in gradients)
+    kernels.attention_backward(
+        _tokens(gradient),
+        _tokens(query),
+        _tokens(key),
+        _tokens(value),
+        _tokens(out),
+        _tokens(logarithms),
+        (of_query, of_key, of_value),
+        shape=(batch, heads, queries, key.shape[2], size),
+        is_causal=is_causal,
+        scale=size**-0.5 if scale is None else scale,
+    )
+    return gradients
+
+
+OPERATORS = {attention: _OPERATOR, attention_backward: _BACKWARD}
+"""The operator that each function replaces: its costs are those of the operator."""
+
+
+def lower_attention(graph: fx.Graph, products: Products) -> None:
+    """Let nodes of attention that the kernels compute on the CPU call them."""
+    for function, operator in OPERATORS.items():
+        for node in graph.find_nodes(op="call_function", target=operator):
+            if not has_kernel(node, products):
+                continue
+            given = arguments_by_name(node)
+            options = (given.get("is_causal", False), given.get("scale"))
+            tensors = [value for value in node.args if isinstance(value, fx.Node)]
+            node.target, node.args, node.kwargs = function, (*tensors, *options), {}
+
+
+def has_kernel(node: fx.Node, products: Products) -> bool:
+    """Return whether a node of one of the operators is computed by a kernel."""
+    given = arguments_by_name(node)
+    if given.get("dropout_p", 0.0) or given.get("attn_mask") is not None:
+        return False
+    query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
+    types = (torch.float32,) if products == "torch" else (torch.float32, torch.bfloat16)
+    return (
+        query.device.type == "cpu"
+        and query.dtype in types
+        and query.dim() == 4
+        and query.shape[:2] == key.shape[:2]
+        and key.shape == value.shape
+        and query.shape[3] == key.shape[3]
+        and kernels.has_kernel(query.shape[3])
+    )
+
+
+def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
+    """Return the bytes that a node of attention allocates besides its results, with as many threads
+    as there are heads; 0 if PyTorch computes it."""
+    if node.target not in OPERATORS.values() or not has_kernel(node, products):
+        return 0
+    given = arguments_by_name(node)
+    query, key = given["query"].meta["val"], given["key"].meta["val"]
+    sizes = (query.shape[2], key.shape[2], query.shape[3])
+    thread_bytes = kernels.memory_bytes(*sizes, backward=node.target is _BACKWARD)
+    return math.prod(query.shape[:2]) * thread_bytes
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides of PyTorch's results: heads beside each other."""
+    batch, heads, length, size = tensor.shape
+    return torch.empty(batch, length, heads, size, dtype=tensor.dtype).transpose(1, 2)
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _tokens(tensor: Tensor) -> kernels.Tokens:
+    """Return a tensor's own memory, bfloat16 as patterns."""
+    count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.detach().as_strided((count,), (1,))
+    elements: Any = flat.view(torch.uint16) if tensor.dtype == torch.bfloat16 else flat
+    first, second, third = tensor.stride()[:3]
+    return kernels.Tokens(elements.numpy(), (first, second, third))

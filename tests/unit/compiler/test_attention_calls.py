@@ -1,0 +1,167 @@
+"""Attention in executables: by kernels on the CPU where they know it, else by PyTorch."""
+
+import pytest
+import torch
+from sweeps import compiled, one_step
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from penstock.compiler import attention_calls, lower_attention, operator_costs
+from penstock.compiler.attention_calls import attention, attention_backward
+from penstock.compiler.peak_bytes import peak_bytes
+from penstock.kernels.attention import memory_bytes
+
+aten = torch.ops.aten
+OPERATOR = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Attending(nn.Module):
+    def __init__(self, size=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.size = size
+        self.joined, self.last = nn.Linear(8, 6 * size), nn.Linear(2 * size, 1)
+
+    def forward(self, x):
+        heads = self.joined(x).view(*x.shape[:2], 2, 3 * self.size).transpose(1, 2)
+        query, key, value = heads.split(self.size, -1)
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.last(out.transpose(1, 2).flatten(2)).square().sum()
+
+
+def targets(program, executable):
+    return [n.target for stage in program.stages for n in stage.kind.graphs[executable].nodes]
+
+
+def rows(seed=1):
+    return {"x": torch.randn(3, 70, 8, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_every_executable_calls_the_kernel_and_costs_are_those_of_the_operator():
+    program = compiled(Attending(), rows())
+    for name in ("forward", "infer", "turn"):
+        assert attention in targets(program, name)
+        assert OPERATOR not in targets(program, name)
+    for name in ("turn", "recompute", "backward"):
+        assert attention_backward in targets(program, name)
+        assert BACKWARD not in targets(program, name)
+    for stage in program.stages:
+        for name, graph in stage.kind.graphs.items():
+            before, after = (
+                [cost for cost in costs if cost.work == "attention"]
+                for costs in (stage.kind.costs[name], operator_costs(graph))
+            )
+            assert before == after, name
+
+
+@pytest.mark.parametrize("size", [16, 12])  # with a kernel and without
+def test_step_has_the_gradients_of_pytorch(size):
+    module = Attending(size)
+    assert (attention in targets(compiled(module, rows()), "turn")) == (size == 16)
+    step = one_step(module, [rows()])
+    loss = module(**rows())
+    loss.backward()
+    assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, parameter in module.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(
+            step.gradients[name], parameter.grad, rtol=1e-5, atol=1e-5 * scale
+        )
+
+
+def heads(dtype=torch.float32, size=16, keys=5, kept_heads=2):
+    queries = torch.randn(1, 5, 2, size, dtype=dtype).transpose(1, 2)
+    key, value = (torch.randn(1, keys, kept_heads, size, dtype=dtype) for _ in range(2))
+    return queries, key.transpose(1, 2), value.transpose(1, 2)
+
+
+def traced(tensors, **options):
+    def function(query, key, value, *mask):
+        return OPERATOR(query, key, value, attn_mask=mask[0] if mask else None, **options)[0]
+
+    with FakeTensorMode() as mode:
+        return make_fx(function)(*(mode.from_tensor(tensor) for tensor in tensors)).graph
+
+
+def test_results_have_the_shapes_strides_and_types_of_the_operators():
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = heads(dtype, keys=7)
+        expected = OPERATOR(query, key, value, 0.0, True)
+        found = attention(query, key, value, True, None)
+        gradient = torch.ones_like(found[0])
+        expected += BACKWARD(gradient, query, key, value, *expected, 0.0, True)
+        found += attention_backward(gradient, query, key, value, *found, True, None)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.shape, ours.stride(), ours.dtype) == (
+                theirs.shape,
+                theirs.stride(),
+                theirs.dtype,
+            )
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02)
+
+
+def test_gradient_with_scattered_rows_is_read_as_it_is():
+    query, key, value = heads()
+    out, logarithms = attention(query, key, value, True, None)
+    gradient = torch.randn(1, 2, 16, 5).transpose(2, 3)
+    assert gradient.stride(-1) != 1
+    given = (query, key, value, out, logarithms, True, None)
+    expected = attention_backward(gradient.contiguous(), *given)
+    for first, second in zip(attention_backward(gradient, *given), expected, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "products", "lowered"),
+    [
+        (heads(), {}, "torch", True),
+        (heads(), {"is_causal": True, "scale": 0.5}, "onednn", True),
+        ((*heads(), torch.zeros(5, 5)), {}, "onednn", False),
+        (heads(size=20), {}, "onednn", False),
+        (heads(torch.float64), {}, "onednn", False),
+        (heads(torch.bfloat16), {}, "onednn", True),
+        (heads(torch.bfloat16), {}, "torch", False),
+    ],
+    ids=["fp32", "scaled", "mask", "size", "double", "bf16", "bf16 of PyTorch"],
+)
+def test_only_what_the_kernel_knows_is_lowered(tensors, options, products, lowered):
+    graph = traced(tensors, **options)
+    before = fx.GraphModule(nn.Module(), graph)(*tensors)
+    lower_attention(graph, products)
+    found = graph.find_nodes(op="call_function", target=attention)
+    assert bool(found) == lowered
+    after = fx.GraphModule(nn.Module(), graph)(*tensors)
+    torch.testing.assert_close(after.float(), before.float(), rtol=0.02, atol=0.02)
+
+
+def test_peak_counts_what_a_kernel_takes_for_every_head():
+    graph = traced(heads())
+    without = peak_bytes(traced(heads(size=20)))
+    assert without < memory_bytes(5, 5, 16, backward=False)
+    counted = peak_bytes(graph, "onednn")
+    lower_attention(graph, "onednn")
+    own = 4 * 2 * 5 * (16 + 1)
+    assert counted == 2 * memory_bytes(5, 5, 16, backward=False) + own
+    assert peak_bytes(graph, "onednn") == own  # a lowered graph has no operator to count
+
+
+def test_memory_of_a_head_is_what_the_kernel_allocates(monkeypatch):
+    taken = []
+    original = attention_calls.kernels.cache_lines
+
+    def counted(count, dtype):
+        memory = original(count, dtype)
+        taken.append(memory.base.nbytes)
+        return memory
+
+    monkeypatch.setattr(attention_calls.kernels, "cache_lines", counted)
+    monkeypatch.setattr(attention_calls.kernels.numba, "get_num_threads", lambda: 1)
+    query, key, value = heads(keys=70)
+    results = attention(query, key, value, False, None)
+    assert sum(taken) == memory_bytes(5, 70, 16, backward=False)
+    taken.clear()
+    attention_backward(query, query, key, value, *results, False, None)
+    assert sum(taken) == memory_bytes(5, 70, 16, backward=True)

@@ -1,0 +1,184 @@
+"""Attention and its gradients against their definition in float64."""
+
+import numba
+import pytest
+import torch
+
+from penstock.kernels import attention as kernels
+from penstock.kernels.attention import Tokens, attention, attention_backward, has_kernel
+
+# batch, heads, queries, keys, size; causal
+SHAPES = [
+    (1, 1, 1, 1, 16, True),
+    (1, 2, 64, 64, 64, True),
+    (2, 3, 100, 100, 64, True),
+    (1, 2, 37, 90, 32, False),
+    (1, 1, 130, 130, 96, True),
+    (1, 2, 70, 200, 128, True),
+    (1, 2, 200, 70, 16, True),
+    (1, 2, 200, 71, 80, False),
+    (2, 1, 129, 1, 48, False),
+]
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def case(shape, dtype, seed=0):
+    """Return query, key, value and the gradient of the outputs, heads beside each other."""
+    batch, heads, queries, keys, size, _ = shape
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (queries, keys, keys, queries)
+    tensors = [torch.randn(batch, n, heads, size, generator=generator) for n in lengths]
+    return [tensor.to(dtype).transpose(1, 2) for tensor in tensors]
+
+
+def reference(query, key, value, gradient, is_causal, scale):
+    given = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    query, key, value = given
+    scores = scale * query @ key.transpose(-1, -2)
+    if is_causal:
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~kept, -torch.inf)
+    out = torch.softmax(scores, -1) @ value
+    out.backward(gradient.double())
+    logarithms = torch.logsumexp(scores, -1).detach()
+    return out.detach(), logarithms, [tensor.grad for tensor in given]
+
+
+def tokens(tensor):
+    count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((count,), (1,))
+    flat = flat.view(torch.uint16) if tensor.dtype == torch.bfloat16 else flat
+    return Tokens(flat.numpy(), tensor.stride()[:3])
+
+
+def computed(query, key, value, gradient, is_causal, scale):
+    out, gradients = torch.empty_like(query), [torch.empty_like(t) for t in (query, key, value)]
+    logarithms = torch.empty(query.shape[:3])
+    shape = (*query.shape[:3], key.shape[2], query.shape[3])
+    options = {"shape": shape, "is_causal": is_causal, "scale": scale}
+    inputs = [tokens(tensor) for tensor in (query, key, value)]
+    attention(*inputs, tokens(out), tokens(logarithms), **options)
+    attention_backward(
+        tokens(gradient),
+        *inputs,
+        tokens(out),
+        tokens(logarithms),
+        tuple(tokens(tensor) for tensor in gradients),
+        **options,
+    )
+    return out, logarithms, gradients
+
+
+def assert_close(actual, expected, dtype):
+    """Errors are measured against the greatest element, or the inputs' 1: sums cancel."""
+    error = (actual.double() - expected).abs().max()
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-7}[dtype]
+    assert error <= tolerance * expected.abs().max().clamp(min=1), float(error)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_and_gradients_are_those_of_float64(shape, dtype):
+    tensors, is_causal = case(shape, dtype), shape[-1]
+    scale = shape[4] ** -0.5
+    out, logarithms, gradients = computed(*tensors, is_causal, scale)
+    exact, exact_logarithms, exact_gradients = reference(*tensors, is_causal, scale)
+    assert_close(out, exact, dtype)
+    assert_close(logarithms, exact_logarithms, torch.float32)
+    for actual, expected in zip(gradients, exact_gradients, strict=True):
+        assert_close(actual, expected, dtype)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_greatest():
+    shape = (1, 1, 150, 150, 16, True)
+    tensors = case(shape, torch.float32)
+    out, logarithms, gradients = computed(*tensors, True, 300.0)
+    exact, exact_logarithms, _ = reference(*tensors, True, 300.0)
+    assert exact_logarithms.abs().max() > 1000
+    torch.testing.assert_close(logarithms.double(), exact_logarithms, rtol=1e-5, atol=0)
+    assert (out.double() - exact).abs().median() < 1e-6
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def everything(shape, dtype):
+    out, logarithms, gradients = computed(*case(shape, dtype), shape[-1], 0.3)
+    return [out, logarithms, *gradients]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[7], (1, 1, 300, 300, 32, True)], ids=str)
+def test_number_of_threads_and_shape_of_tiles_change_no_bit(shape, dtype, monkeypatch):
+    expected = everything(shape, dtype)
+    threads = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        alone = everything(shape, dtype)
+    finally:
+        numba.set_num_threads(threads)
+    monkeypatch.setattr(kernels, "tile_width", lambda vectors: 1)
+    narrow = everything(shape, dtype)
+    for first, second, third in zip(expected, alone, narrow, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)
+
+
+def test_queries_that_are_shared_among_threads_give_the_same_bits(monkeypatch):
+    shape = (1, 1, 300, 300, 32, True)
+    expected = everything(shape, torch.float32)
+    monkeypatch.setattr(kernels.numba, "get_num_threads", lambda: 4)
+    for first, second in zip(expected, everything(shape, torch.float32), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_strides_change_no_bit():
+    shape = (2, 3, 100, 100, 64, True)
+    tensors = case(shape, torch.float32)
+    joined = torch.cat(tensors[:3], -1)  # the three parts of one projection
+    parts = [*joined.split(64, -1), tensors[3]]
+    assert not any(part.is_contiguous() for part in parts[:3])
+    expected = computed(*(tensor.contiguous() for tensor in tensors), True, 0.125)
+    out, logarithms, gradients = computed(*parts, True, 0.125)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(logarithms, expected[1])
+    for first, second in zip(gradients, expected[2], strict=True):
+        assert torch.equal(first, second)
+
+
+def test_later_tokens_change_no_earlier_output_of_causal_attention():
+    tensors = case((1, 2, 200, 200, 32, True), torch.float32)
+    out, _, _ = computed(*tensors, True, 0.2)
+    for changed in tensors[1:3]:
+        changed[:, :, 130:] *= -3
+    again, _, _ = computed(*tensors, True, 0.2)
+    assert torch.equal(out[:, :, :130], again[:, :, :130])
+    assert (out[:, :, 130:] != again[:, :, 130:]).all()
+
+
+@pytest.mark.parametrize("size", [0, 8, 24, 100])
+def test_head_that_is_no_multiple_of_a_vector_is_refused(size):
+    assert not has_kernel(size)
+    tensors = case((1, 1, 4, 4, max(size, 1), True), torch.float32)
+    message = (
+        "attention: expected sizes of at least 1 and heads of a multiple of 16, "
+        rf"got \[1, 1, 4, 4, {size}\]"
+    )
+    inputs = [tokens(tensor) for tensor in tensors]
+    with pytest.raises(ValueError, match=message):
+        attention(
+            *inputs, tokens(torch.empty(1, 1, 4)), shape=(1, 1, 4, 4, size), is_causal=True, scale=1
+        )
+
+
+def test_tensor_of_another_length_or_type_is_refused():
+    query, key, value, out = (tokens(t) for t in case((1, 2, 8, 8, 16, True), torch.float32))
+    logarithms = tokens(torch.empty(1, 2, 8))
+    options = {"shape": (1, 2, 8, 9, 16), "is_causal": True, "scale": 1.0}
+    with pytest.raises(ValueError, match=r"key: expected .*288"):
+        attention(query, key, value, out, logarithms, **options)
+    options["shape"] = (1, 2, 8, 8, 16)
+    narrow = Tokens(key.elements.view("uint16")[::2].copy(), key.strides)
+    with pytest.raises(ValueError, match="key: expected"):
+        attention(query, narrow, value, out, logarithms, **options)
+    double = Tokens(query.elements.astype("float64"), query.strides)
+    with pytest.raises(ValueError, match="attention: expected float32 or uint16, got float64"):
+        attention(double, key, value, out, logarithms, **options)
