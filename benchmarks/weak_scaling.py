@@ -119,7 +119,8 @@ def main() -> None:
     arguments = parser.parse_args()
     numbers = QUICK_ENGINES if arguments.quick else ENGINES
     began = time.perf_counter()
-    goals = [goal for goal in GOALS if arguments.only in f"{goal.machine.name}: {goal.load.model}"]
+    only = arguments.only.lower()
+    goals = [g for g in GOALS if only in f"{g.machine.name}: {g.load.model}".lower()]
     if not goals:
         parser.error(f"--only: no load contains {arguments.only!r}")
     if arguments.quick:

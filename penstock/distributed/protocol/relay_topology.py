@@ -113,10 +113,10 @@ class RelayTrees:
 def enough_relays(engines: int) -> int:
     """Return how many relays keep up with engines whose links are busy all the time.
 
-    One or two engines need none: without relays, no engine's link carries more than twice its own
-    weights and gradients.
+    One engine needs none. Two without relays pass weights and gradients on to each other, over the
+    links that also carry their own.
     """
-    if engines <= 2:
+    if engines == 1:
         return 0
     if engines <= _FLAT:
         return engines + 1 + _SPARE_LANES
