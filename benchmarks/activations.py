@@ -11,6 +11,8 @@ A copy of as many bytes, in the same turns, is the machine's limit.
 
 from __future__ import annotations
 
+import penstock  # isort: skip  # noqa: F401 (first: PyTorch reads how its threads wait at import)
+
 import argparse
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Is attention faster than PyTorch's own, in both types?
+"""Is attention at least as fast as PyTorch's own, in both types?
 
 Causal attention, forward and backward, 12 heads of 64, in the form that the compiler chooses on
 this processor (`penstock/compiler/attention_calls.py`), in turns with PyTorch's fused kernel on the
@@ -12,6 +12,8 @@ both are the same kernel. Beside it is the time in bfloat16 over that in float32
 """
 
 from __future__ import annotations
+
+import penstock  # isort: skip  # noqa: F401 (first: PyTorch reads how its threads wait at import)
 
 import argparse
 import statistics

@@ -18,12 +18,7 @@ processor: one with a matrix unit (AMX) multiplies dense bfloat16 several times 
 SparseProp, where it is installed, the target is 1 in every row in fp32, at every sparsity.
 """
 
-import os
-
-# PyTorch's threads and Numba's are two pools: those of one that wait must not take the processors
-# of the other.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("KMP_BLOCKTIME", "0")
+import penstock  # isort: skip  # noqa: F401 (first: PyTorch reads how its threads wait at import)
 
 import argparse
 import importlib.util

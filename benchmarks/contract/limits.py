@@ -125,12 +125,14 @@ def _median_seconds(step: Callable[[], object]) -> float:
 def _product_step(precision: str) -> Callable[[], object]:
     import torch
 
+    from penstock.compiler import has_onednn
+
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     left = torch.randn(_TOKENS, _INNER).to(dtype)
     right = torch.randn(_INNER, _OUTER).to(dtype)
     out: torch.Tensor = torch.empty(_TOKENS, _OUTER, dtype=dtype)
     forms: list[Callable[[], object]] = [lambda: torch.mm(left, right, out=out)]
-    if precision == "fp32" and torch.backends.mkldnn.is_available():
+    if precision == "fp32" and has_onednn():
         turned = right.t().contiguous()
         linear = torch.ops.mkldnn._linear_pointwise.default
         forms.append(lambda: linear(left, turned, None, "none", [], ""))

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
         Precision as Precision,
         tensor_attributes as tensor_attributes,
     )
-    from penstock.compiler.counted_costs import operator_costs as operator_costs
+    from penstock.compiler.counted_costs import (
+        operator_costs as operator_costs,
+        operator_of as operator_of,
+    )
     from penstock.compiler.fused_head import Head as Head
     from penstock.compiler.hooks import refuse_gradient_hooks as refuse_gradient_hooks
     from penstock.compiler.matmul_backend import (

@@ -1,12 +1,12 @@
 """Attention that executables compute on a CPU with kernels of Penstock.
 
 PyTorch's fused attention reaches a quarter to a half of the rate of large products on some
-processors (`benchmarks/attention.py`). A traced graph has PyTorch's operators; they are replaced in
-executables, whose costs are counted as those of the operators.
+processors (`benchmarks/attention.py`). A traced graph has PyTorch's operators. They are replaced in
+executables, and costs are counted as those of the operators.
 
-bfloat16 is computed in float32, so PyTorch's kernels stay where oneDNN has faster products of
-bfloat16 than of float32 and is PyTorch's own choice: on processors from Intel, with AMX above all.
-The recorded library of products decides, never a timing, so that a resumed run has the same bits.
+The kernels compute bfloat16 in float32. bfloat16 stays with PyTorch where the recorded library of
+products is "torch", as on processors from Intel, whose AMX multiplies bfloat16 many times faster
+than float32. The record decides, never a timing, so a resumed run has the same bits.
 """
 
 import math
@@ -28,11 +28,11 @@ _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 def attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[batch, heads, queries, size]` and, for the gradients, the logarithms of
-    the sums of exponentials, float32 `[batch, heads, queries]`."""
+    """Return the outputs `[batch, heads, queries, size]`, and the logarithms of the sums of
+    exponentials, float32 `[batch, heads, queries]`, for the backward pass."""
     query, key, value = (_with_whole_rows(tensor) for tensor in (query, key, value))
     out, (batch, heads, queries, size) = _empty_like(query), query.shape
-    logarithms = torch.empty(batch, queries, heads).transpose(1, 2)
+    logarithms = query.new_empty(batch, queries, heads, dtype=torch.float32).transpose(1, 2)
     kernels.attention(
         _tokens(query),
         _tokens(key),
@@ -56,8 +56,11 @@ def attention_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, from that of the outputs and what `attention`
-    has returned."""
+    """Return the gradients of query, key and value.
+
+    **Arguments:** `gradient` is that of the outputs, `out` and `logarithms` are the results of
+    `attention`.
+    """
     gradient, query, key, value, out = (
         _with_whole_rows(tensor) for tensor in (gradient, query, key, value, out)
     )
@@ -84,7 +87,7 @@ OPERATORS = {attention: _OPERATOR, attention_backward: _BACKWARD}
 
 
 def lower_attention(graph: fx.Graph, products: Products) -> None:
-    """Let nodes of attention that the kernels compute on the CPU call them."""
+    """Replace the operators of attention that the kernels support by calls of the kernels."""
     for function, operator in OPERATORS.items():
         for node in graph.find_nodes(op="call_function", target=operator):
             if not has_kernel(node, products):
@@ -96,7 +99,7 @@ def lower_attention(graph: fx.Graph, products: Products) -> None:
 
 
 def has_kernel(node: fx.Node, products: Products) -> bool:
-    """Return whether a node of one of the operators is computed by a kernel."""
+    """Return whether the kernels support a node of one of the operators."""
     given = arguments_by_name(node)
     if given.get("dropout_p", 0.0) or given.get("attn_mask") is not None:
         return False
@@ -109,26 +112,34 @@ def has_kernel(node: fx.Node, products: Products) -> bool:
         and query.shape[:2] == key.shape[:2]
         and key.shape == value.shape
         and query.shape[3] == key.shape[3]
+        and query.numel() > 0
+        and key.numel() > 0
         and kernels.has_kernel(query.shape[3])
     )
 
 
 def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
-    """Return the bytes that a node of attention allocates besides its results, with as many threads
-    as there are heads; 0 if PyTorch computes it."""
+    """Return the most bytes that a node of attention allocates besides its results; 0 if PyTorch
+    computes it.
+
+    There are at most as many threads as heads, and a plan does not depend on the number of threads.
+    Operands with scattered rows are copied.
+    """
     if node.target not in OPERATORS.values() or not has_kernel(node, products):
         return 0
     given = arguments_by_name(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
     sizes = (query.shape[2], key.shape[2], query.shape[3])
     thread_bytes = kernels.memory_bytes(*sizes, backward=node.target is _BACKWARD)
-    return math.prod(query.shape[:2]) * thread_bytes
+    operands = (source.meta["val"] for source in node.all_input_nodes)
+    copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)
+    return math.prod(query.shape[:2]) * thread_bytes + copied
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
     """Return a tensor with the strides of PyTorch's results: heads beside each other."""
     batch, heads, length, size = tensor.shape
-    return torch.empty(batch, length, heads, size, dtype=tensor.dtype).transpose(1, 2)
+    return tensor.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:

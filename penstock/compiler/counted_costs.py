@@ -70,7 +70,7 @@ def total_flops(costs: tuple[OperatorCost, ...]) -> int:
     return sum(cost.flops * cost.calls for cost in costs)
 
 
-def _operator(node: fx.Node) -> Any:
+def operator_of(node: fx.Node) -> Any:
     """Return the operator of a node, also where a function computes it."""
     target: Any = node.target
     return _OPERATORS.get(target, target)
@@ -78,7 +78,7 @@ def _operator(node: fx.Node) -> Any:
 
 def _costs(node: fx.Node) -> Iterator[OperatorCost]:
     """Yield the cost of a node; nothing for a node that computes nothing."""
-    target = _operator(node)
+    target = operator_of(node)
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return
     name = target._schema.name.rpartition("::")[2]
@@ -148,7 +148,7 @@ def _moved_bytes(node: fx.Node, name: str) -> int:
         value for source in node.all_input_nodes for value in _tensors(source.meta.get("val"))
     ]
     known = {_storage(value) for value in operands}
-    schema = _operator(node)._schema
+    schema = operator_of(node)._schema
     if not schema.is_mutable and all(_storage(value) in known for value in results):
         return 0
     written = sum(value.nbytes for value in results)
@@ -172,7 +172,7 @@ def _storage(value: torch.Tensor) -> int:
 
 
 def _flops(node: fx.Node) -> int:
-    target = _operator(node)
+    target = operator_of(node)
     if target._schema.name == _ONEDNN:
         return onednn_flops(*_values(node.args))
     own = _OWN.get(target)

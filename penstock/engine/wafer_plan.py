@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from penstock.compiler import operator_of
 from penstock.engine.wafer_heads import heads_of
 from penstock.errors import BudgetError
 from penstock.program import Kind, Program, TensorSpec
@@ -130,7 +131,7 @@ def head_size_of(kind: Kind) -> int:
     """Return the features of an attention head in a kind; 64 if it has no attention."""
     graph = kind.graphs.get("forward")
     for node in () if graph is None else graph.nodes:
-        if node.op == "call_function" and _ATTENTION in str(node.target):
+        if node.op == "call_function" and _ATTENTION in str(operator_of(node)):
             query = node.args[0]
             value = query.meta.get("val") if isinstance(query, fx.Node) else None
             if isinstance(value, torch.Tensor):

@@ -7,9 +7,10 @@ arXiv:2307.08691): scores exist for a tile of 64 queries and 64 keys only, the s
 while tiles of keys pass by, and the backward pass makes the scores again from the logarithms of the
 sums that the forward pass has left.
 
-Every thread works on whole heads, or in the forward pass on some queries of one, and its tiles stay
-in its caches. All is computed in float32 and rounded once; a sum has one order, which the number of
-tokens decides. So the number of threads changes no bit, and neither does the processor.
+A thread computes whole heads, and its tiles stay in its caches. Everything is computed in float32
+and rounded once. The order of each sum depends on the number of tokens alone, so the number of
+threads changes no bit. Neither does the processor, as long as its C library computes the same
+logarithms.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 class Tokens(NamedTuple):
-    """A tensor `[batch, heads, length, size]`, whose last dimension is contiguous, or without it.
+    """A tensor `[batch, heads, length, size]`, whose last dimension is contiguous, or
+    `[batch, heads, length]`.
 
     Attributes:
         elements: float32, or uint16 for bfloat16 patterns, flat.
@@ -111,9 +113,12 @@ def _masked(values, kept, key, other):
 
 
 @inlined
-def _add_tile_of_softmax(scores, kept_keys, triangle, maxima, sums, out, size):
-    """Turn a tile of scores into exponentials; scale down what was added to sums and outputs by a
-    lower maximum. `sums` has 16 partial sums for each query."""
+def _add_tile_of_softmax(scores, kept_keys, triangle, is_first, maxima, sums, out, size):
+    """Turn a tile of scores into exponentials relative to the maximum of each query so far.
+
+    Sums and outputs of earlier tiles are scaled down where the maximum has grown. `sums` has 16
+    partial sums for each query.
+    """
     for row in range(TILE):
         at = row * TILE
         kept = _kept_keys(row, kept_keys, triangle)
@@ -129,7 +134,7 @@ def _add_tile_of_softmax(scores, kept_keys, triangle, maxima, sums, out, size):
         before = maxima[row]
         maximum = max(before, highest)
         maxima[row] = maximum
-        shift = splat(maximum)
+        shift = splat(_ZERO if maximum == _LOWEST else maximum)
         a, b = exponential(a - shift), exponential(b - shift)
         c, d = exponential(c - shift), exponential(d - shift)
         store(scores, at, a, every_lane())
@@ -138,7 +143,7 @@ def _add_tile_of_softmax(scores, kept_keys, triangle, maxima, sums, out, size):
         store(scores, at + 3 * LANES, d, every_lane())
         total = (a + b) + (c + d)
         place = row * LANES
-        if before == _LOWEST:
+        if is_first:
             store(sums, place, total, every_lane())
         else:
             factor = exponential(splat(before) - shift)
@@ -150,15 +155,15 @@ def _add_tile_of_softmax(scores, kept_keys, triangle, maxima, sums, out, size):
 
 @kernel
 def _forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, size_width):
-    """Each thread's tasks: some tiles of queries of one head.
+    """Compute each thread's heads.
 
-    `sizes`: tasks of a head, heads, queries, keys, size of a head, all heads of all batches,
-    whether attention is causal, scale.
+    `sizes`: heads, queries, keys, size of a head, all heads of all batches, whether attention is
+    causal, scale.
     """
     q, k, v = inputs
     q_strides, k_strides, v_strides, out_strides, log_strides = strides
     out, logarithms = outputs
-    split, heads, queries, keys, size, all_heads, is_causal, scale = sizes
+    heads, queries, keys, size, all_heads, is_causal, scale = sizes
     transposed_keys, values, natural, query, scores, total, maxima, sums = memory
     tiles, key_tiles = (queries + TILE - 1) // TILE, (keys + TILE - 1) // TILE
     for index in prange(parts):
@@ -166,16 +171,14 @@ def _forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, s
         kt, vs = transposed_keys[part], values[part]
         raw, qs, s, o = natural[part], query[part], scores[part], total[part]
         highest, added = maxima[part], sums[part]
-        for task in range(part, all_heads * split, parts):
-            head, share = task // split, task % split
-            first, last = tiles * share // split, tiles * (share + 1) // split
-            needed = min(key_tiles, last) if is_causal else key_tiles
+        for head in range(part, all_heads, parts):
+            needed = min(key_tiles, tiles) if is_causal else key_tiles
             k_at, v_at = _start_of(k_strides, heads, head), _start_of(v_strides, heads, head)
             for tile in range(needed):
                 at = tile * TILE * size
                 _read_transposed(k, k_at, k_strides[2], tile * TILE, keys, size, raw, kt, at)
                 _read_rows(v, v_at, v_strides[2], tile * TILE, keys, size, _ONE, vs, at)
-            for tile in range(first, last):
+            for tile in range(tiles):
                 q_at = _start_of(q_strides, heads, head)
                 _read_rows(q, q_at, q_strides[2], tile * TILE, queries, size, scale, qs, 0)
                 highest[:] = _LOWEST
@@ -187,8 +190,8 @@ def _forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, s
                     )  # fmt: skip
                     triangle = 1 if is_causal and other == tile else 0
                     kept = min(TILE, keys - other * TILE)
-                    _add_tile_of_softmax(s, kept, triangle, highest, added, o, size)
                     is_first = other == 0
+                    _add_tile_of_softmax(s, kept, triangle, is_first, highest, added, o, size)
                     add_product(
                         o, 0, s, 0, TILE, 1, vs, at, over_tile, is_first, triangle, rows, size_width
                     )  # fmt: skip
@@ -208,8 +211,8 @@ def _forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, s
 
 @inlined
 def _gradients_of_scores(scores, gradients, logarithms, dots, first, kept_keys, triangle):
-    """Turn a tile of scores into the weights of attention, and that of their gradients into those
-    of the scores."""
+    """Turn scores into attention weights, and gradients of attention weights into gradients of
+    scores."""
     for row in range(TILE):
         kept = _kept_keys(row, kept_keys, triangle)
         logarithm, dot = splat(logarithms[first + row]), splat(dots[first + row])
@@ -225,7 +228,8 @@ def _gradients_of_scores(scores, gradients, logarithms, dots, first, kept_keys, 
 
 @inlined
 def _read_numbers(x, at, stride, length, out):
-    """Write a number of each query; behind them, what makes all weights of attention 0."""
+    """Write a number of each query; pad with infinity, which makes the attention weights of padded
+    queries 0."""
     for token in range(out.size):
         out[token] = x[at + token * stride] if token < length else _HIGHEST
 
@@ -244,7 +248,8 @@ def _dots_of_rows(x, x_at, x_stride, y, y_at, y_stride, size, length, dots):
 
 @kernel
 def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, size_width):
-    """Each thread's heads. `inputs` begin with q, k, v, the output and its gradient."""
+    """Compute the gradients of each thread's heads. `inputs`: q, k, v, outputs, gradients of
+    outputs, logarithms. `sizes`: as in `_forward`."""
     q, k, v, out, out_gradient, logarithms = inputs
     q_strides, k_strides, v_strides, o_strides, g_strides, log_strides = strides[:6]
     dq_strides, dk_strides, dv_strides = strides[6:]
@@ -320,7 +325,7 @@ def has_kernel(size: int) -> bool:
 
 
 def memory_bytes(queries: int, keys: int, size: int, *, backward: bool) -> int:
-    """Return the bytes that a thread takes for one head at a time."""
+    """Return the bytes that a thread allocates. There are at most as many threads as heads."""
     counts = _backward_counts(queries, size) if backward else _forward_counts(keys, size)
     return sum(4 * count + _CACHE_LINE for count in counts)
 
@@ -336,13 +341,14 @@ def attention(
     is_causal: bool,
     scale: float,
 ) -> None:
-    """Write the outputs of attention, and what the backward pass needs.
+    """Write the outputs of attention, and the logarithms that the backward pass needs.
 
     Args:
         query: `[batch, heads, queries, size]`, float32 or bfloat16 patterns.
         key, value: `[batch, heads, keys, size]`, of the same type.
         out: of the shape and type of `query`.
-        logarithms: float32 `[batch, heads, queries]`: of each query's sum of exponentials.
+        logarithms: float32 `[batch, heads, queries]`, the logarithm of the sum of exponentials of
+            each query's scores.
         shape: batch, heads, queries, keys and size of a head, a multiple of 16.
         is_causal: whether query i attends only to the keys up to i.
         scale: factor of the scores.
@@ -351,16 +357,16 @@ def attention(
         ValueError: a size or an array is not as above.
     """
     batch, heads, queries, keys, size = shape
-    _check(shape, {"query": query, "out": out}, {"key": key, "value": value}, logarithms)
-    all_heads, threads = batch * heads, numba.get_num_threads()
-    split = max(1, min(-(-threads // all_heads), _tiles(queries)))
-    parts = max(1, min(threads, all_heads * split))
+    over_queries, over_keys = {"query": query, "out": out}, {"key": key, "value": value}
+    _check(shape, over_queries, over_keys, logarithms, ("out", "logarithms"))
+    all_heads = batch * heads
+    parts = min(numba.get_num_threads(), all_heads)
     _forward(
         parts,
         (query.elements, key.elements, value.elements),
         (query.strides, key.strides, value.strides, out.strides, logarithms.strides),
         (out.elements, logarithms.elements),
-        (split, heads, queries, keys, size, all_heads, is_causal, np.float32(scale)),
+        (heads, queries, keys, size, all_heads, is_causal, np.float32(scale)),
         _memory(parts, _forward_counts(keys, size)),
         *_tile_shape(size),
     )
@@ -382,19 +388,21 @@ def attention_backward(
     """Write the gradients of queries, keys and values.
 
     Args:
-        gradient: that of the outputs.
-        gradients: those of query, key and value.
-        others: as in `attention`, with what it wrote.
+        gradient: the gradient of the outputs.
+        query, key, value, shape, is_causal, scale: the arguments of `attention`.
+        out, logarithms: the results of `attention`.
+        gradients: the gradients of query, key and value, which are written.
 
     Raises:
         ValueError: a size or an array is not as above.
     """
     batch, heads, queries, keys, size = shape
-    over_queries = {"gradient": gradient, "query": query, "out": out, "of query": gradients[0]}
-    over_keys = {"key": key, "value": value, "of key": gradients[1], "of value": gradients[2]}
-    _check(shape, over_queries, over_keys, logarithms)
+    written = ("query's gradient", "key's gradient", "value's gradient")
+    over_queries = {"gradient": gradient, "query": query, "out": out, written[0]: gradients[0]}
+    over_keys = {"key": key, "value": value, written[1]: gradients[1], written[2]: gradients[2]}
+    _check(shape, over_queries, over_keys, logarithms, written)
     all_heads = batch * heads
-    parts = max(1, min(numba.get_num_threads(), all_heads))
+    parts = min(numba.get_num_threads(), all_heads)
     rows, tile_rows, scores, numbers = _memory(parts, _backward_counts(queries, size))
     inputs = (query, key, value, out, gradient, logarithms)
     _backward(
@@ -446,6 +454,7 @@ def _check(
     over_queries: dict[str, Tokens],
     over_keys: dict[str, Tokens],
     logarithms: Tokens,
+    written: tuple[str, ...],
 ) -> None:
     batch, heads, queries, keys, size = shape
     if min(shape) < 1 or size % LANES:
@@ -460,7 +469,7 @@ def _check(
     def require(name: str, tokens: Tokens, length: int, size: int, dtype: type) -> None:
         counts = (batch, heads, length)
         last = sum((n - 1) * stride for n, stride in zip(counts, tokens.strides, strict=True))
-        require_flat(name, tokens.elements, last + size, dtype)
+        require_flat(name, tokens.elements, last + size, dtype, write=name in written)
 
     require("logarithms", logarithms, queries, 1, np.float32)
     for length, tensors in ((queries, over_queries), (keys, over_keys)):

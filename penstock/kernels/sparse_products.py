@@ -297,8 +297,8 @@ def _gradient_by_dots(parts, arrays, count, matrix, sizes, width):
         )
 
 
-# Within a block, slices and unsigned places let LLVM drop the checks for negative indices, with
-# which the loops take four times as long.
+# Within a block, slices and unsigned places let LLVM drop the checks for negative indices, which
+# make the loops several times slower.
 
 
 @kernel

@@ -36,8 +36,8 @@ _ZEROS = ir.Constant(_FLOATS, [0.0] * LANES)
 def tile_width(vectors: int) -> int:
     """Return how many of `vectors` vectors of columns a tile has: a divisor of them.
 
-    With AVX-512 up to four, which with four rows leave half of the registers free. Elsewhere a
-    vector of 16 numbers takes two or four registers, so a tile has one.
+    With AVX-512 up to five, which with four rows take 26 of 32 registers. Elsewhere a vector of 16
+    numbers takes two or four registers, so a tile has one.
     """
     if "+avx512f" not in processor_features():
         return 1

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from penstock.compiler import attention_calls, lower_attention, operator_costs
-from penstock.compiler.attention_calls import attention, attention_backward
+from penstock.compiler.attention_calls import attention, attention_backward, has_kernel
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.kernels.attention import memory_bytes
 
@@ -72,10 +72,9 @@ def test_step_has_the_gradients_of_pytorch(size):
         )
 
 
-def heads(dtype=torch.float32, size=16, keys=5, kept_heads=2):
-    queries = torch.randn(1, 5, 2, size, dtype=dtype).transpose(1, 2)
-    key, value = (torch.randn(1, keys, kept_heads, size, dtype=dtype) for _ in range(2))
-    return queries, key.transpose(1, 2), value.transpose(1, 2)
+def heads(dtype=torch.float32, size=16, keys=5):
+    lengths = (5, keys, keys)
+    return tuple(torch.randn(1, n, 2, size, dtype=dtype).transpose(1, 2) for n in lengths)
 
 
 def traced(tensors, **options):
@@ -103,7 +102,7 @@ def test_results_have_the_shapes_strides_and_types_of_the_operators():
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02)
 
 
-def test_gradient_with_scattered_rows_is_read_as_it_is():
+def test_gradient_with_scattered_rows_gives_the_same_bits():
     query, key, value = heads()
     out, logarithms = attention(query, key, value, True, None)
     gradient = torch.randn(1, 2, 16, 5).transpose(2, 3)
@@ -127,7 +126,7 @@ def test_gradient_with_scattered_rows_is_read_as_it_is():
     ],
     ids=["fp32", "scaled", "mask", "size", "double", "bf16", "bf16 of PyTorch"],
 )
-def test_only_what_the_kernel_knows_is_lowered(tensors, options, products, lowered):
+def test_unsupported_attention_stays_with_pytorch(tensors, options, products, lowered):
     graph = traced(tensors, **options)
     before = fx.GraphModule(nn.Module(), graph)(*tensors)
     lower_attention(graph, products)
@@ -135,6 +134,60 @@ def test_only_what_the_kernel_knows_is_lowered(tensors, options, products, lower
     assert bool(found) == lowered
     after = fx.GraphModule(nn.Module(), graph)(*tensors)
     torch.testing.assert_close(after.float(), before.float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("options", [(False, 0.5), (True, 0.5), (False, None)])
+def test_lowered_backward_has_the_mask_and_the_scale_of_the_operator(options):
+    is_causal, scale = options
+    tensors = heads(keys=7)
+    given = (torch.randn(1, 2, 5, 16), *tensors, *OPERATOR(*tensors, 0.0, is_causal, scale=scale))
+
+    def function(*given):
+        return BACKWARD(*given, 0.0, is_causal, scale=scale)
+
+    with FakeTensorMode() as mode:
+        graph = make_fx(function)(*(mode.from_tensor(tensor) for tensor in given)).graph
+    lower_attention(graph, "torch")
+    assert graph.find_nodes(op="call_function", target=attention_backward)
+    found = fx.GraphModule(nn.Module(), graph)(*given)
+    for ours, theirs in zip(found, function(*given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def grouped():
+    query, key, value = heads()
+    return query, key[:, :1], value[:, :1]
+
+
+def narrow_values():
+    query, key, value = heads(size=32)
+    return query, key, value[..., :16]
+
+
+def empty():
+    return tuple(tensor[:0] for tensor in heads())
+
+
+@pytest.mark.parametrize("tensors", [heads(), grouped(), narrow_values(), empty()])
+def test_kernel_supports_heads_of_one_size_and_number(tensors):
+    graph = fx.Graph()
+    places = [graph.placeholder(name) for name in ("query", "key", "value")]
+    for place, tensor in zip(places, tensors, strict=True):
+        place.meta["val"] = tensor
+    node = graph.call_function(OPERATOR, tuple(places))
+    is_usual = all(tensor.shape == (1, 2, 5, 16) for tensor in tensors)
+    assert has_kernel(node, "torch") == is_usual
+
+
+def test_default_type_of_pytorch_does_not_matter():
+    query, key, value = heads()
+    expected = attention(query, key, value, True, None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = attention(query, key, value, True, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_peak_counts_what_a_kernel_takes_for_every_head():
@@ -146,6 +199,9 @@ def test_peak_counts_what_a_kernel_takes_for_every_head():
     own = 4 * 2 * 5 * (16 + 1)
     assert counted == 2 * memory_bytes(5, 5, 16, backward=False) + own
     assert peak_bytes(graph, "onednn") == own  # a lowered graph has no operator to count
+    _, key, value = heads()
+    turned = torch.randn(1, 2, 16, 5).transpose(2, 3)  # is copied
+    assert peak_bytes(traced((turned, key, value)), "onednn") == counted + turned.nbytes
 
 
 def test_memory_of_a_head_is_what_the_kernel_allocates(monkeypatch):
@@ -158,10 +214,16 @@ def test_memory_of_a_head_is_what_the_kernel_allocates(monkeypatch):
         return memory
 
     monkeypatch.setattr(attention_calls.kernels, "cache_lines", counted)
-    monkeypatch.setattr(attention_calls.kernels.numba, "get_num_threads", lambda: 1)
     query, key, value = heads(keys=70)
-    results = attention(query, key, value, False, None)
-    assert sum(taken) == memory_bytes(5, 70, 16, backward=False)
-    taken.clear()
-    attention_backward(query, query, key, value, *results, False, None)
-    assert sum(taken) == memory_bytes(5, 70, 16, backward=True)
+    for threads, most in ((1, 1), (64, 2)):  # there are two heads
+        monkeypatch.setattr(
+            attention_calls.kernels.numba, "get_num_threads", lambda threads=threads: threads
+        )
+        taken.clear()
+        results = attention(query, key, value, False, None)
+        forward, taken[:] = sum(taken), []
+        attention_backward(query, query, key, value, *results, False, None)
+        for bytes_taken, backward in ((forward, False), (sum(taken), True)):
+            counted_bytes = memory_bytes(5, 70, 16, backward=backward)
+            assert bytes_taken <= most * counted_bytes
+            assert bytes_taken >= most * (counted_bytes - 1024)  # a line per array and thread

@@ -63,6 +63,22 @@ def test_tokens_are_the_rows_with_which_products_have_whole_weights():
     assert {head_size_of(stage.kind) for stage in program.stages} == {64}  # no attention
 
 
+class Attending(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.joined = size, nn.Linear(8, 6 * size)
+
+    def forward(self, x):
+        heads = self.joined(x).view(*x.shape[:2], 2, 3 * self.size).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(*heads.split(self.size, -1)).sum()
+
+
+@pytest.mark.parametrize("size", [32, 12])  # computed by a kernel of Penstock, and by PyTorch
+def test_head_size_is_that_of_the_attention_in_a_stage(size):
+    program = compiled(Attending(size), {"x": torch.randn(1, 5, 8)})
+    assert head_size_of(program.stages[-1].kind) == size
+
+
 def test_stages_of_a_program_are_placed_by_kind():
     program = compiled(Net(), ROWS)
     plan = plan_wafer(program, WaferOptions(Mesh(4, 4), SIM))

@@ -1,6 +1,5 @@
 """Attention and its gradients against their definition in float64."""
 
-import numba
 import pytest
 import torch
 
@@ -18,6 +17,8 @@ SHAPES = [
     (1, 2, 200, 70, 16, True),
     (1, 2, 200, 71, 80, False),
     (2, 1, 129, 1, 48, False),
+    (1, 2, 65, 66, 112, True),
+    (1, 1, 66, 66, 256, True),
 ]
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -52,7 +53,7 @@ def tokens(tensor):
 
 
 def computed(query, key, value, gradient, is_causal, scale):
-    out, gradients = torch.empty_like(query), [torch.empty_like(t) for t in (query, key, value)]
+    out, *gradients = (torch.empty(t.shape, dtype=t.dtype) for t in (query, query, key, value))
     logarithms = torch.empty(query.shape[:3])
     shape = (*query.shape[:3], key.shape[2], query.shape[3])
     options = {"shape": shape, "is_causal": is_causal, "scale": scale}
@@ -72,14 +73,15 @@ def computed(query, key, value, gradient, is_causal, scale):
 def assert_close(actual, expected, dtype):
     """Errors are measured against the greatest element, or the inputs' 1: sums cancel."""
     error = (actual.double() - expected).abs().max()
-    tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-7}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
     assert error <= tolerance * expected.abs().max().clamp(min=1), float(error)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outputs_and_gradients_are_those_of_float64(shape, dtype):
-    tensors, is_causal = case(shape, dtype), shape[-1]
+def test_outputs_and_gradients_are_those_of_float64(shape, dtype, seed):
+    tensors, is_causal = case(shape, dtype, seed), shape[-1]
     scale = shape[4] ** -0.5
     out, logarithms, gradients = computed(*tensors, is_causal, scale)
     exact, exact_logarithms, exact_gradients = reference(*tensors, is_causal, scale)
@@ -96,38 +98,39 @@ def test_large_scores_neither_overflow_nor_lose_the_greatest():
     exact, exact_logarithms, _ = reference(*tensors, True, 300.0)
     assert exact_logarithms.abs().max() > 1000
     torch.testing.assert_close(logarithms.double(), exact_logarithms, rtol=1e-5, atol=0)
-    assert (out.double() - exact).abs().median() < 1e-6
+    # Scores of thousands have errors of about 1e-3: compare where one key has all the weight.
+    scores = 300.0 * tensors[0].double() @ tensors[1].double().transpose(-1, -2)
+    kept = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    first, second = scores.masked_fill(~kept, -torch.inf).topk(2).values.unbind(-1)
+    clear = first - second > 30
+    assert clear.double().mean() > 0.9
+    torch.testing.assert_close(out.double()[clear], exact[clear], rtol=1e-6, atol=1e-6)
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def everything(shape, dtype):
-    out, logarithms, gradients = computed(*case(shape, dtype), shape[-1], 0.3)
+def flattened(tensors, is_causal=True):
+    out, logarithms, gradients = computed(*tensors, is_causal, 0.3)
     return [out, logarithms, *gradients]
+
+
+def everything(shape, dtype):
+    return flattened(case(shape, dtype), shape[-1])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[7], (1, 1, 300, 300, 32, True)], ids=str)
 def test_number_of_threads_and_shape_of_tiles_change_no_bit(shape, dtype, monkeypatch):
     expected = everything(shape, dtype)
-    threads = numba.get_num_threads()
-    try:
-        numba.set_num_threads(1)
-        alone = everything(shape, dtype)
-    finally:
-        numba.set_num_threads(threads)
-    monkeypatch.setattr(kernels, "tile_width", lambda vectors: 1)
-    narrow = everything(shape, dtype)
-    for first, second, third in zip(expected, alone, narrow, strict=True):
-        assert torch.equal(first, second)
-        assert torch.equal(first, third)
-
-
-def test_queries_that_are_shared_among_threads_give_the_same_bits(monkeypatch):
-    shape = (1, 1, 300, 300, 32, True)
-    expected = everything(shape, torch.float32)
-    monkeypatch.setattr(kernels.numba, "get_num_threads", lambda: 4)
-    for first, second in zip(expected, everything(shape, torch.float32), strict=True):
-        assert torch.equal(first, second)
+    for threads in (1, 4):
+        monkeypatch.setattr(kernels.numba, "get_num_threads", lambda threads=threads: threads)
+        for first, second in zip(expected, everything(shape, dtype), strict=True):
+            assert torch.equal(first, second)
+    for width in (1, 2):
+        monkeypatch.setattr(
+            kernels, "tile_width", lambda vectors, width=width: width if vectors % width == 0 else 1
+        )
+        for first, second in zip(expected, everything(shape, dtype), strict=True):
+            assert torch.equal(first, second)
 
 
 def test_strides_change_no_bit():
@@ -142,6 +145,24 @@ def test_strides_change_no_bit():
     assert torch.equal(logarithms, expected[1])
     for first, second in zip(gradients, expected[2], strict=True):
         assert torch.equal(first, second)
+
+
+def test_operands_that_repeat_in_memory_are_read_like_others():
+    tensors = case((2, 3, 70, 70, 32, True), torch.float32)
+    for place in range(4):
+        repeated = [tensor.clone() for tensor in tensors]
+        repeated[place] = repeated[place][:, :1, :1].expand(2, 3, 70, 32)
+        assert repeated[place].stride()[1:3] == (0, 0)
+        written = [tensor.contiguous() for tensor in repeated]
+        for first, second in zip(flattened(repeated), flattened(written), strict=True):
+            assert torch.equal(first, second)
+
+
+def test_scores_without_a_maximum_give_no_undefined_output():
+    query, key, value, gradient = case((1, 1, 130, 130, 16, True), torch.float32)
+    key[:, :, :64], query = -torch.inf, query.abs()  # all scores of the first tile are -inf
+    out, _, _ = computed(query, key, value, gradient, True, 1.0)
+    assert out[:, :, 64:].isfinite().all()
 
 
 def test_later_tokens_change_no_earlier_output_of_causal_attention():

@@ -238,7 +238,7 @@ def test_the_product_with_one_token(dtype):
 
 OTHER_PROCESSOR = """
 import numpy as np, torch
-from penstock.kernels.sparse_vectors import (has_bfloat16_dot)
+from penstock.kernels.sparse_vectors import has_bfloat16_dot
 from penstock.sparsity import Choice, SparseKernel, forward, input_gradient, weight_gradient
 from sparse_masks import layout_of, mask_of, random_tensor
 assert not has_bfloat16_dot()
