@@ -102,7 +102,8 @@ def test_relays_need_processes():
         ({"start": "local"}, 4, 0),
         ({"start": "listen"}, 4, 0),
         ({"start": "ray"}, 4, 0),  # on this machine
-        ({"start": "ray", "address": "auto"}, 2, 0),
+        ({"start": "ray", "address": "auto"}, 1, 0),
+        ({"start": "ray", "address": "auto"}, 2, 4),
         ({"start": "ray", "address": "auto"}, 4, 6),
         ({"start": "ray", "address": "auto"}, 192, 280),
     ],

@@ -78,7 +78,7 @@ def test_page_says_what_happens_when_an_engine_is_lost():
     ]
 
 
-@pytest.mark.parametrize(("engines", "relays"), [(1, 0), (2, 0), (4, 6)])
+@pytest.mark.parametrize(("engines", "relays"), [(1, 0), (2, 4), (4, 6)])
 def test_page_says_how_many_relays_keep_up_with_the_links(engines, relays):
     planned_run = planned(RACK, engines=engines, batch={"size": 4, "micro": 1})
     text = f"{relays} relays (fabric.relays) forward weights"
