@@ -219,7 +219,7 @@ def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple
     every: list[dict[str, float]] = []
     start = time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or (
-        spent < 3 * seconds and len(clean) < ENOUGH
+        spent < 10 * seconds and len(clean) < ENOUGH
     ):
         waited = waited_seconds()
         took = {name: timed(run) for name, run in programs.items() if name not in slow}
