@@ -125,7 +125,10 @@ def main() -> None:
         else:
             print(json.dumps(trained(CASES[case], Path(place))))
         return
-    names = [name for name in (QUICK if options.quick else CASES) if options.only in name]
+    only = options.only.lower()
+    names = [name for name in (QUICK if options.quick else CASES) if only in name.lower()]
+    if not names:
+        parser.error(f"--only: no run contains {options.only!r}")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         machine = describe_machine(folder)
         result = measure(Path(folder), names, 8 if options.quick else 30, options.minutes)
