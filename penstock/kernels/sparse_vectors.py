@@ -22,6 +22,7 @@ from penstock.kernels.vector_code import (
     load_vector,
     multiply_add,
     processor_features,
+    started_sums,
     store_vector,
     vectors_at,
 )
@@ -133,19 +134,12 @@ def _scale_by_dots(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
 
 def _start_sums(builder: Any, is_first: Any, start: Any, sums: Any, count: int) -> Sums:
     """A scalar in all lanes where `is_first`, else what lies in memory."""
-    with builder.if_else(is_first) as (then, otherwise):
-        with then:
-            fresh, fresh_block = splat_scalar(builder, start), builder.block
-        with otherwise:
-            kept = [load_vector(builder, sums, v, 4) for v in range(count)]
-            kept_block = builder.block
-    merged = []
-    for value in kept:
-        phi = builder.phi(_FLOATS)
-        phi.add_incoming(fresh, fresh_block)
-        phi.add_incoming(value, kept_block)
-        merged.append(phi)
-    return merged
+    return started_sums(
+        builder,
+        is_first,
+        lambda: splat_scalar(builder, start),
+        lambda: [load_vector(builder, sums, v, 4) for v in range(count)],
+    )
 
 
 def _finish_sums(

@@ -20,6 +20,7 @@ from penstock.kernels.vector_code import (
     load_vector,
     multiply_add,
     processor_features,
+    started_sums,
     store_vector,
     vectors_at,
 )
@@ -42,23 +43,6 @@ def tile_width(vectors: int) -> int:
     if "+avx512f" not in processor_features():
         return 1
     return max(width for width in (1, 2, 3, 4, 5) if vectors % width == 0)
-
-
-def _started_sums(builder: Any, is_fresh: Any, places: list[Any], vectors: int) -> Sums:
-    """Zeros where `is_fresh`, else what lies at the places of the rows."""
-    with builder.if_else(is_fresh) as (then, otherwise):
-        with then:
-            fresh_block = builder.block
-        with otherwise:
-            kept = [load_vector(builder, place, v, 4) for place in places for v in range(vectors)]
-            kept_block = builder.block
-    sums: Sums = []
-    for value in kept:
-        phi = builder.phi(_FLOATS)
-        phi.add_incoming(_ZEROS, fresh_block)
-        phi.add_incoming(value, kept_block)
-        sums.append(phi)
-    return sums
 
 
 @intrinsic
@@ -92,7 +76,12 @@ def _add_tile(
             return vectors_at(context, builder, _FLOATS, signature.args[0], arguments[0], at)
 
         places = [place(row) for row in range(count)]
-        sums = _started_sums(builder, is_fresh, places, vectors)
+        sums = started_sums(
+            builder,
+            is_fresh,
+            lambda: _ZEROS,
+            lambda: [load_vector(builder, p, v, 4) for p in places for v in range(vectors)],
+        )
 
         def step(entry: Any, totals: Sums) -> Sums:
             right_at = builder.add(b_at, builder.mul(entry, b_stride))

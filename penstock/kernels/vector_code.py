@@ -44,6 +44,24 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call_llvm(builder, f"llvm.fma.v{LANES}f32", _FLOATS, [a, b, c])
 
 
+def started_sums(
+    builder: Any, is_first: Any, start: Callable[[], Any], kept: Callable[[], Sums]
+) -> Sums:
+    """Generate sums that are all `start()` where `is_first`, else what `kept()` loads."""
+    with builder.if_else(is_first) as (then, otherwise):
+        with then:
+            first, first_block = start(), builder.block
+        with otherwise:
+            loaded, loaded_block = kept(), builder.block
+    sums: Sums = []
+    for value in loaded:
+        phi = builder.phi(_FLOATS)
+        phi.add_incoming(first, first_block)
+        phi.add_incoming(value, loaded_block)
+        sums.append(phi)
+    return sums
+
+
 def for_entries(
     builder: Any, begin: Any, end: Any, sums: Sums, body: Callable[[Any, Sums], Sums], step: int = 1
 ) -> Sums:
