@@ -1,9 +1,10 @@
 """Which library multiplies matrices on the CPU, and in which precision.
 
-PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. On processors that are
-not from Intel, oneDNN is also faster for float32 (measured: 1.15 to 1.35 times for the shapes of
-GPT-2 on Zen 4, `docs/decisions.md`), so large products use oneDNN there. The two libraries sum in
-different orders, so the choice affects bits.
+PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. MKL uses AVX-512 on
+processors from Intel only. On others with AVX-512 oneDNN is also faster for float32 (measured: 1.15
+to 1.35 times for the shapes of GPT-2 on Zen 4, 2 times on Zen 5, `docs/decisions.md`), so large
+products use oneDNN there. With AVX2 alone MKL is as fast for a forward product, and up to twice as
+fast for gradients (Zen 3). The two libraries sum in different orders, so the choice affects bits.
 
 oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
 back to plain loops, which take many times as long (`benchmarks/attention.py` shows it). The
@@ -43,9 +44,9 @@ def has_onednn() -> bool:
 def products_for(processor: Processor) -> Products:
     """Return the library for large float32 products on a processor, with this PyTorch, and whether
     bfloat16 is multiplied in float32."""
-    is_onednn = processor.is_x86 and processor.vendor not in (None, "GenuineIntel")
-    if is_onednn and has_onednn():
-        return "onednn" if processor.multiplies_bfloat16 else "onednn+float32"
+    is_other = processor.is_x86 and processor.vendor not in (None, "GenuineIntel")
+    if is_other and processor.has_avx512 and has_onednn():
+        return "onednn"
     return "torch" if processor.multiplies_bfloat16 else "torch+float32"
 
 

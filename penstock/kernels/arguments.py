@@ -22,7 +22,8 @@ def require_flat(
 def require_rows(
     name: str, array: np.ndarray, dtype: type[np.generic], write: bool = False
 ) -> None:
-    """Reject an array that is not two-dimensional, row-contiguous and of type `dtype`.
+    """Reject an array that is not two-dimensional and of type `dtype`, with contiguous rows, which
+    may lie apart.
 
     Raises:
         ValueError: naming the array, the expected and the actual value.
@@ -32,7 +33,20 @@ def require_rows(
             f"{name}: expected {np.dtype(dtype).name} in two dimensions, "
             f"got {array.dtype.name} of shape {list(array.shape)}"
         )
-    _require_contiguous(name, array, write)
+    rows, columns = array.shape
+    apart = rows < 2 or array.strides[0] >= columns * array.itemsize
+    _require_contiguous(name, array[0] if rows and apart else array, write)
+
+
+def flat_rows(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the memory of an array's rows, flat, and the elements from one row to the next; the
+    array has passed `require_rows`."""
+    rows, columns = array.shape
+    if rows < 2:
+        return array.reshape(-1), columns
+    stride = array.strides[0] // array.itemsize
+    size = (rows - 1) * stride + columns
+    return np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,)), stride
 
 
 def _require_contiguous(name: str, array: np.ndarray, write: bool) -> None:

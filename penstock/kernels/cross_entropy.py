@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 
 from penstock.errors import DataError
-from penstock.kernels.arguments import require_flat, require_rows
+from penstock.kernels.arguments import flat_rows, require_flat, require_rows
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.exponential import exponential
 from penstock.kernels.gradients import load_gradient, store_gradient
@@ -104,13 +104,13 @@ def _value_at(logits, i):
 
 
 @kernel
-def _loss(logits, width, labels, ignored, losses):
+def _loss(logits, stride, width, labels, ignored, losses):
     for row in prange(labels.size):
         label = labels[row]
         if label == ignored:
             losses[row] = np.float32(0)
         else:
-            start = row * width
+            start = row * stride
             end = start + width
             whole = end - width % (2 * LANES)
             maximum = _row_maximum(logits, start, whole, end)
@@ -120,10 +120,10 @@ def _loss(logits, width, labels, ignored, losses):
 
 
 @kernel
-def _loss_and_gradient(logits, width, labels, ignored, scale, losses):
+def _loss_and_gradient(logits, stride, width, labels, ignored, scale, losses):
     for row in prange(labels.size):
         label = labels[row]
-        start = row * width
+        start = row * stride
         end = start + width
         if label == ignored:
             losses[row] = np.float32(0)
@@ -142,9 +142,9 @@ def _loss_and_gradient(logits, width, labels, ignored, scale, losses):
 
 
 @kernel
-def _prediction(logits, width, predictions):
+def _prediction(logits, stride, width, predictions):
     for row in prange(predictions.size):
-        start = row * width
+        start = row * stride
         end = start + width
         whole = end - width % (2 * LANES)
         maximum = _row_maximum(logits, start, whole, end)
@@ -169,7 +169,8 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray, *, ignore_index: int) 
     """Return the loss of each row: `logsumexp(logits) - logits[label]`.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); unchanged.
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), unchanged; rows may lie
+            apart.
         labels: int64 `[rows]`.
         ignore_index: the label of ignored rows; their loss is 0.
 
@@ -182,7 +183,7 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray, *, ignore_index: int) 
     """
     _check(logits, labels, ignore_index, write=False)
     losses = np.empty(labels.size, np.float32)
-    _loss(logits.reshape(-1), logits.shape[1], labels, ignore_index, losses)
+    _loss(*flat_rows(logits), logits.shape[1], labels, ignore_index, losses)
     return losses
 
 
@@ -190,7 +191,8 @@ def most_likely(logits: np.ndarray) -> np.ndarray:
     """Return the index of the greatest logit of each row, the first of equal logits.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); unchanged.
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), unchanged; rows may lie
+            apart.
 
     Returns:
         int64 `[rows]`; for a row with a NaN, -1 or any index.
@@ -201,7 +203,7 @@ def most_likely(logits: np.ndarray) -> np.ndarray:
     dtype = np.uint16 if logits.dtype == np.uint16 else np.float32
     require_rows("logits", logits, dtype)
     predictions = np.empty(logits.shape[0], np.int64)
-    _prediction(logits.reshape(-1), logits.shape[1], predictions)
+    _prediction(*flat_rows(logits), logits.shape[1], predictions)
     return predictions
 
 
@@ -211,9 +213,9 @@ def cross_entropy_and_gradient(
     """Return the loss of each row; overwrite the logits with the gradient of `scale * sum(losses)`.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16); overwritten with
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), overwritten with
             `(softmax - one_hot(label)) * scale`, in their own type, rounded once; ignored rows
-            become 0.
+            become 0. Rows may lie apart.
         labels: int64 `[rows]`.
         ignore_index: the label of ignored rows; their loss is 0.
         scale: usually 1 / number of labels that are not ignored.
@@ -227,6 +229,7 @@ def cross_entropy_and_gradient(
     """
     _check(logits, labels, ignore_index, write=True)
     losses = np.empty(labels.size, np.float32)
-    width = logits.shape[1]
-    _loss_and_gradient(logits.reshape(-1), width, labels, ignore_index, np.float32(scale), losses)
+    flat, stride = flat_rows(logits)
+    width, factor = logits.shape[1], np.float32(scale)
+    _loss_and_gradient(flat, stride, width, labels, ignore_index, factor, losses)
     return losses

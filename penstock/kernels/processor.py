@@ -16,12 +16,14 @@ class Processor:
     """A processor by its instruction set and its vendor.
 
     `vendor` is the processor's own identifier ("GenuineIntel"); empty if it has none; None if the
-    system does not report it. `multiplies_bfloat16` tells whether oneDNN has products of bfloat16
-    matrices for it: on x86 with AVX-512 or AVX-NE-CONVERT.
+    system does not report it. `has_avx512` tells whether an x86 processor has the parts of AVX-512
+    that the libraries of matrix products use, `multiplies_bfloat16` whether oneDNN has products of
+    bfloat16 matrices for it: on x86 with AVX-512 or AVX-NE-CONVERT.
     """
 
     architecture: str
     vendor: str | None
+    has_avx512: bool = True
     multiplies_bfloat16: bool = True
 
     @property
@@ -36,7 +38,7 @@ class Processor:
 
 @functools.cache
 def _here() -> Processor:
-    return Processor(platform.machine(), _vendor(_CPUINFO), _multiplies_bfloat16(_CPUINFO))
+    return Processor(platform.machine(), _vendor(_CPUINFO), *_instruction_sets(_CPUINFO))
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
@@ -48,9 +50,12 @@ def _vendor(cpuinfo: Path) -> str | None:
     return _field(cpuinfo, "vendor_id")
 
 
-def _multiplies_bfloat16(cpuinfo: Path) -> bool:
+def _instruction_sets(cpuinfo: Path) -> tuple[bool, bool]:
+    """Return whether the processor has AVX-512, and whether oneDNN multiplies bfloat16 on it; True
+    where the system does not say."""
     features = set((_field(cpuinfo, "flags") or "").split())  # which only x86 reports
-    return not features or "avx_ne_convert" in features or features >= _AVX512
+    has_avx512 = not features or features >= _AVX512
+    return has_avx512, has_avx512 or "avx_ne_convert" in features
 
 
 def _field(cpuinfo: Path, name: str) -> str | None:

@@ -70,27 +70,31 @@ def test_product_library_follows_the_processor(architecture, vendor, expected):
     assert products_for(Processor(architecture, vendor)) == expected
 
 
-@needs_onednn
-@pytest.mark.parametrize(("vendor", "library"), [("GenuineIntel", "torch"), ("Other", "onednn")])
-def test_bfloat16_is_multiplied_in_float32_where_the_processor_has_no_products(vendor, library):
-    processor = Processor("x86_64", vendor, multiplies_bfloat16=False)
-    assert products_for(processor) == f"{library}+float32"
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
+@pytest.mark.parametrize(
+    ("multiplies_bfloat16", "expected"), [(False, "torch+float32"), (True, "torch")]
+)
+def test_without_avx512_every_processor_uses_pytorchs_library(
+    vendor, multiplies_bfloat16, expected
+):
+    processor = Processor("x86_64", vendor, False, multiplies_bfloat16)
+    assert products_for(processor) == expected
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("fpu avx avx2 fma", False),
-        ("avx2 avx512f avx512bw avx512vl", False),
-        ("avx2 avx512f avx512bw avx512vl avx512dq", True),
-        ("avx2 avx_ne_convert", True),
-        (None, True),  # not x86: PyTorch decides
+        ("fpu avx avx2 fma", (False, False)),
+        ("avx2 avx512f avx512bw avx512vl", (False, False)),
+        ("avx2 avx512f avx512bw avx512vl avx512dq", (True, True)),
+        ("avx2 avx_ne_convert", (False, True)),
+        (None, (True, True)),  # not x86: PyTorch decides
     ],
 )
-def test_products_of_bfloat16_are_told_by_the_instruction_sets(flags, expected, tmp_path):
+def test_products_are_told_by_the_instruction_sets(flags, expected, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("vendor_id\t: AuthenticAMD\n" + (f"flags\t\t: {flags}\n" if flags else ""))
-    assert processor._multiplies_bfloat16(cpuinfo) == expected
+    assert processor._instruction_sets(cpuinfo) == expected
 
 
 @pytest.mark.skipif(Processor.here().architecture != "x86_64", reason="a function of x86")

@@ -148,3 +148,37 @@ def test_prediction_is_the_first_of_equal_logits(width, dtype):
     logits[6, width // 2 :] = -math.inf if width > 1 else 0.0
     own = patterns(logits) if dtype == torch.bfloat16 else logits.numpy()
     np.testing.assert_array_equal(most_likely(own), logits.float().argmax(1).numpy())
+
+
+@pytest.mark.parametrize("width", [1, 31, 64, 5000])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_that_lie_apart_give_the_same_bits_and_what_is_between_is_kept(rows, width, dtype):
+    logits, labels = case(rows, width, width, 5.0)
+    together = logits.numpy() if dtype is np.float32 else patterns(logits.bfloat16())
+    memory = np.full((rows, width + 7), 77, dtype)
+    apart = memory[:, :width]
+    apart[:] = together
+    losses = cross_entropy(together, labels, ignore_index=IGNORE)
+    np.testing.assert_array_equal(cross_entropy(apart, labels, ignore_index=IGNORE), losses)
+    np.testing.assert_array_equal(most_likely(apart), most_likely(together))
+    for one in (together, apart):
+        own = cross_entropy_and_gradient(one, labels, ignore_index=IGNORE, scale=0.25)
+        np.testing.assert_array_equal(own, losses)
+    np.testing.assert_array_equal(apart, together)
+    assert (memory[:, width:] == 77).all()
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        np.zeros((4, 6), np.float32).T,
+        np.zeros((4, 6), np.float32)[:, ::2],
+        np.lib.stride_tricks.as_strided(np.zeros(9, np.float32), (3, 4), (4, 4)),
+        np.zeros((4, 6), np.float32)[::-1],
+    ],
+    ids=["transposed", "every second element", "overlapping", "backwards"],
+)
+def test_rows_that_overlap_or_are_not_contiguous_are_refused(logits):
+    with pytest.raises(ValueError, match="logits: expected contiguous, aligned memory"):
+        most_likely(logits)
