@@ -9,7 +9,6 @@ products is "torch", as on processors from Intel, whose AMX multiplies bfloat16 
 than float32. The record decides, never a timing, so a resumed run has the same bits.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -29,7 +28,10 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[batch, heads, queries, size]`, and the logarithms of the sums of
-    exponentials, float32 `[batch, heads, queries]`, for the backward pass."""
+    exponentials, float32 `[batch, heads, queries]`, for the backward pass.
+
+    Keys and values may have fewer heads than queries, of which a group shares each of them.
+    """
     query, key, value = (_with_contiguous_rows(tensor) for tensor in (query, key, value))
     out, (batch, heads, queries, size) = _empty_like(query), query.shape
     logarithms = query.new_empty(batch, queries, heads, dtype=torch.float32).transpose(1, 2)
@@ -39,7 +41,7 @@ def attention(
         _tokens(value),
         _tokens(out),
         _tokens(logarithms),
-        shape=(batch, heads, queries, key.shape[2], size),
+        shape=_shape(query, key),
         is_causal=is_causal,
         scale=size**-0.5 if scale is None else scale,
     )
@@ -65,7 +67,6 @@ def attention_backward(
         _with_contiguous_rows(tensor) for tensor in (gradient, query, key, value, out)
     )
     gradients = _empty_like(query), _empty_like(key), _empty_like(value)
-    batch, heads, queries, size = query.shape
     of_query, of_key, of_value = (_tokens(tensor) for tensor in gradients)
     kernels.attention_backward(
         _tokens(gradient),
@@ -75,9 +76,9 @@ def attention_backward(
         _tokens(out),
         _tokens(logarithms),
         (of_query, of_key, of_value),
-        shape=(batch, heads, queries, key.shape[2], size),
+        shape=_shape(query, key),
         is_causal=is_causal,
-        scale=size**-0.5 if scale is None else scale,
+        scale=query.shape[3] ** -0.5 if scale is None else scale,
     )
     return gradients
 
@@ -109,11 +110,12 @@ def has_kernel(node: fx.Node, products: Products) -> bool:
         query.device.type == "cpu"
         and query.dtype in types
         and query.dim() == 4
-        and query.shape[:2] == key.shape[:2]
         and key.shape == value.shape
-        and query.shape[3] == key.shape[3]
         and query.numel() > 0
         and key.numel() > 0
+        and query.shape[0] == key.shape[0]
+        and query.shape[1] % key.shape[1] == 0
+        and query.shape[3] == key.shape[3]
         and kernels.has_kernel(query.shape[3])
     )
 
@@ -122,18 +124,21 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
     """Return the most bytes that a node of attention allocates besides its results; 0 if PyTorch
     computes it.
 
-    There are at most as many threads as heads, and a plan does not depend on the number of threads.
-    Operands with scattered rows are copied.
+    A plan does not depend on the number of threads. Operands with scattered rows are copied.
     """
     if node.target not in OPERATORS.values() or not has_kernel(node, products):
         return 0
     given = arguments_by_name(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
-    sizes = (query.shape[2], key.shape[2], query.shape[3])
-    thread_bytes = kernels.memory_bytes(*sizes, backward=node.target is _BACKWARD)
+    held = kernels.memory_bytes(_shape(query, key), backward=node.target is _BACKWARD)
     operands = (source.meta["val"] for source in node.all_input_nodes)
     copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)
-    return math.prod(query.shape[:2]) * thread_bytes + copied
+    return held + copied
+
+
+def _shape(query: Tensor, key: Tensor) -> kernels.Shape:
+    batch, heads, queries, size = query.shape
+    return kernels.Shape(batch, heads, key.shape[1], queries, key.shape[2], size)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

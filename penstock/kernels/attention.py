@@ -7,13 +7,17 @@ arXiv:2307.08691): scores exist for a tile of 64 queries and 64 keys only, the s
 while tiles of keys pass by, and the backward pass makes the scores again from the logarithms of the
 sums that the forward pass has left.
 
-A thread computes whole heads, and its tiles stay in its caches. Everything is computed in float32
-and rounded once. The order of each sum depends on the number of tokens alone, so the number of
-threads changes no bit. Neither does the processor, as long as its C library computes the same
-logarithms.
+A thread computes whole heads, and its tiles stay in its caches. Several heads of queries may share
+a head of keys and values (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245); backward
+a thread then computes all of them, and their gradients of keys and values are added head after
+head.
+
+Everything is computed in float32 and rounded once. The order of each sum depends on the number of
+tokens and of sharing heads alone, so the number of threads changes no bit. Neither does the
+processor, as long as its C library computes the same logarithms.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -60,6 +64,18 @@ class Tokens(NamedTuple):
 
     elements: np.ndarray
     strides: tuple[int, int, int]
+
+
+class Shape(NamedTuple):
+    """Sizes of attention. `heads` are those of queries, each group of `heads // key_heads` of which
+    reads one head of keys and values; `size` is that of a head."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    size: int
 
 
 @inlined
@@ -157,13 +173,13 @@ def _add_tile_of_softmax(scores, kept_keys, triangle, is_first, maxima, sums, ou
 def _forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, size_width):
     """Compute each thread's heads.
 
-    `sizes`: heads, queries, keys, size of a head, all heads of all batches, whether attention is
-    causal, scale.
+    `sizes`: heads of queries, how many of them share a head of keys, queries, keys, size of a head,
+    all heads of all batches, whether attention is causal, scale.
     """
     q, k, v = inputs
     q_strides, k_strides, v_strides, out_strides, log_strides = strides
     out, logarithms = outputs
-    heads, queries, keys, size, all_heads, is_causal, scale = sizes
+    heads, group, queries, keys, size, all_heads, is_causal, scale = sizes
     transposed_keys, values, natural, query, scores, total, maxima, sums = memory
     tiles, key_tiles = (queries + TILE - 1) // TILE, (keys + TILE - 1) // TILE
     for index in prange(parts):
@@ -173,7 +189,8 @@ def _forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, s
         highest, added = maxima[part], sums[part]
         for head in range(part, all_heads, parts):
             needed = min(key_tiles, tiles) if is_causal else key_tiles
-            k_at, v_at = _start_of(k_strides, heads, head), _start_of(v_strides, heads, head)
+            k_at = _start_of(k_strides, heads // group, head // group)
+            v_at = _start_of(v_strides, heads // group, head // group)
             for tile in range(needed):
                 at = tile * TILE * size
                 _read_transposed(k, k_at, k_strides[2], tile * TILE, keys, size, raw, kt, at)
@@ -248,26 +265,34 @@ def _dots_of_rows(x, x_at, x_stride, y, y_at, y_stride, size, length, dots):
 
 @kernel
 def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, size_width):
-    """Compute the gradients of each thread's heads. `inputs`: q, k, v, outputs, gradients of
-    outputs, logarithms. `sizes`: as in `_forward`."""
+    """Compute the gradients of each thread's heads of keys, and of the queries that read them.
+
+    `inputs`: q, k, v, outputs, gradients of outputs, logarithms. `sizes`: as in `_forward`.
+    """
     q, k, v, out, out_gradient, logarithms = inputs
     q_strides, k_strides, v_strides, o_strides, g_strides, log_strides = strides[:6]
     dq_strides, dk_strides, dv_strides = strides[6:]
     q_gradient, k_gradient, v_gradient = outputs
-    heads, queries, keys, size, all_heads, is_causal, scale = sizes
-    whole_rows, tile_rows, tile_scores, row_numbers = memory
+    heads, group, queries, keys, size, all_heads, is_causal, scale = sizes
+    whole_rows, tile_rows, key_rows, tile_scores, row_numbers = memory
     tiles, key_tiles = (queries + TILE - 1) // TILE, (keys + TILE - 1) // TILE
     for index in prange(parts):
         part = np.int64(index)
         qs, dos, dqs = whole_rows[part, 0], whole_rows[part, 1], whole_rows[part, 2]
-        kt, vt, ks = tile_rows[part, 0], tile_rows[part, 1], tile_rows[part, 2]
-        dks, dvs, raw = tile_rows[part, 3], tile_rows[part, 4], tile_rows[part, 5]
+        kt, vt = tile_rows[part, 0], tile_rows[part, 1]
+        ks, raw = tile_rows[part, 2], tile_rows[part, 3]
+        dks, dvs = key_rows[part, 0], key_rows[part, 1]
         s, ds = tile_scores[part, 0], tile_scores[part, 1]
         sums, dots = row_numbers[part, 0], row_numbers[part, 1]
-        for head in range(part, all_heads, parts):
-            q_at, k_at = _start_of(q_strides, heads, head), _start_of(k_strides, heads, head)
-            v_at, o_at = _start_of(v_strides, heads, head), _start_of(o_strides, heads, head)
+        # Every thread has whole groups: the heads of queries that share a head of keys.
+        for turn in range((all_heads // group - part + parts - 1) // parts * group):
+            member = turn % group
+            key_head = part + turn // group * parts
+            head = key_head * group + member
+            q_at, o_at = _start_of(q_strides, heads, head), _start_of(o_strides, heads, head)
             g_at, log_at = _start_of(g_strides, heads, head), _start_of(log_strides, heads, head)
+            k_at = _start_of(k_strides, heads // group, key_head)
+            v_at = _start_of(v_strides, heads // group, key_head)
             for tile in range(tiles):
                 first, at = tile * TILE, tile * TILE * size
                 _read_rows(q, q_at, q_strides[2], first, queries, size, scale, qs, at)
@@ -283,11 +308,12 @@ def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, 
                 _read_transposed(v, v_at, v_strides[2], first, keys, size, raw, vt, 0)
                 kept = min(TILE, keys - first)
                 begin = min(tile, tiles) if is_causal else 0
-                if begin == tiles:  # no query attends to these keys
-                    dks[:] = _ZERO
-                    dvs[:] = _ZERO
+                held = first * size if group > 1 else 0  # where gradients of these keys are
+                if begin == tiles and member == 0:  # no query attends to these keys
+                    dks[held : held + TILE * size] = _ZERO
+                    dvs[held : held + TILE * size] = _ZERO
                 for other in range(begin, tiles):
-                    at, is_first = other * TILE * size, other == begin
+                    at, is_first = other * TILE * size, other == begin and member == 0
                     over_size, over_tile = (TILE, TILE, size), (TILE, size, TILE)
                     add_product(
                         s, 0, qs, at, size, 1, kt, 0, over_size, True, 0, rows, keys_width
@@ -298,21 +324,23 @@ def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, 
                     triangle = 1 if is_causal and other == tile else 0
                     _gradients_of_scores(s, ds, sums, dots, other * TILE, kept, triangle)
                     add_product(
-                        dvs, 0, s, 0, 1, TILE, dos, at, over_tile, is_first, -triangle, rows,
+                        dvs, held, s, 0, 1, TILE, dos, at, over_tile, is_first, -triangle, rows,
                         size_width,
                     )  # fmt: skip
                     add_product(
-                        dks, 0, ds, 0, 1, TILE, qs, at, over_tile, is_first, -triangle, rows,
+                        dks, held, ds, 0, 1, TILE, qs, at, over_tile, is_first, -triangle, rows,
                         size_width,
                     )  # fmt: skip
                     add_product(
                         dqs, at, ds, 0, TILE, 1, ks, 0, over_tile, tile == 0, triangle, rows,
                         size_width,
                     )  # fmt: skip
-                dk_at = _start_of(dk_strides, heads, head)
-                dv_at = _start_of(dv_strides, heads, head)
-                _write_rows(dks, 0, size, _ONE, k_gradient, dk_at, dk_strides[2], first, keys)
-                _write_rows(dvs, 0, size, _ONE, v_gradient, dv_at, dv_strides[2], first, keys)
+                if member == group - 1:
+                    dk_at = _start_of(dk_strides, heads // group, key_head)
+                    dv_at = _start_of(dv_strides, heads // group, key_head)
+                    to_keys, to_values = dk_strides[2], dv_strides[2]
+                    _write_rows(dks, held, size, _ONE, k_gradient, dk_at, to_keys, first, keys)
+                    _write_rows(dvs, held, size, _ONE, v_gradient, dv_at, to_values, first, keys)
             dq_at = _start_of(dq_strides, heads, head)
             for tile in range(tiles):
                 first, at = tile * TILE, tile * TILE * size
@@ -324,10 +352,12 @@ def has_kernel(size: int) -> bool:
     return size > 0 and size % LANES == 0
 
 
-def memory_bytes(queries: int, keys: int, size: int, *, backward: bool) -> int:
-    """Return the bytes that a thread allocates. There are at most as many threads as heads."""
-    counts = _backward_counts(queries, size) if backward else _forward_counts(keys, size)
-    return sum(4 * count + _CACHE_LINE for count in counts)
+def memory_bytes(shape: Shape, *, backward: bool) -> int:
+    """Return the most bytes that the threads allocate. There are at most as many threads as heads,
+    backward as heads of keys."""
+    counts = _backward_counts(shape) if backward else _forward_counts(shape)
+    threads = shape.batch * (shape.key_heads if backward else shape.heads)
+    return threads * sum(4 * count + _CACHE_LINE for count in counts)
 
 
 def attention(
@@ -337,7 +367,7 @@ def attention(
     out: Tokens,
     logarithms: Tokens,
     *,
-    shape: tuple[int, int, int, int, int],
+    shape: Shape,
     is_causal: bool,
     scale: float,
 ) -> None:
@@ -345,30 +375,28 @@ def attention(
 
     Args:
         query: `[batch, heads, queries, size]`, float32 or bfloat16 patterns.
-        key, value: `[batch, heads, keys, size]`, of the same type.
+        key, value: `[batch, key_heads, keys, size]`, of the same type.
         out: of the shape and type of `query`.
         logarithms: float32 `[batch, heads, queries]`, the logarithm of the sum of exponentials of
             each query's scores.
-        shape: batch, heads, queries, keys and size of a head, a multiple of 16.
+        shape: the sizes; that of a head is a multiple of 16.
         is_causal: whether query i attends only to the keys up to i.
         scale: factor of the scores.
 
     Raises:
         ValueError: a size or an array is not as above.
     """
-    batch, heads, queries, keys, size = shape
     over_queries, over_keys = {"query": query, "out": out}, {"key": key, "value": value}
     _check(shape, over_queries, over_keys, logarithms, ("out", "logarithms"))
-    all_heads = batch * heads
-    parts = min(numba.get_num_threads(), all_heads)
+    parts = min(numba.get_num_threads(), shape.batch * shape.heads)
     _forward(
         parts,
         (query.elements, key.elements, value.elements),
         (query.strides, key.strides, value.strides, out.strides, logarithms.strides),
         (out.elements, logarithms.elements),
-        (heads, queries, keys, size, all_heads, is_causal, np.float32(scale)),
-        _memory(parts, _forward_counts(keys, size)),
-        *_tile_shape(size),
+        _sizes(shape, is_causal, scale),
+        _memory(parts, _forward_counts(shape)),
+        *_tile_shape(shape.size),
     )
 
 
@@ -381,7 +409,7 @@ def attention_backward(
     logarithms: Tokens,
     gradients: tuple[Tokens, Tokens, Tokens],
     *,
-    shape: tuple[int, int, int, int, int],
+    shape: Shape,
     is_causal: bool,
     scale: float,
 ) -> None:
@@ -396,28 +424,27 @@ def attention_backward(
     Raises:
         ValueError: a size or an array is not as above.
     """
-    batch, heads, queries, keys, size = shape
     written = ("query's gradient", "key's gradient", "value's gradient")
     over_queries = {"gradient": gradient, "query": query, "out": out, written[0]: gradients[0]}
     over_keys = {"key": key, "value": value, written[1]: gradients[1], written[2]: gradients[2]}
     _check(shape, over_queries, over_keys, logarithms, written)
-    all_heads = batch * heads
-    parts = min(numba.get_num_threads(), all_heads)
-    rows, tile_rows, scores, numbers = _memory(parts, _backward_counts(queries, size))
+    parts = min(numba.get_num_threads(), shape.batch * shape.key_heads)
+    rows, tiles, key_rows, scores, numbers = _memory(parts, _backward_counts(shape))
     inputs = (query, key, value, out, gradient, logarithms)
     _backward(
         parts,
         tuple(tokens.elements for tokens in inputs),
         tuple(tokens.strides for tokens in (*inputs, *gradients)),
         tuple(tokens.elements for tokens in gradients),
-        (heads, queries, keys, size, all_heads, is_causal, np.float32(scale)),
+        _sizes(shape, is_causal, scale),
         (
             rows.reshape(parts, 3, -1),
-            tile_rows.reshape(parts, 6, -1),
+            tiles.reshape(parts, 4, -1),
+            key_rows.reshape(parts, 2, -1),
             scores.reshape(parts, 2, -1),
             numbers.reshape(parts, 2, -1),
         ),
-        *_tile_shape(size),
+        *_tile_shape(shape.size),
     )
 
 
@@ -425,18 +452,25 @@ def _tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def _forward_counts(keys: int, size: int) -> tuple[int, ...]:
+def _sizes(shape: Shape, is_causal: bool, scale: float) -> tuple[Any, ...]:
+    batch, heads, key_heads, *lengths = shape
+    return heads, heads // key_heads, *lengths, batch * heads, is_causal, np.float32(scale)
+
+
+def _forward_counts(shape: Shape) -> tuple[int, ...]:
     """Numbers that a thread holds: keys (transposed) and values of a head; a tile as it is read, of
     queries, scores and outputs; maxima and sums of a tile's queries."""
-    head, tile = _tiles(keys) * TILE * size, TILE * size
+    head, tile = _tiles(shape.keys) * TILE * shape.size, TILE * shape.size
     return head, head, tile, tile, TILE * TILE, tile, TILE, TILE * LANES
 
 
-def _backward_counts(queries: int, size: int) -> tuple[int, ...]:
-    """Numbers that a thread holds: queries, gradients of outputs and of queries of a head; six
-    tiles of keys and values; scores and their gradients; two numbers of each query."""
-    padded = _tiles(queries) * TILE
-    return 3 * padded * size, 6 * TILE * size, 2 * TILE * TILE, 2 * padded
+def _backward_counts(shape: Shape) -> tuple[int, ...]:
+    """Numbers that a thread holds: queries, gradients of outputs and of queries of a head; four
+    tiles of keys and values; gradients of keys and values, of a tile or, where several heads add to
+    them, of all; scores and their gradients; two numbers of each query."""
+    padded, tile = _tiles(shape.queries) * TILE, TILE * shape.size
+    held = tile if shape.heads == shape.key_heads else _tiles(shape.keys) * tile
+    return 3 * padded * shape.size, 4 * tile, 2 * held, 2 * TILE * TILE, 2 * padded
 
 
 def _memory(parts: int, counts: tuple[int, ...]) -> tuple[np.ndarray, ...]:
@@ -450,28 +484,28 @@ def _tile_shape(size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _check(
-    shape: tuple[int, ...],
+    shape: Shape,
     over_queries: dict[str, Tokens],
     over_keys: dict[str, Tokens],
     logarithms: Tokens,
     written: tuple[str, ...],
 ) -> None:
-    batch, heads, queries, keys, size = shape
-    if min(shape) < 1 or size % LANES:
+    batch, heads, key_heads, queries, keys, size = shape
+    if min(shape) < 1 or size % LANES or heads % key_heads:
         raise ValueError(
-            f"attention: expected sizes of at least 1 and heads of a multiple of {LANES}, "
-            f"got {list(shape)}"
+            f"attention: expected sizes of at least 1, heads of a multiple of {LANES} and as many "
+            f"or a multiple of the heads of keys, got {shape}"
         )
     dtype = next(iter(over_queries.values())).elements.dtype.type
     if dtype not in (np.float32, np.uint16):
         raise ValueError(f"attention: expected float32 or uint16, got {dtype.__name__}")
 
-    def require(name: str, tokens: Tokens, length: int, size: int, dtype: type) -> None:
-        counts = (batch, heads, length)
+    def require(name: str, tokens: Tokens, counts: tuple[int, ...], size: int, dtype: type) -> None:
         last = sum((n - 1) * stride for n, stride in zip(counts, tokens.strides, strict=True))
         require_flat(name, tokens.elements, last + size, dtype, write=name in written)
 
-    require("logarithms", logarithms, queries, 1, np.float32)
-    for length, tensors in ((queries, over_queries), (keys, over_keys)):
+    of_queries, of_keys = (batch, heads, queries), (batch, key_heads, keys)
+    require("logarithms", logarithms, of_queries, 1, np.float32)
+    for counts, tensors in ((of_queries, over_queries), (of_keys, over_keys)):
         for name, tokens in tensors.items():
-            require(name, tokens, length, size, dtype)
+            require(name, tokens, counts, size, dtype)

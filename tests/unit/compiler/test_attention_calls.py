@@ -11,7 +11,7 @@ from torch.nn import functional
 from penstock.compiler import attention_calls, lower_attention, operator_costs
 from penstock.compiler.attention_calls import attention, attention_backward, has_kernel
 from penstock.compiler.peak_bytes import peak_bytes
-from penstock.kernels.attention import memory_bytes
+from penstock.kernels.attention import Shape, memory_bytes
 
 aten = torch.ops.aten
 OPERATOR = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -72,9 +72,9 @@ def test_step_has_the_gradients_of_pytorch(size):
         )
 
 
-def heads(dtype=torch.float32, size=16, keys=5):
-    lengths = (5, keys, keys)
-    return tuple(torch.randn(1, n, 2, size, dtype=dtype).transpose(1, 2) for n in lengths)
+def heads(dtype=torch.float32, size=16, keys=5, key_heads=2):
+    sizes = ((5, 2), (keys, key_heads), (keys, key_heads))
+    return tuple(torch.randn(1, *n, size, dtype=dtype).transpose(1, 2) for n in sizes)
 
 
 def traced(tensors, **options):
@@ -85,9 +85,10 @@ def traced(tensors, **options):
         return make_fx(function)(*(mode.from_tensor(tensor) for tensor in tensors)).graph
 
 
-def test_results_have_the_shapes_strides_and_types_of_the_operators():
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_results_have_the_shapes_strides_and_types_of_the_operators(key_heads):
     for dtype in (torch.float32, torch.bfloat16):
-        query, key, value = heads(dtype, keys=7)
+        query, key, value = heads(dtype, keys=7, key_heads=key_heads)
         expected = OPERATOR(query, key, value, 0.0, True)
         found = attention(query, key, value, True, None)
         gradient = torch.ones_like(found[0])
@@ -118,13 +119,14 @@ def test_gradient_with_scattered_rows_gives_the_same_bits():
     [
         (heads(), {}, "torch", True),
         (heads(), {"is_causal": True, "scale": 0.5}, "onednn", True),
+        (heads(key_heads=1), {"is_causal": True}, "torch", True),
         ((*heads(), torch.zeros(5, 5)), {}, "onednn", False),
         (heads(size=20), {}, "onednn", False),
         (heads(torch.float64), {}, "onednn", False),
         (heads(torch.bfloat16), {}, "onednn", True),
         (heads(torch.bfloat16), {}, "torch", False),
     ],
-    ids=["fp32", "scaled", "mask", "size", "double", "bf16", "bf16 of PyTorch"],
+    ids=["fp32", "scaled", "grouped", "mask", "size", "double", "bf16", "bf16 of PyTorch"],
 )
 def test_unsupported_attention_stays_with_pytorch(tensors, options, products, lowered):
     graph = traced(tensors, **options)
@@ -136,10 +138,11 @@ def test_unsupported_attention_stays_with_pytorch(tensors, options, products, lo
     torch.testing.assert_close(after.float(), before.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize("options", [(False, 0.5), (True, 0.5), (False, None)])
-def test_lowered_backward_has_the_mask_and_the_scale_of_the_operator(options):
+def test_lowered_backward_has_the_mask_and_the_scale_of_the_operator(options, key_heads):
     is_causal, scale = options
-    tensors = heads(keys=7)
+    tensors = heads(keys=7, key_heads=key_heads)
     given = (torch.randn(1, 2, 5, 16), *tensors, *OPERATOR(*tensors, 0.0, is_causal, scale=scale))
 
     def function(*given):
@@ -154,9 +157,14 @@ def test_lowered_backward_has_the_mask_and_the_scale_of_the_operator(options):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def grouped():
+def two_of_three():
     query, key, value = heads()
-    return query, key[:, :1], value[:, :1]
+    return torch.cat([query, query[:, :1]], 1), key, value
+
+
+def fewer_values():
+    query, key, value = heads()
+    return query, key, value[:, :1]
 
 
 def narrow_values():
@@ -168,15 +176,24 @@ def empty():
     return tuple(tensor[:0] for tensor in heads())
 
 
-@pytest.mark.parametrize("tensors", [heads(), grouped(), narrow_values(), empty()])
-def test_kernel_supports_heads_of_one_size_and_number(tensors):
+@pytest.mark.parametrize(
+    ("tensors", "supported"),
+    [
+        (heads(), True),
+        (heads(key_heads=1), True),
+        (two_of_three(), False),
+        (fewer_values(), False),
+        (narrow_values(), False),
+        (empty(), False),
+    ],
+)
+def test_kernel_supports_heads_of_one_size_that_are_shared_equally(tensors, supported):
     graph = fx.Graph()
     places = [graph.placeholder(name) for name in ("query", "key", "value")]
     for place, tensor in zip(places, tensors, strict=True):
         place.meta["val"] = tensor
     node = graph.call_function(OPERATOR, tuple(places))
-    is_usual = all(tensor.shape == (1, 2, 5, 16) for tensor in tensors)
-    assert has_kernel(node, "torch") == is_usual
+    assert has_kernel(node, "torch") == supported
 
 
 def test_default_type_of_pytorch_does_not_matter():
@@ -193,18 +210,20 @@ def test_default_type_of_pytorch_does_not_matter():
 def test_peak_counts_what_a_kernel_takes_for_every_head():
     graph = traced(heads())
     without = peak_bytes(traced(heads(size=20)))
-    assert without < memory_bytes(5, 5, 16, backward=False)
+    held = memory_bytes(Shape(1, 2, 2, 5, 5, 16), backward=False)
+    assert without < held / 2
     counted = peak_bytes(graph, "onednn")
     lower_attention(graph, "onednn")
     own = 4 * 2 * 5 * (16 + 1)
-    assert counted == 2 * memory_bytes(5, 5, 16, backward=False) + own
+    assert counted == held + own
     assert peak_bytes(graph, "onednn") == own  # a lowered graph has no operator to count
     _, key, value = heads()
     turned = torch.randn(1, 2, 16, 5).transpose(2, 3)  # is copied
     assert peak_bytes(traced((turned, key, value)), "onednn") == counted + turned.nbytes
 
 
-def test_memory_of_a_head_is_what_the_kernel_allocates(monkeypatch):
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(key_heads, monkeypatch):
     taken = []
     original = attention_calls.kernels.cache_lines
 
@@ -214,8 +233,9 @@ def test_memory_of_a_head_is_what_the_kernel_allocates(monkeypatch):
         return memory
 
     monkeypatch.setattr(attention_calls.kernels, "cache_lines", counted)
-    query, key, value = heads(keys=70)
-    for threads, most in ((1, 1), (64, 2)):  # there are two heads
+    query, key, value = heads(keys=70, key_heads=key_heads)
+    shape = Shape(1, 2, key_heads, 5, 70, 16)
+    for threads in (1, 64):
         monkeypatch.setattr(
             attention_calls.kernels.numba, "get_num_threads", lambda threads=threads: threads
         )
@@ -224,6 +244,7 @@ def test_memory_of_a_head_is_what_the_kernel_allocates(monkeypatch):
         forward, taken[:] = sum(taken), []
         attention_backward(query, query, key, value, *results, False, None)
         for bytes_taken, backward in ((forward, False), (sum(taken), True)):
-            counted_bytes = memory_bytes(5, 70, 16, backward=backward)
-            assert bytes_taken <= most * counted_bytes
-            assert bytes_taken >= most * (counted_bytes - 1024)  # a line per array and thread
+            of_all = memory_bytes(shape, backward=backward)
+            of_these = of_all * min(threads, 99) // (key_heads if backward else 2)
+            expected = min(of_all, of_these)
+            assert expected - 2048 <= bytes_taken <= expected  # a line per array and thread

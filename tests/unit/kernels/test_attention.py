@@ -1,40 +1,51 @@
 """Attention and its gradients against their definition in float64."""
 
+import re
+
 import pytest
 import torch
 
 from penstock.kernels import attention as kernels
-from penstock.kernels.attention import Tokens, attention, attention_backward, has_kernel
+from penstock.kernels.attention import Shape, Tokens, attention, attention_backward, has_kernel
 
-# batch, heads, queries, keys, size; causal
+# batch, heads, heads of keys, queries, keys, size; causal
 SHAPES = [
-    (1, 1, 1, 1, 16, True),
-    (1, 2, 64, 64, 64, True),
-    (2, 3, 100, 100, 64, True),
-    (1, 2, 37, 90, 32, False),
-    (1, 1, 130, 130, 96, True),
-    (1, 2, 70, 200, 128, True),
-    (1, 2, 200, 70, 16, True),
-    (1, 2, 200, 71, 80, False),
-    (2, 1, 129, 1, 48, False),
-    (1, 2, 65, 66, 112, True),
-    (1, 1, 66, 66, 256, True),
+    (1, 1, 1, 1, 1, 16, True),
+    (1, 2, 2, 64, 64, 64, True),
+    (2, 3, 3, 100, 100, 64, True),
+    (1, 2, 2, 37, 90, 32, False),
+    (1, 1, 1, 130, 130, 96, True),
+    (1, 2, 2, 70, 200, 128, True),
+    (1, 2, 2, 200, 70, 16, True),
+    (1, 2, 2, 200, 71, 80, False),
+    (2, 1, 1, 129, 1, 48, False),
+    (1, 2, 2, 65, 66, 112, True),
+    (1, 1, 1, 66, 66, 256, True),
+    (2, 6, 2, 100, 100, 32, True),
+    (1, 4, 1, 70, 200, 16, True),
+    (1, 4, 2, 200, 70, 64, True),
+    (2, 8, 4, 37, 130, 16, False),
 ]
 TYPES = [torch.float32, torch.bfloat16]
 
 
 def case(shape, dtype, seed=0):
     """Return query, key, value and the gradient of the outputs, heads beside each other."""
-    batch, heads, queries, keys, size, _ = shape
+    batch, heads, key_heads, queries, keys, size, _ = shape
     generator = torch.Generator().manual_seed(seed)
-    lengths = (queries, keys, keys, queries)
-    tensors = [torch.randn(batch, n, heads, size, generator=generator) for n in lengths]
+    of_queries, of_keys = (queries, heads), (keys, key_heads)
+    tensors = [
+        torch.randn(batch, *sizes, size, generator=generator)
+        for sizes in (of_queries, of_keys, of_keys, of_queries)
+    ]
     return [tensor.to(dtype).transpose(1, 2) for tensor in tensors]
 
 
 def reference(query, key, value, gradient, is_causal, scale):
     given = [tensor.double().requires_grad_() for tensor in (query, key, value)]
     query, key, value = given
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     scores = scale * query @ key.transpose(-1, -2)
     if is_causal:
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -55,7 +66,8 @@ def tokens(tensor):
 def computed(query, key, value, gradient, is_causal, scale):
     out, *gradients = (torch.empty(t.shape, dtype=t.dtype) for t in (query, query, key, value))
     logarithms = torch.empty(query.shape[:3])
-    shape = (*query.shape[:3], key.shape[2], query.shape[3])
+    batch, heads, queries, size = query.shape
+    shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], size)
     options = {"shape": shape, "is_causal": is_causal, "scale": scale}
     inputs = [tokens(tensor) for tensor in (query, key, value)]
     attention(*inputs, tokens(out), tokens(logarithms), **options)
@@ -82,7 +94,7 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_outputs_and_gradients_are_those_of_float64(shape, dtype, seed):
     tensors, is_causal = case(shape, dtype, seed), shape[-1]
-    scale = shape[4] ** -0.5
+    scale = shape[5] ** -0.5
     out, logarithms, gradients = computed(*tensors, is_causal, scale)
     exact, exact_logarithms, exact_gradients = reference(*tensors, is_causal, scale)
     assert_close(out, exact, dtype)
@@ -92,7 +104,7 @@ def test_outputs_and_gradients_are_those_of_float64(shape, dtype, seed):
 
 
 def test_large_scores_neither_overflow_nor_lose_the_greatest():
-    shape = (1, 1, 150, 150, 16, True)
+    shape = (1, 1, 1, 150, 150, 16, True)
     tensors = case(shape, torch.float32)
     out, logarithms, gradients = computed(*tensors, True, 300.0)
     exact, exact_logarithms, _ = reference(*tensors, True, 300.0)
@@ -118,7 +130,7 @@ def everything(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[7], (1, 1, 300, 300, 32, True)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[7], SHAPES[11], (1, 1, 1, 300, 300, 32, True)], ids=str)
 def test_number_of_threads_and_shape_of_tiles_change_no_bit(shape, dtype, monkeypatch):
     expected = everything(shape, dtype)
     for threads in (1, 4):
@@ -134,7 +146,7 @@ def test_number_of_threads_and_shape_of_tiles_change_no_bit(shape, dtype, monkey
 
 
 def test_strides_change_no_bit():
-    shape = (2, 3, 100, 100, 64, True)
+    shape = (2, 3, 3, 100, 100, 64, True)
     tensors = case(shape, torch.float32)
     joined = torch.cat(tensors[:3], -1)  # the three parts of one projection
     parts = [*joined.split(64, -1), tensors[3]]
@@ -148,7 +160,7 @@ def test_strides_change_no_bit():
 
 
 def test_operands_that_repeat_in_memory_are_read_like_others():
-    tensors = case((2, 3, 70, 70, 32, True), torch.float32)
+    tensors = case((2, 3, 3, 70, 70, 32, True), torch.float32)
     for place in range(4):
         repeated = [tensor.clone() for tensor in tensors]
         repeated[place] = repeated[place][:, :1, :1].expand(2, 3, 70, 32)
@@ -159,14 +171,14 @@ def test_operands_that_repeat_in_memory_are_read_like_others():
 
 
 def test_scores_without_a_maximum_give_no_undefined_output():
-    query, key, value, gradient = case((1, 1, 130, 130, 16, True), torch.float32)
+    query, key, value, gradient = case((1, 1, 1, 130, 130, 16, True), torch.float32)
     key[:, :, :64], query = -torch.inf, query.abs()  # all scores of the first tile are -inf
     out, _, _ = computed(query, key, value, gradient, True, 1.0)
     assert out[:, :, 64:].isfinite().all()
 
 
 def test_later_tokens_change_no_earlier_output_of_causal_attention():
-    tensors = case((1, 2, 200, 200, 32, True), torch.float32)
+    tensors = case((1, 2, 2, 200, 200, 32, True), torch.float32)
     out, _, _ = computed(*tensors, True, 0.2)
     for changed in tensors[1:3]:
         changed[:, :, 130:] *= -3
@@ -175,28 +187,41 @@ def test_later_tokens_change_no_earlier_output_of_causal_attention():
     assert (out[:, :, 130:] != again[:, :, 130:]).all()
 
 
-@pytest.mark.parametrize("size", [0, 8, 24, 100])
-def test_head_that_is_no_multiple_of_a_vector_is_refused(size):
-    assert not has_kernel(size)
-    tensors = case((1, 1, 4, 4, max(size, 1), True), torch.float32)
+def test_shared_heads_have_the_bits_of_repeated_ones_and_the_sum_of_their_gradients():
+    query, key, value, gradient = case((2, 6, 2, 100, 130, 32, True), torch.float32)
+    repeated = [tensor.repeat_interleave(3, 1) for tensor in (key, value)]
+    out, logarithms, gradients = computed(query, key, value, gradient, True, 0.2)
+    again, same_logarithms, whole = computed(query, *repeated, gradient, True, 0.2)
+    assert torch.equal(out, again)
+    assert torch.equal(logarithms, same_logarithms)
+    assert torch.equal(gradients[0], whole[0])
+    for shared, each in zip(gradients[1:], whole[1:], strict=True):
+        torch.testing.assert_close(shared, each.unflatten(1, (2, 3)).sum(2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "key_heads"), [(0, 2), (8, 2), (24, 2), (100, 2), (16, 3), (16, 4), (16, 0)]
+)
+def test_head_that_is_no_multiple_of_a_vector_or_shared_unequally_is_refused(size, key_heads):
+    assert has_kernel(size) == (size == 16)
+    tensors = case((1, 2, max(key_heads, 1), 4, 4, max(size, 1), True), torch.float32)
+    shape = Shape(1, 2, key_heads, 4, 4, size)
     message = (
-        "attention: expected sizes of at least 1 and heads of a multiple of 16, "
-        rf"got \[1, 1, 4, 4, {size}\]"
+        "attention: expected sizes of at least 1, heads of a multiple of 16 and as many or a "
+        f"multiple of the heads of keys, got {shape}"
     )
     inputs = [tokens(tensor) for tensor in tensors]
-    with pytest.raises(ValueError, match=message):
-        attention(
-            *inputs, tokens(torch.empty(1, 1, 4)), shape=(1, 1, 4, 4, size), is_causal=True, scale=1
-        )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(*inputs, tokens(torch.empty(1, 2, 4)), shape=shape, is_causal=True, scale=1)
 
 
 def test_tensor_of_another_length_or_type_is_refused():
-    query, key, value, out = (tokens(t) for t in case((1, 2, 8, 8, 16, True), torch.float32))
+    query, key, value, out = (tokens(t) for t in case((1, 2, 2, 8, 8, 16, True), torch.float32))
     logarithms = tokens(torch.empty(1, 2, 8))
-    options = {"shape": (1, 2, 8, 9, 16), "is_causal": True, "scale": 1.0}
+    options = {"shape": Shape(1, 2, 2, 8, 9, 16), "is_causal": True, "scale": 1.0}
     with pytest.raises(ValueError, match=r"key: expected .*288"):
         attention(query, key, value, out, logarithms, **options)
-    options["shape"] = (1, 2, 8, 8, 16)
+    options["shape"] = Shape(1, 2, 2, 8, 8, 16)
     narrow = Tokens(key.elements.view("uint16")[::2].copy(), key.strides)
     with pytest.raises(ValueError, match="key: expected"):
         attention(query, narrow, value, out, logarithms, **options)
