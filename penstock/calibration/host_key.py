@@ -18,8 +18,9 @@ from penstock.kernels.processor import processor_name
 from penstock.machines import MachineDescription
 from penstock.user_folders import cache_folder
 
-MEASUREMENTS = 2
-"""Raised when the measurements change, so that kept figures are measured again."""
+MEASUREMENTS = 3
+"""Raised when the measurements change, or the libraries that they measure, so that kept figures are
+measured again."""
 
 KEY = "key"
 """The entry of a kept machine's sources that says what its figures depend on."""

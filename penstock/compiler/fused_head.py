@@ -25,6 +25,7 @@ from penstock.kernels import cross_entropy as kernels
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
 _ALIGNMENT = 16  # float32 numbers of a cache line
+_LEAST_ALIGNED = 4096  # vocabulary from which on the padding is small beside the logits
 
 
 def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
@@ -32,6 +33,13 @@ def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
     most = max(_MIN_ROWS, CHUNK_BYTES // (vocabulary * element_bytes))
     chunks = -(-tokens // most)
     return -(-tokens // chunks)
+
+
+def _aligned(vocabulary: int) -> int:
+    """Return the number of logits from one row to the next where rows are aligned."""
+    if vocabulary < _LEAST_ALIGNED:
+        return vocabulary
+    return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
 
 
 class HeadWeight(Protocol):
@@ -46,8 +54,8 @@ class HeadWeight(Protocol):
     gradient_dtype: torch.dtype
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        """Return the logits [rows, vocabulary] of hidden states, without bias; rows may lie
-        apart."""
+        """Return the logits [rows, vocabulary] of hidden states, without bias; rows may be
+        padded."""
         ...
 
     def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
@@ -73,9 +81,9 @@ class _DenseWeight:
         return product(hidden, self._weight.t(), self._products)
 
     def _aligned_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits whose rows begin at multiples of 64 bytes: MKL writes them 1.3 times as
-        fast, where the vocabulary is odd (benchmarks/streaming_tax.py)."""
-        width = -(-self.vocabulary // _ALIGNMENT) * _ALIGNMENT
+        """Return logits whose rows begin at multiples of 64 bytes: MKL is slow to write an odd
+        number of columns (`docs/decisions.md`)."""
+        width = _aligned(self.vocabulary)
         logits = hidden.new_empty((hidden.shape[0], width))[:, : self.vocabulary]
         return torch.mm(hidden, self._weight.t(), out=logits)
 
@@ -285,5 +293,7 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
 def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:
     """Return the bytes of a chunk's logits, and of the float32 copies for its losses."""
     rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
-    copies = 0 if hidden.device.type == "cpu" else 2 * 4
-    return rows * vocabulary * (hidden.element_size() + copies)
+    if hidden.device.type != "cpu":
+        return rows * vocabulary * (hidden.element_size() + 2 * 4)
+    width = _aligned(vocabulary) if hidden.dtype == torch.float32 else vocabulary
+    return rows * width * hidden.element_size()

@@ -3,8 +3,8 @@
 PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. MKL uses AVX-512 on
 processors from Intel only. On others with AVX-512 oneDNN is also faster for float32 (measured: 1.15
 to 1.35 times for the shapes of GPT-2 on Zen 4, 2 times on Zen 5, `docs/decisions.md`), so large
-products use oneDNN there. With AVX2 alone MKL is as fast for a forward product, and up to twice as
-fast for gradients (Zen 3). The two libraries sum in different orders, so the choice affects bits.
+products use oneDNN there. With AVX2 alone MKL is as fast for a forward product, and up to 2.4 times
+as fast for gradients (Zen 3). The two libraries sum in different orders, so the choice affects bits.
 
 oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
 back to plain loops, which take many times as long (`benchmarks/attention.py` shows it). The
@@ -33,6 +33,7 @@ bfloat16 matrices are multiplied in float32."""
 PRODUCTS: tuple[Products, ...] = get_args(Products)
 
 _LEAST_FLOPS = 1 << 22  # smaller products are too short for the library to matter
+_ALIGNED = 16  # float32 numbers of a cache line
 _BAND_ELEMENTS = 1 << 20  # of an operand that a head widens at once
 
 
@@ -44,8 +45,8 @@ def has_onednn() -> bool:
 def products_for(processor: Processor) -> Products:
     """Return the library for large float32 products on a processor, with this PyTorch, and whether
     bfloat16 is multiplied in float32."""
-    is_other = processor.is_x86 and processor.vendor not in (None, "GenuineIntel")
-    if is_other and processor.has_avx512 and has_onednn():
+    is_other_vendor = processor.is_x86 and processor.vendor not in (None, "GenuineIntel")
+    if is_other_vendor and processor.has_avx512 and has_onednn():
         return "onednn"
     return "torch" if processor.multiplies_bfloat16 else "torch+float32"
 
@@ -79,6 +80,8 @@ def _widened(left: Tensor, right: Tensor, products: str) -> Tensor:
     (rows, inner), columns = left.shape, right.shape[1]
     _, second, longest = sorted((rows, inner, columns))
     step = max(1, _BAND_ELEMENTS // max(1, second))
+    if step >= _ALIGNED and longest != inner:  # bands of inner decide the order of sums
+        step -= step % _ALIGNED  # MKL is slow to write an odd number of columns
     bands = [slice(at, at + step) for at in range(0, longest, step)]
     if longest == inner:
         total = left.new_zeros((rows, columns), dtype=torch.float32)

@@ -23,7 +23,7 @@ def require_rows(
     name: str, array: np.ndarray, dtype: type[np.generic], write: bool = False
 ) -> None:
     """Reject an array that is not two-dimensional and of type `dtype`, with contiguous rows, which
-    may lie apart.
+    may be padded.
 
     Raises:
         ValueError: naming the array, the expected and the actual value.
@@ -34,8 +34,9 @@ def require_rows(
             f"got {array.dtype.name} of shape {list(array.shape)}"
         )
     rows, columns = array.shape
-    apart = rows < 2 or array.strides[0] >= columns * array.itemsize
-    _require_contiguous(name, array[0] if rows and apart else array, write)
+    stride, size = array.strides[0], array.itemsize
+    is_padded = rows > 1 and stride >= columns * size and stride % size == 0
+    _require_contiguous(name, array[0] if is_padded else array, write)
 
 
 def flat_rows(array: np.ndarray) -> tuple[np.ndarray, int]:

@@ -169,8 +169,8 @@ def cross_entropy(logits: np.ndarray, labels: np.ndarray, *, ignore_index: int) 
     """Return the loss of each row: `logsumexp(logits) - logits[label]`.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), unchanged; rows may lie
-            apart.
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), unchanged; rows may be
+            padded.
         labels: int64 `[rows]`.
         ignore_index: the label of ignored rows; their loss is 0.
 
@@ -191,8 +191,8 @@ def most_likely(logits: np.ndarray) -> np.ndarray:
     """Return the index of the greatest logit of each row, the first of equal logits.
 
     Args:
-        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), unchanged; rows may lie
-            apart.
+        logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), unchanged; rows may be
+            padded.
 
     Returns:
         int64 `[rows]`; for a row with a NaN, -1 or any index.
@@ -215,7 +215,7 @@ def cross_entropy_and_gradient(
     Args:
         logits: `[rows, vocabulary]`, float32 or bfloat16 patterns (uint16), overwritten with
             `(softmax - one_hot(label)) * scale`, in their own type, rounded once; ignored rows
-            become 0. Rows may lie apart.
+            become 0. Rows may be padded.
         labels: int64 `[rows]`.
         ignore_index: the label of ignored rows; their loss is 0.
         scale: usually 1 / number of labels that are not ignored.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -23,8 +23,8 @@ class Processor:
 
     architecture: str
     vendor: str | None
-    has_avx512: bool = True
-    multiplies_bfloat16: bool = True
+    has_avx512: bool = field(default=True, kw_only=True)
+    multiplies_bfloat16: bool = field(default=True, kw_only=True)
 
     @property
     def is_x86(self) -> bool:
@@ -38,7 +38,13 @@ class Processor:
 
 @functools.cache
 def _here() -> Processor:
-    return Processor(platform.machine(), _vendor(_CPUINFO), *_instruction_sets(_CPUINFO))
+    has_avx512, multiplies_bfloat16 = _instruction_sets(_CPUINFO)
+    return Processor(
+        platform.machine(),
+        _vendor(_CPUINFO),
+        has_avx512=has_avx512,
+        multiplies_bfloat16=multiplies_bfloat16,
+    )
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:

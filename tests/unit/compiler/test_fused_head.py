@@ -221,3 +221,36 @@ def test_argmax_over_tokens_is_not_fused_as_prediction():
     expected = module(**rows)
     assert float(loss) == pytest.approx(float(expected[0].detach()), rel=1e-6)
     assert torch.equal(most, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products", "vocabulary", "stride"),
+    [
+        (torch.float32, "torch", 5001, 5008),
+        (torch.float32, "torch+float32", 5001, 5008),
+        (torch.float32, "torch", 5008, 5008),
+        (torch.float32, "torch", 37, 37),
+        (torch.float32, "onednn", 5001, 5001),
+        (torch.bfloat16, "torch", 5001, 5001),
+    ],
+)
+def test_rows_of_logits_are_aligned_where_pytorch_writes_them(dtype, products, vocabulary, stride):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, WIDTH).to(dtype), torch.randn(vocabulary, WIDTH).to(dtype)
+    logits = fused_head._DenseWeight(weight, products).logits(hidden, 6)
+    assert (logits.shape, logits.stride()) == ((6, vocabulary), (stride, 1))
+    torch.testing.assert_close(logits, hidden @ weight.t(), rtol=1e-5, atol=1e-5)
+    counted = fused_head.chunk_bytes(hidden, vocabulary)
+    assert logits.untyped_storage().nbytes() <= counted <= 1.01 * logits.nbytes
+
+
+def test_loss_and_gradients_of_aligned_logits_are_those_of_others(monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(70, WIDTH), torch.randn(5001, WIDTH), torch.randn(5001)
+    labels = torch.randint(5001, (70,))
+    given = (torch.tensor(0.5), hidden, weight, bias, labels, -100, True)
+    monkeypatch.setattr(fused_head, "chunk_rows", lambda *_: 32)
+    aligned = fused_head.loss_sum_and_gradients(*given)
+    monkeypatch.setattr(fused_head, "_LEAST_ALIGNED", 10_000)
+    for ours, others in zip(aligned, fused_head.loss_sum_and_gradients(*given), strict=True):
+        torch.testing.assert_close(ours, others, rtol=1e-5, atol=1e-6)

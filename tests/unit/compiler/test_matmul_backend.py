@@ -77,7 +77,9 @@ def test_product_library_follows_the_processor(architecture, vendor, expected):
 def test_without_avx512_every_processor_uses_pytorchs_library(
     vendor, multiplies_bfloat16, expected
 ):
-    processor = Processor("x86_64", vendor, False, multiplies_bfloat16)
+    processor = Processor(
+        "x86_64", vendor, has_avx512=False, multiplies_bfloat16=multiplies_bfloat16
+    )
     assert products_for(processor) == expected
 
 

@@ -5,6 +5,7 @@ import torch
 from sweeps import compiled, weights_of
 from torch import nn
 
+from penstock.compiler import PRODUCTS
 from penstock.engine import (
     TARGETS,
     Batch,
@@ -20,6 +21,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 
 AMD, INTEL = Processor("x86_64", "AuthenticAMD"), Processor("x86_64", "GenuineIntel")
+WITHOUT_AVX512 = Processor("x86_64", "AuthenticAMD", has_avx512=False, multiplies_bfloat16=False)
 
 
 class Net(nn.Module):
@@ -99,11 +101,11 @@ def test_engine_of_each_target_executes_a_step(name):
 def test_recorded_products_are_kept_if_available(target: Target, monkeypatch):
     monkeypatch.setattr("penstock.compiler.matmul_backend.has_onednn", lambda: True)
     monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: True)
-    for processor in (AMD, INTEL):
+    for processor in (AMD, INTEL, WITHOUT_AVX512):
         chosen = target.products_as_recorded(None, processor)
         assert chosen == target.choose_products(processor)
         assert chosen in target.products
-        for recorded in ("torch", "onednn"):
+        for recorded in PRODUCTS:
             kept = recorded if recorded in target.products else chosen
             assert target.products_as_recorded(recorded, processor) == kept
     chooses = {target.choose_products(each) for each in (AMD, INTEL)}

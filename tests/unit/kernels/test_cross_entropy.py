@@ -153,8 +153,10 @@ def test_prediction_is_the_first_of_equal_logits(width, dtype):
 @pytest.mark.parametrize("width", [1, 31, 64, 5000])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_rows_that_lie_apart_give_the_same_bits_and_what_is_between_is_kept(rows, width, dtype):
+def test_padded_rows_give_the_same_bits_and_the_padding_is_kept(rows, width, dtype):
     logits, labels = case(rows, width, width, 5.0)
+    if rows > 1:
+        labels[1] = IGNORE
     together = logits.numpy() if dtype is np.float32 else patterns(logits.bfloat16())
     memory = np.full((rows, width + 7), 77, dtype)
     apart = memory[:, :width]
@@ -176,8 +178,9 @@ def test_rows_that_lie_apart_give_the_same_bits_and_what_is_between_is_kept(rows
         np.zeros((4, 6), np.float32)[:, ::2],
         np.lib.stride_tricks.as_strided(np.zeros(9, np.float32), (3, 4), (4, 4)),
         np.zeros((4, 6), np.float32)[::-1],
+        np.ndarray((2, 4), np.float32, bytearray(64), 0, (18, 4)),
     ],
-    ids=["transposed", "every second element", "overlapping", "backwards"],
+    ids=["transposed", "every second element", "overlapping", "backwards", "between elements"],
 )
 def test_rows_that_overlap_or_are_not_contiguous_are_refused(logits):
     with pytest.raises(ValueError, match="logits: expected contiguous, aligned memory"):
