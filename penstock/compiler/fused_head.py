@@ -75,9 +75,9 @@ class _DenseWeight:
         self._weight, self._products = weight, products
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
-            if not uses_onednn(self._products):
-                return self._aligned_logits(hidden)
+        is_float_on_cpu = hidden.device.type == "cpu" and hidden.dtype == torch.float32
+        if is_float_on_cpu and not uses_onednn(self._products):
+            return self._aligned_logits(hidden)
         return product(hidden, self._weight.t(), self._products)
 
     def _aligned_logits(self, hidden: Tensor) -> Tensor:

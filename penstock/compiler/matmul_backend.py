@@ -4,7 +4,8 @@ PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. MK
 processors from Intel only. On others with AVX-512 oneDNN is also faster for float32 (measured: 1.15
 to 1.35 times for the shapes of GPT-2 on Zen 4, 2 times on Zen 5, `docs/decisions.md`), so large
 products use oneDNN there. With AVX2 alone MKL is as fast for a forward product, and up to 2.4 times
-as fast for gradients (Zen 3). The two libraries sum in different orders, so the choice affects bits.
+as fast for gradients (Zen 3). The two libraries sum in different orders, so the choice affects
+bits.
 
 oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
 back to plain loops, which take many times as long (`benchmarks/attention.py` shows it). The

@@ -130,7 +130,9 @@ def everything(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[7], SHAPES[11], (1, 1, 1, 300, 300, 32, True)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[2], SHAPES[7], SHAPES[11], (1, 1, 1, 300, 300, 32, True)], ids=str
+)
 def test_number_of_threads_and_shape_of_tiles_change_no_bit(shape, dtype, monkeypatch):
     expected = everything(shape, dtype)
     for threads in (1, 4):
