@@ -32,8 +32,10 @@ def attention(
 
     Keys and values may have fewer heads than queries, of which a group shares each of them.
     """
+    batch, heads, queries, size = query.shape
+    result = torch.empty_like(query)  # with the strides of PyTorch's
     query, key, value = (_with_contiguous_rows(tensor) for tensor in (query, key, value))
-    out, (batch, heads, queries, size) = _empty_like(query), query.shape
+    out = result if result.stride(-1) == 1 else torch.empty_like(query)
     logarithms = query.new_empty(batch, queries, heads, dtype=torch.float32).transpose(1, 2)
     kernels.attention(
         _tokens(query),
@@ -45,7 +47,9 @@ def attention(
         is_causal=is_causal,
         scale=size**-0.5 if scale is None else scale,
     )
-    return out, logarithms
+    if out is not result:
+        result.copy_(out)
+    return result, logarithms
 
 
 def attention_backward(
@@ -131,8 +135,10 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
     given = arguments_by_name(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
     held = kernels.memory_bytes(_shape(query, key), backward=node.target is _BACKWARD)
-    operands = (source.meta["val"] for source in node.all_input_nodes)
+    operands = [value.meta["val"] for value in node.args if isinstance(value, fx.Node)]
     copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)
+    if node.target is _OPERATOR and query.stride(-1) != 1:
+        copied += query.nbytes  # outputs, before they are scattered
     return held + copied
 
 
@@ -142,7 +148,7 @@ def _shape(query: Tensor, key: Tensor) -> kernels.Shape:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor with the strides of PyTorch's results: heads beside each other."""
+    """Return a tensor with the strides of PyTorch's gradients: heads beside each other."""
     batch, heads, length, size = tensor.shape
     return tensor.new_empty(batch, length, heads, size).transpose(1, 2)
 

@@ -81,7 +81,7 @@ def _widened(left: Tensor, right: Tensor, products: str) -> Tensor:
     (rows, inner), columns = left.shape, right.shape[1]
     _, second, longest = sorted((rows, inner, columns))
     step = max(1, _BAND_ELEMENTS // max(1, second))
-    if step >= _ALIGNED and longest != inner:  # bands of inner decide the order of sums
+    if longest == columns and step > _ALIGNED:
         step -= step % _ALIGNED  # MKL is slow to write an odd number of columns
     bands = [slice(at, at + step) for at in range(0, longest, step)]
     if longest == inner:

@@ -203,6 +203,28 @@ def test_widened_products_are_those_of_bfloat16_to_rounding(library, monkeypatch
         torch.testing.assert_close(ours.gradients[name], gradient, rtol=0, atol=2**-6 * size)
 
 
+@pytest.mark.parametrize(
+    ("shape", "bands"),
+    [((20, 7, 300), [(7, 80), (7, 80), (7, 80), (7, 60)]), ((300, 20, 7), [(20, 7)] * 10)],
+)
+def test_bands_of_a_widened_product_begin_at_aligned_columns(shape, bands, monkeypatch):
+    monkeypatch.setattr(
+        "penstock.compiler.matmul_backend._BAND_ELEMENTS", 1700 if shape[0] == 20 else 640
+    )
+    multiplied = []
+
+    def recorded(left, right):
+        multiplied.append(tuple(right.shape))
+        return left @ right
+
+    monkeypatch.setattr(torch, "mm", recorded)
+    rows, inner, columns = shape
+    product(
+        torch.ones(rows, inner).bfloat16(), torch.ones(inner, columns).bfloat16(), "torch+float32"
+    )
+    assert multiplied == bands
+
+
 @pytest.mark.parametrize("shape", [(300, 20, 7), (7, 300, 20), (20, 7, 300), (1, 1, 1), (0, 4, 3)])
 def test_widened_product_is_rounded_once(shape, monkeypatch):
     monkeypatch.setattr("penstock.compiler.matmul_backend._BAND_ELEMENTS", 640)
