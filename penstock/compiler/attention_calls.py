@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from penstock.compiler.matmul_backend import Products
 from penstock.compiler.nodes import arguments_by_name
 from penstock.kernels import attention as kernels
+from penstock.kernels.attention_shape import Shape, has_kernel as has_kernel_of_size, memory_bytes
 
 aten = torch.ops.aten
 
@@ -120,7 +121,7 @@ def has_kernel(node: fx.Node, products: Products) -> bool:
         and query.shape[0] == key.shape[0]
         and query.shape[1] % key.shape[1] == 0
         and query.shape[3] == key.shape[3]
-        and kernels.has_kernel(query.shape[3])
+        and has_kernel_of_size(query.shape[3])
     )
 
 
@@ -134,7 +135,7 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
         return 0
     given = arguments_by_name(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
-    held = kernels.memory_bytes(_shape(query, key), backward=node.target is _BACKWARD)
+    held = memory_bytes(_shape(query, key), backward=node.target is _BACKWARD)
     operands = [value.meta["val"] for value in node.args if isinstance(value, fx.Node)]
     copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)
     if node.target is _OPERATOR and query.stride(-1) != 1:
@@ -142,9 +143,9 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
     return held + copied
 
 
-def _shape(query: Tensor, key: Tensor) -> kernels.Shape:
+def _shape(query: Tensor, key: Tensor) -> Shape:
     batch, heads, queries, size = query.shape
-    return kernels.Shape(batch, heads, key.shape[1], queries, key.shape[2], size)
+    return Shape(batch, heads, key.shape[1], queries, key.shape[2], size)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

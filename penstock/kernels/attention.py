@@ -24,6 +24,7 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
+from penstock.kernels.attention_shape import TILE, Shape, backward_counts, forward_counts
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.exponential import exponential
 from penstock.kernels.gradients import load_gradient, store_gradient
@@ -45,10 +46,6 @@ from penstock.kernels.vectors import (
     widened,
 )
 
-TILE = 64
-"""Queries and keys of a tile."""
-
-_CACHE_LINE = 64  # bytes
 _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -64,18 +61,6 @@ class Tokens(NamedTuple):
 
     elements: np.ndarray
     strides: tuple[int, int, int]
-
-
-class Shape(NamedTuple):
-    """Sizes of attention. `heads` are those of queries, each group of `heads // key_heads` of which
-    reads one head of keys and values; `size` is that of a head."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    size: int
 
 
 @inlined
@@ -263,6 +248,39 @@ def _dots_of_rows(x, x_at, x_stride, y, y_at, y_stride, size, length, dots):
         dots[row] = np.float32(sum_lanes(widened(total)))
 
 
+@inlined
+def _add_gradients(
+    of_queries, of_keys, key_gradients, scores, numbers, at, held, sizes, fresh, rows, keys_width,
+    size_width,
+):  # fmt: skip
+    """Add what a tile of queries and a tile of keys give to the gradients of both.
+
+    `of_queries`: queries, gradients of outputs and of queries, which begin at `at`. `of_keys`: keys
+    and values, transposed, and keys. `key_gradients` begin at `held`. `scores`: memory for scores
+    and their gradients. `sizes`: of a head; keys; number of the tile of queries; whether it is a
+    triangle. `fresh`: whether gradients of keys, and of queries, are written instead of added to.
+    """
+    qs, dos, dqs = of_queries
+    kt, vt, ks = of_keys
+    dks, dvs = key_gradients
+    s, ds = scores
+    size, kept, tile, triangle = sizes
+    over_size, over_tile = (TILE, TILE, size), (TILE, size, TILE)
+    add_product(s, 0, qs, at, size, 1, kt, 0, over_size, True, 0, rows, keys_width)
+    add_product(ds, 0, dos, at, size, 1, vt, 0, over_size, True, 0, rows, keys_width)
+    _gradients_of_scores(s, ds, numbers[0], numbers[1], tile * TILE, kept, triangle)
+    is_first, by_first = fresh
+    add_product(
+        dvs, held, s, 0, 1, TILE, dos, at, over_tile, is_first, -triangle, rows, size_width
+    )  # fmt: skip
+    add_product(
+        dks, held, ds, 0, 1, TILE, qs, at, over_tile, is_first, -triangle, rows, size_width
+    )  # fmt: skip
+    add_product(
+        dqs, at, ds, 0, TILE, 1, ks, 0, over_tile, by_first, triangle, rows, size_width
+    )  # fmt: skip
+
+
 @kernel
 def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, size_width):
     """Compute the gradients of each thread's heads of keys, and of the queries that read them.
@@ -314,25 +332,10 @@ def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, 
                     dvs[held : held + TILE * size] = _ZERO
                 for other in range(begin, tiles):
                     at, is_first = other * TILE * size, other == begin and member == 0
-                    over_size, over_tile = (TILE, TILE, size), (TILE, size, TILE)
-                    add_product(
-                        s, 0, qs, at, size, 1, kt, 0, over_size, True, 0, rows, keys_width
-                    )  # fmt: skip
-                    add_product(
-                        ds, 0, dos, at, size, 1, vt, 0, over_size, True, 0, rows, keys_width
-                    )  # fmt: skip
                     triangle = 1 if is_causal and other == tile else 0
-                    _gradients_of_scores(s, ds, sums, dots, other * TILE, kept, triangle)
-                    add_product(
-                        dvs, held, s, 0, 1, TILE, dos, at, over_tile, is_first, -triangle, rows,
-                        size_width,
-                    )  # fmt: skip
-                    add_product(
-                        dks, held, ds, 0, 1, TILE, qs, at, over_tile, is_first, -triangle, rows,
-                        size_width,
-                    )  # fmt: skip
-                    add_product(
-                        dqs, at, ds, 0, TILE, 1, ks, 0, over_tile, tile == 0, triangle, rows,
+                    _add_gradients(
+                        (qs, dos, dqs), (kt, vt, ks), (dks, dvs), (s, ds), (sums, dots), at, held,
+                        (size, kept, other, triangle), (is_first, tile == 0), rows, keys_width,
                         size_width,
                     )  # fmt: skip
                 if member == group - 1:
@@ -345,19 +348,6 @@ def _backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, 
             for tile in range(tiles):
                 first, at = tile * TILE, tile * TILE * size
                 _write_rows(dqs, at, size, scale, q_gradient, dq_at, dq_strides[2], first, queries)
-
-
-def has_kernel(size: int) -> bool:
-    """Return whether heads of this size are whole vectors."""
-    return size > 0 and size % LANES == 0
-
-
-def memory_bytes(shape: Shape, *, backward: bool) -> int:
-    """Return the most bytes that the threads allocate. There are at most as many threads as heads,
-    backward as heads of keys."""
-    counts = _backward_counts(shape) if backward else _forward_counts(shape)
-    threads = shape.batch * (shape.key_heads if backward else shape.heads)
-    return threads * sum(4 * count + _CACHE_LINE for count in counts)
 
 
 def attention(
@@ -395,7 +385,7 @@ def attention(
         (query.strides, key.strides, value.strides, out.strides, logarithms.strides),
         (out.elements, logarithms.elements),
         _sizes(shape, is_causal, scale),
-        _memory(parts, _forward_counts(shape)),
+        _memory(parts, forward_counts(shape)),
         *_tile_shape(shape.size),
     )
 
@@ -429,7 +419,7 @@ def attention_backward(
     over_keys = {"key": key, "value": value, written[1]: gradients[1], written[2]: gradients[2]}
     _check(shape, over_queries, over_keys, logarithms, written)
     parts = min(numba.get_num_threads(), shape.batch * shape.key_heads)
-    rows, tiles, key_rows, scores, numbers = _memory(parts, _backward_counts(shape))
+    rows, tiles, key_rows, scores, numbers = _memory(parts, backward_counts(shape))
     inputs = (query, key, value, out, gradient, logarithms)
     _backward(
         parts,
@@ -448,29 +438,9 @@ def attention_backward(
     )
 
 
-def _tiles(length: int) -> int:
-    return -(-length // TILE)
-
-
 def _sizes(shape: Shape, is_causal: bool, scale: float) -> tuple[Any, ...]:
     batch, heads, key_heads, *lengths = shape
     return heads, heads // key_heads, *lengths, batch * heads, is_causal, np.float32(scale)
-
-
-def _forward_counts(shape: Shape) -> tuple[int, ...]:
-    """Numbers that a thread holds: keys (transposed) and values of a head; a tile as it is read, of
-    queries, scores and outputs; maxima and sums of a tile's queries."""
-    head, tile = _tiles(shape.keys) * TILE * shape.size, TILE * shape.size
-    return head, head, tile, tile, TILE * TILE, tile, TILE, TILE * LANES
-
-
-def _backward_counts(shape: Shape) -> tuple[int, ...]:
-    """Numbers that a thread holds: queries, gradients of outputs and of queries of a head; four
-    tiles of keys and values; gradients of keys and values, of a tile or, where several heads add to
-    them, of all; scores and their gradients; two numbers of each query."""
-    padded, tile = _tiles(shape.queries) * TILE, TILE * shape.size
-    held = tile if shape.heads == shape.key_heads else _tiles(shape.keys) * tile
-    return 3 * padded * shape.size, 4 * tile, 2 * held, 2 * TILE * TILE, 2 * padded
 
 
 def _memory(parts: int, counts: tuple[int, ...]) -> tuple[np.ndarray, ...]:

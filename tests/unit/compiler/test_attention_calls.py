@@ -11,7 +11,7 @@ from torch.nn import functional
 from penstock.compiler import attention_calls, lower_attention, operator_costs
 from penstock.compiler.attention_calls import attention, attention_backward, has_kernel
 from penstock.compiler.peak_bytes import peak_bytes
-from penstock.kernels.attention import Shape, memory_bytes
+from penstock.kernels.attention_shape import Shape, memory_bytes
 
 aten = torch.ops.aten
 OPERATOR = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.kernels import attention as kernels
-from penstock.kernels.attention import Shape, Tokens, attention, attention_backward, has_kernel
+from penstock.kernels.attention import Tokens, attention, attention_backward
+from penstock.kernels.attention_shape import Shape, has_kernel
 
 # batch, heads, heads of keys, queries, keys, size; causal
 SHAPES = [
