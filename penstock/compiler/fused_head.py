@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.compiler.matmul_backend import product, uses_onednn
+from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product, uses_onednn
 from penstock.kernels import cross_entropy as kernels
 
 # Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk
 # costs little beside the products (measured: benchmarks/streaming_tax.py).
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
-_ALIGNMENT = 16  # float32 numbers of a cache line
 _LEAST_ALIGNED = 4096  # vocabulary from which on the padding is small beside the logits
 
 
@@ -39,7 +38,7 @@ def _aligned(vocabulary: int) -> int:
     """Return the number of logits from one row to the next where rows are aligned."""
     if vocabulary < _LEAST_ALIGNED:
         return vocabulary
-    return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
+    return -(-vocabulary // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
 
 class HeadWeight(Protocol):

@@ -34,7 +34,8 @@ bfloat16 matrices are multiplied in float32."""
 PRODUCTS: tuple[Products, ...] = get_args(Products)
 
 _LEAST_FLOPS = 1 << 22  # smaller products are too short for the library to matter
-_ALIGNED = 16  # float32 numbers of a cache line
+ALIGNED_COLUMNS = 16
+"""Of float32 numbers, a cache line: MKL is slow to write another number of columns."""
 _BAND_ELEMENTS = 1 << 20  # of an operand that a head widens at once
 
 
@@ -81,8 +82,8 @@ def _widened(left: Tensor, right: Tensor, products: str) -> Tensor:
     (rows, inner), columns = left.shape, right.shape[1]
     _, second, longest = sorted((rows, inner, columns))
     step = max(1, _BAND_ELEMENTS // max(1, second))
-    if longest == columns and step > _ALIGNED:
-        step -= step % _ALIGNED  # MKL is slow to write an odd number of columns
+    if longest == columns and step > ALIGNED_COLUMNS:
+        step -= step % ALIGNED_COLUMNS
     bands = [slice(at, at + step) for at in range(0, longest, step)]
     if longest == inner:
         total = left.new_zeros((rows, columns), dtype=torch.float32)

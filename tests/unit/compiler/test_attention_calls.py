@@ -61,6 +61,14 @@ def test_every_executable_calls_the_kernel_and_costs_are_those_of_the_operator(k
             assert before == after, name
 
 
+def assert_gradients_equal(step, module):
+    for name, parameter in module.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(
+            step.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale
+        )
+
+
 @pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize("size", [16, 12])  # with a kernel and without
 def test_step_has_the_gradients_of_pytorch(size, key_heads):
@@ -70,11 +78,7 @@ def test_step_has_the_gradients_of_pytorch(size, key_heads):
     loss = module(**rows())
     loss.backward()
     assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-5)
-    for name, parameter in module.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(
-            step.gradients[name], parameter.grad, rtol=1e-5, atol=1e-5 * scale
-        )
+    assert_gradients_equal(step, module)
 
 
 class Encoding(nn.Module):
@@ -96,11 +100,7 @@ def test_layer_of_pytorch_trains_with_the_kernel():
     loss = module(**batch)
     loss.backward()
     assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-5)
-    for name, parameter in module.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(
-            step.gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale
-        )
+    assert_gradients_equal(step, module)
 
 
 def heads(dtype=torch.float32, size=16, keys=5, key_heads=2, batch=1):
