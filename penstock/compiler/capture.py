@@ -22,7 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
+from penstock.compiler.block_copies import expand_equal_blocks
 from penstock.compiler.custom_functions import Context, custom_functions_traced
+from penstock.compiler.equal_blocks import BlockTracing, NotEqual
 from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
 from penstock.compiler.nodes import arguments_by_name, source_line
@@ -157,6 +159,26 @@ def capture(
 
     **Raises:** `CompileError` naming the module and line that cannot be captured.
     """
+    excluded: set[Any] = set()
+    while True:
+        blocks = BlockTracing(module, excluded)
+        try:
+            return _captured(module, inputs, precision, training, blocks)
+        except Exception:
+            if not blocks.equal and not blocks.differing:
+                raise
+            # Without the kinds that differ, or as if there were no equal blocks: an error of the
+            # model's code is then the one that it has in an ordinary capture.
+            excluded |= blocks.differing or blocks.kinds
+
+
+def _captured(
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    precision: Precision,
+    training: bool,
+    blocks: BlockTracing,
+) -> Capture:
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
@@ -167,15 +189,17 @@ def capture(
             _quiet_torch(),
             _collector_at_rest(),
             lean_tracing(),
+            blocks.active(),
         ):
             exported = torch.export.export(module, (), dict(inputs), strict=False)
-    except CompileError:
+        blocks.require_equal()
+    except (CompileError, NotEqual):
         raise
     except Exception as error:  # any error of the user's forward must be explained
         raise CompileError(_explain(module, error)) from error
     parameters = module.named_parameters(remove_duplicate=False)
     differentiable = {name for name, value in parameters if value.requires_grad and training}
-    return _read_signature(exported, differentiable, tensor_attributes(module))
+    return _read_signature(exported, differentiable, tensor_attributes(module), blocks)
 
 
 def tensor_attributes(module: nn.Module) -> set[str]:
@@ -192,6 +216,7 @@ def _read_signature(
     exported: torch.export.ExportedProgram,
     differentiable: Collection[str],
     attributes: Collection[str],
+    blocks: BlockTracing,
 ) -> Capture:
     signature = exported.graph_signature
     weights: dict[str, str] = {}
@@ -217,6 +242,7 @@ def _read_signature(
         else:
             raise CompileError(f"the model takes an input of kind {spec.kind.name} ({name})")
     graph = inline_regions(exported.graph_module)
+    expand_equal_blocks(graph, blocks)
     for buffer in _written_statistics(graph, buffers):
         raise refused_buffer_write(buffer)
     # By index: after inlining a region, its results have other names than in the signature.

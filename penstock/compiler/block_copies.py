@@ -1,0 +1,184 @@
+"""Replaces the nodes of equal blocks by copies of the first block's nodes.
+
+A copy has the operator and the constants of its original, the tensors of its own block, and the
+metadata that tracing it would have given: fake results that share memory as the originals' do, and
+the path of its own module.
+"""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from penstock.compiler.equal_blocks import (
+    EQUAL,
+    FIRST,
+    BlockTracing,
+    Call,
+    EqualBlock,
+    NotEqual,
+    TensorRef,
+)
+
+
+def expand_equal_blocks(graph: fx.Graph, blocks: BlockTracing) -> None:
+    """Replace every node of an equal block by copies of the first block's nodes, in place.
+
+    Raises:
+        NotEqual: the export has changed the first block's nodes.
+    """
+    if not blocks.equal:
+        return
+    originals = {node.meta[FIRST]: node for node in graph.nodes if FIRST in node.meta}
+    for node in list(graph.nodes):
+        if EQUAL in node.meta:
+            _Expansion(graph, node, blocks.equal[node.meta[EQUAL]], originals).expand()
+
+
+class _Expansion:
+    """The copies of a block's nodes, in the place of its node `whole`."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        whole: fx.Node,
+        block: EqualBlock,
+        originals: dict[tuple[int, int], fx.Node],
+    ) -> None:
+        self._graph, self._whole, self._block = graph, whole, block
+        self._originals = originals
+        self._sources: dict[int, fx.Node] = {}  # nodes of the first block, by tensor number
+        self._copies: dict[int, fx.Node] = {}  # nodes of this block
+        self._storages: dict[int, Any] = {}  # of this block, by those of the first
+        self._outputs: dict[int, fx.Node] = {}
+        for user in whole.users:
+            if user.target is not operator.getitem:
+                raise NotEqual
+            self._outputs[block.outputs[int(user.args[1])]] = user  # type: ignore[arg-type]
+        for place, given in enumerate(whole.args[0]):  # type: ignore[arg-type,var-annotated]
+            self._copies[~place] = given
+
+    def expand(self) -> None:
+        """Insert the copies, let readers of the block's node read them, and erase the node."""
+        unread = []
+        with self._graph.inserting_before(self._whole):
+            for place, call in enumerate(self._block.first.calls):
+                original = self._originals.get((self._block.first.index, place))
+                if original is None or original.target is not call.target:
+                    raise NotEqual
+                unread += self._copy(call, original)
+        for number, user in self._outputs.items():
+            user.replace_all_uses_with(self._copies[number])
+            self._graph.erase_node(user)
+        self._graph.erase_node(self._whole)
+        for node in unread:
+            if not node.users:
+                self._graph.erase_node(node)
+
+    def _copy(self, call: Call, original: fx.Node) -> list[fx.Node]:
+        """Copy a node and the nodes that take its results apart; return the latter."""
+        numbers = _numbers((call.args, call.kwargs))
+
+        def own(node: fx.Node) -> fx.Node:
+            number = next(numbers, None)
+            if number is None or self._source(number, node) is not node:
+                raise NotEqual
+            return self._copies[number]
+
+        args = fx.node.map_arg(original.args, own)
+        kwargs = fx.node.map_arg(original.kwargs, own)
+        if next(numbers, None) is not None:
+            raise NotEqual
+        made = self._graph.create_node(
+            "call_function", original.target, args, kwargs, original.name
+        )
+        results = list(_numbers(call.results))
+        self._take_storages(results, original)
+        self._describe(made, original)
+        if isinstance(call.results, TensorRef):
+            self._sources[results[0]], self._copies[results[0]] = original, made
+            return []
+        parts = []
+        sources = {user.args[1]: user for user in original.users if _is_part(user, original)}
+        for place, part in enumerate(call.results):
+            if part is not None:
+                parts.append(self._part(place, part.number, made, sources.get(place)))
+        return parts
+
+    def _part(self, place: int, number: int, made: fx.Node, source: fx.Node | None) -> fx.Node:
+        """Add the node that takes one result of an operator."""
+        part = self._graph.create_node("call_function", operator.getitem, (made, place), {})
+        part.meta = {**made.meta, "val": made.meta["val"][place]}
+        if source is not None:
+            self._sources[number] = source
+        self._copies[number] = part
+        return part
+
+    def _source(self, number: int, node: fx.Node) -> fx.Node | None:
+        """Return the first block's node of a tensor; an external one is `node`, first read here."""
+        if number < 0 and number not in self._sources:
+            self._sources[number] = node
+            self._pair(node.meta["val"], self._copies[number].meta["val"])
+        return self._sources.get(number)
+
+    def _take_storages(self, numbers: list[int], original: fx.Node) -> None:
+        """Give the results that leave the block the memory that the code outside has seen."""
+        values = [v for v in pytree.tree_leaves(original.meta["val"]) if isinstance(v, Tensor)]
+        for number, value in zip(numbers, values, strict=True):
+            if number in self._outputs:
+                self._pair(value, self._outputs[number].meta["val"])
+
+    def _pair(self, source: Any, own: Any) -> None:
+        if isinstance(source, Tensor) and isinstance(own, Tensor):
+            self._storages.setdefault(_address(source), own.untyped_storage())
+
+    def _describe(self, made: fx.Node, original: fx.Node) -> None:
+        meta = {key: value for key, value in original.meta.items() if key != FIRST}
+        meta["val"] = pytree.tree_map_only(Tensor, self._value, original.meta["val"])
+        meta["nn_module_stack"] = self._module_stack(original)
+        made.meta = meta
+
+    def _value(self, value: Tensor) -> Tensor:
+        """Return a fake tensor like a result of the first block."""
+        assert isinstance(value, FakeTensor)
+        storage = self._storages.get(_address(value))
+        if storage is None:
+            size = value.untyped_storage().nbytes()
+            storage = torch.UntypedStorage(size, device="meta")
+            self._storages[_address(value)] = storage
+        base = torch.empty(0, dtype=value.dtype, device="meta")
+        base.set_(storage, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(value.fake_mode, base, value.device)
+
+    def _module_stack(self, original: fx.Node) -> dict[str, tuple[str, str]]:
+        """Return the modules of a copy: those of the original, within this block."""
+        stack: dict[str, tuple[str, str]] = dict(self._whole.meta["nn_module_stack"])
+        inner = list(original.meta["nn_module_stack"].items())
+        # Blocks of a kind have one parent, so the block itself is at one depth.
+        (key, (path, _)), (first_key, (first_path, _)) = list(stack.items())[-1], inner[len(stack) - 1]
+        for below, (below_path, name) in inner[len(stack) :]:
+            below_path = path + below_path.removeprefix(first_path)
+            stack[key + below.removeprefix(first_key)] = (below_path, name)
+        return stack
+
+
+def _numbers(tree: Any) -> Iterator[int]:
+    if isinstance(tree, TensorRef):
+        yield tree.number
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _numbers(part)
+    elif isinstance(tree, dict):
+        yield from _numbers(tuple(tree.values()))
+
+
+def _is_part(user: fx.Node, node: fx.Node) -> bool:
+    return user.target is operator.getitem and user.args[0] is node
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
