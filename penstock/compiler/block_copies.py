@@ -6,7 +6,6 @@ the path of its own module.
 """
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +21,10 @@ from penstock.compiler.equal_blocks import (
     EqualBlock,
     NotEqual,
     TensorRef,
+    tensor_refs,
 )
+
+_CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 def expand_equal_blocks(graph: fx.Graph, blocks: BlockTracing) -> None:
@@ -81,7 +83,7 @@ class _Expansion:
 
     def _copy(self, call: Call, original: fx.Node) -> list[fx.Node]:
         """Copy a node and the nodes that take its results apart; return the latter."""
-        numbers = _numbers((call.args, call.kwargs))
+        numbers = (ref.number for ref in tensor_refs((call.args, call.kwargs)))
 
         def own(node: fx.Node) -> fx.Node:
             number = next(numbers, None)
@@ -93,10 +95,11 @@ class _Expansion:
         kwargs = fx.node.map_arg(original.kwargs, own)
         if next(numbers, None) is not None:
             raise NotEqual
+        self._copy_check(original, args)
         made = self._graph.create_node(
             "call_function", original.target, args, kwargs, original.name
         )
-        results = list(_numbers(call.results))
+        results = [ref.number for ref in tensor_refs(call.results)]
         self._take_storages(results, original)
         self._describe(made, original)
         if isinstance(call.results, TensorRef):
@@ -108,6 +111,18 @@ class _Expansion:
             if part is not None:
                 parts.append(self._part(place, part.number, made, sources.get(place)))
         return parts
+
+    def _copy_check(self, original: fx.Node, args: tuple[Any, ...]) -> None:
+        """Copy the check that the export has put in front of a conversion."""
+        check = original.prev
+        if check.target is not _CHECK or FIRST in check.meta:
+            return
+        if check.args != original.args[:1]:
+            raise NotEqual
+        made = self._graph.create_node(
+            "call_function", _CHECK, args[:1], dict(check.kwargs), check.name
+        )
+        made.meta = {**check.meta, "nn_module_stack": self._module_stack(original)}
 
     def _part(self, place: int, number: int, made: fx.Node, source: fx.Node | None) -> fx.Node:
         """Add the node that takes one result of an operator."""
@@ -159,21 +174,14 @@ class _Expansion:
         stack: dict[str, tuple[str, str]] = dict(self._whole.meta["nn_module_stack"])
         inner = list(original.meta["nn_module_stack"].items())
         # Blocks of a kind have one parent, so the block itself is at one depth.
-        (key, (path, _)), (first_key, (first_path, _)) = list(stack.items())[-1], inner[len(stack) - 1]
+        (key, (path, _)), (first_key, (first_path, _)) = (
+            list(stack.items())[-1],
+            inner[len(stack) - 1],
+        )
         for below, (below_path, name) in inner[len(stack) :]:
             below_path = path + below_path.removeprefix(first_path)
             stack[key + below.removeprefix(first_key)] = (below_path, name)
         return stack
-
-
-def _numbers(tree: Any) -> Iterator[int]:
-    if isinstance(tree, TensorRef):
-        yield tree.number
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from _numbers(part)
-    elif isinstance(tree, dict):
-        yield from _numbers(tuple(tree.values()))
 
 
 def _is_part(user: fx.Node, node: fx.Node) -> bool:

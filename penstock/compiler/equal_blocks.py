@@ -129,14 +129,10 @@ class BlockTracing:
         module: Any = proxy_tensor
         call_module, proxy_call = tracer.call_module, module.proxy_call
 
-        def call_block(
-            self: Any, owner: nn.Module, forward: Any, args: Any, kwargs: Any
-        ) -> Any:
+        def call_block(self: Any, owner: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
             return call_module(self, owner, blocks._forward_of(self, owner, forward), args, kwargs)
 
-        def call_operator(
-            mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any
-        ) -> Any:
+        def call_operator(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
             run = blocks._run
             if run is None:
                 blocks._refuse_reused(args, kwargs)
@@ -223,65 +219,48 @@ class BlockTracing:
 
 
 class _Run:
-    """The calls of a block while its forward runs."""
+    """The calls of a block while its forward runs.
+
+    `number` of a tensor: results of the block in the order of its calls, `~place` for the external
+    tensors in the order in which the block reads them.
+    """
 
     def __init__(self, first: FirstBlock, tracer: Any) -> None:
         self._first, self._tracer = first, tracer
-        self._numbers: dict[int, int] = {}  # of the tensors seen so far, by id
-        self._seen: list[Tensor] = []  # keeps the ids
-        self._externals: list[Tensor] = []
-        self._storages: dict[int, int] = {}
-        self._count = 0
+        self._externals = 0
+        self._storages: dict[int, int] = {}  # the first external tensor in each storage
+        self._count = 0  # of results
         self._last = _last_node(tracer)
 
     def call(self, mode: Any, func: Any, args: Any, kwargs: Any, trace: Callable[[], Any]) -> Any:
         """Return the results of an operator."""
         raise NotImplementedError
 
-    def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor; one that the block has not made is external.
+    def _describe_external(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Return the metadata of the next external tensor.
 
         Raises:
             NotEqual: the tensor does not come from the graph.
         """
-        number = self._numbers.get(id(tensor))
-        if number is not None:
-            return number
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
         if not isinstance(tensor, FakeTensor) or slot is None or slot.constant is not None:
             raise NotEqual
-        place = len(self._externals)
-        self._take_external(place, (*_metadata(tensor), self._first_of_storage(tensor, place)))
-        self._externals.append(tensor)
-        self._see(tensor, ~place)
-        return ~place
-
-    def _take_external(self, place: int, metadata: tuple[Any, ...]) -> None:
-        raise NotImplementedError
-
-    def _first_of_storage(self, tensor: Tensor, place: int) -> int:
-        return self._storages.setdefault(_storage(tensor), place)
-
-    def _see(self, tensor: Tensor, number: int) -> None:
-        self._numbers[id(tensor)] = number
-        self._seen.append(tensor)
-
-    def _see_results(self, results: Any) -> tuple[int | None, ...]:
-        """Number the results; return the numbers that they had before."""
-        same = []
-        for tensor in _tensors(results):
-            same.append(self._numbers.get(id(tensor)))
-            self._see(tensor, self._count)
-            self._count += 1
-        return tuple(same)
+        place = self._externals
+        self._externals += 1
+        return *_metadata(tensor), self._storages.setdefault(_storage(tensor), place)
 
 
 class _Recording(_Run):
-    """The first block: its calls are traced and recorded."""
+    """The first block: its calls are traced and recorded.
+
+    Tensors are known by their nodes. A reference to a tensor would change what PyTorch does: the
+    result of `torch.full` is copied if anything else refers to it.
+    """
 
     def __init__(self, first: FirstBlock, tracer: Any) -> None:
         super().__init__(first, tracer)
         self._refused = False
+        self._numbers: dict[fx.Node, int] = {}
 
     def is_usable(self) -> bool:
         """Return whether the record describes every node of the block."""
@@ -294,7 +273,7 @@ class _Recording(_Run):
         gradients = torch.is_grad_enabled()
         try:
             with torch._C.DisableTorchFunction():
-                self._require(mode, func)
+                self._require(mode, func, args, kwargs)
                 encoded = self._encoded(args), self._encoded(kwargs)
         except NotEqual:
             self._refused = True
@@ -302,18 +281,19 @@ class _Recording(_Run):
         results = trace()
         try:
             with torch._C.DisableTorchFunction():
-                self._add(func, encoded, results, gradients)
+                self._add(func, args, kwargs, encoded, results, gradients)
         except NotEqual:
             self._refused = True
         return results
 
-    def _require(self, mode: Any, func: Any) -> None:
+    def _require(self, mode: Any, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse operators whose result is more than a function of their arguments' metadata, and
         nodes that no operator call has made."""
         simple = isinstance(func, torch._ops.OpOverload) and not func._schema.is_mutable
         if (
             not simple
             or mode.tracer is not self._tracer
+            or next(_tensors((args, kwargs)), None) is None  # creates a tensor
             or func is torch.ops.aten.lift_fresh.default
             or not _REFUSED_TAGS.isdisjoint(func.tags)
             or _last_node(self._tracer) is not self._last
@@ -333,7 +313,15 @@ class _Recording(_Run):
             return value
         raise NotEqual
 
-    def _add(self, func: Any, encoded: tuple[Any, Any], results: Any, gradients: bool) -> None:
+    def _add(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        encoded: tuple[Any, Any],
+        results: Any,
+        gradients: bool,
+    ) -> None:
         parts = results if type(results) in (tuple, list) else (results,)
         if not all(type(part) is FakeTensor or part is None for part in parts):
             raise NotEqual
@@ -346,16 +334,34 @@ class _Recording(_Run):
             or any(n.args[:1] != (made,) or n.target is not operator.getitem for n in nodes[1:])
         ):
             raise NotEqual
-        number = self._count
-        same = self._see_results(results)
         made.meta[FIRST] = (self._first.index, len(self._first.calls))
-        metadata = tuple(map(_metadata, _tensors(results)))
-        count = iter(range(number, self._count))
+        given = [ref.number for ref in tensor_refs(encoded)]
+        arguments = list(_tensors((args, kwargs)))
+        found = list(_tensors(results))
+        same = tuple(
+            next((n for a, n in zip(arguments, given, strict=True) if a is tensor), None)
+            for tensor in found
+        )
+        count = itertools.count(self._count)
         tree = pytree.tree_map_only(Tensor, lambda _: TensorRef(next(count)), results)
+        for number, tensor in enumerate(found, self._count):
+            self._numbers[self._node(tensor)] = number
+        self._count += len(found)
+        metadata = tuple(map(_metadata, found))
         self._first.calls.append(Call(func, *encoded, tree, metadata, same, gradients))
 
-    def _take_external(self, place: int, metadata: tuple[Any, ...]) -> None:
-        self._first.externals.append(metadata)
+    def _number(self, tensor: Tensor) -> int:
+        slot: Any = get_proxy_slot(tensor, self._tracer, None)
+        number = None if slot is None else self._numbers.get(slot.proxy.node)
+        if number is None:
+            number = ~self._externals
+            self._first.externals.append(self._describe_external(tensor))
+            self._numbers[self._node(tensor)] = number
+        return number
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        slot: Any = get_proxy_slot(tensor, self._tracer)
+        return slot.proxy.node  # type: ignore[no-any-return]
 
 
 class _Comparison(_Run):
@@ -364,6 +370,7 @@ class _Comparison(_Run):
     def __init__(self, first: FirstBlock, tracer: Any) -> None:
         super().__init__(first, tracer)
         self._at = 0
+        self._numbers: dict[int, int] = {}  # of the tensors seen so far, by id
         self._objects: dict[int, Tensor] = {}
 
     def call(self, mode: Any, func: Any, args: Any, kwargs: Any, trace: Callable[[], Any]) -> Any:
@@ -381,33 +388,45 @@ class _Comparison(_Run):
             ):
                 raise NotEqual
         self._at += 1
-        numbers = range(self._count, self._count + len(call.metadata))
-        if numbers and len(self._first.results) <= self._count:
+        if len(self._first.results) <= self._count and call.metadata:
             results = func(*args, **kwargs)
             with torch._C.DisableTorchFunction():
-                return self._keep(call, results)
-        with torch._C.DisableTorchFunction():
-            for number, was in zip(numbers, call.same, strict=True):
-                tensor = self._first.results[number] if was is None else self._objects[was]
-                assert tensor is not None
-                self._see(tensor, number)
-            self._count += len(numbers)
+                self._keep(call, results)
+                return results
+        for was in call.same:
+            own = self._first.results[self._count]
+            tensor = self._objects[was] if was is not None else own
+            assert tensor is not None
+            self._see_result(tensor)
         return _filled(call.results, self._objects)
 
-    def _keep(self, call: Call, results: Any) -> Any:
-        """Keep the results of the second block, which later ones reuse."""
-        start = self._count
-        same = self._see_results(results)
-        found = tuple(map(_metadata, _tensors(results)))
-        if same != call.same or found != call.metadata:
+    def _keep(self, call: Call, results: Any) -> None:
+        """Keep the results of a block, which later blocks reuse."""
+        found = list(_tensors(results))
+        same = tuple(self._numbers.get(id(tensor)) for tensor in found)
+        if same != call.same or tuple(map(_metadata, found)) != call.metadata:
             raise NotEqual
-        for number, was in enumerate(same, start):
-            self._first.results.append(self._objects[number] if was is None else None)
-        return results
+        for tensor, was in zip(found, same, strict=True):
+            self._first.results.append(tensor if was is None else None)
+            self._see_result(tensor)
+
+    def _see_result(self, tensor: Tensor) -> None:
+        self._see(tensor, self._count)
+        self._count += 1
 
     def _see(self, tensor: Tensor, number: int) -> None:
-        super()._see(tensor, number)
+        self._numbers[id(tensor)] = number
         self._objects[number] = tensor
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            number = ~self._externals
+            found = self._describe_external(tensor)
+            if ~number >= len(self._first.externals) or self._first.externals[~number] != found:
+                raise NotEqual
+            self._see(tensor, number)
+        return number
 
     def _equal(self, recorded: Any, value: Any) -> bool:
         if isinstance(recorded, TensorRef):
@@ -422,19 +441,16 @@ class _Comparison(_Run):
             )
         return _equal_constants(recorded, value)
 
-    def _take_external(self, place: int, metadata: tuple[Any, ...]) -> None:
-        if place >= len(self._first.externals) or self._first.externals[place] != metadata:
-            raise NotEqual
-
     def finish(self, outputs: Any, index: int) -> tuple[Any, tuple[int, ...]]:
         """Add the block's node to the graph; return its outputs and their numbers."""
         complete = self._at == len(self._first.calls)
         if not complete or _last_node(self._tracer) is not self._last:
             raise NotEqual
-        external = {id(tensor) for tensor in self._externals}
+        externals = [self._objects[~place] for place in range(self._externals)]
+        external = {id(tensor) for tensor in externals}
         returned: dict[int, Tensor] = {}
         # An operator that returns its argument gives this tensor a new node, also outside.
-        for tensor in self._externals:
+        for tensor in externals:
             if self._numbers[id(tensor)] >= 0:
                 returned[self._numbers[id(tensor)]] = tensor
         leaves, structure = pytree.tree_flatten(outputs)
@@ -449,7 +465,7 @@ class _Comparison(_Run):
                     leaves[place] = returned[number]
                 elif get_proxy_slot(leaf, self._tracer, None) is None:
                     raise NotEqual
-            self._add_node(list(returned.values()), index)
+            self._add_node(externals, list(returned.values()), index)
         return pytree.tree_unflatten(leaves, structure), tuple(returned)
 
     def _fresh(self, result: Tensor, others: Mapping[int, Tensor]) -> Tensor:
@@ -464,11 +480,11 @@ class _Comparison(_Run):
             raise NotEqual
         return fresh
 
-    def _add_node(self, outputs: list[Tensor], index: int) -> None:
+    def _add_node(self, externals: list[Tensor], outputs: list[Tensor], index: int) -> None:
         if not outputs:
             raise NotEqual
         tracer = self._tracer
-        slots: list[Any] = [get_proxy_slot(tensor, tracer) for tensor in self._externals]
+        slots: list[Any] = [get_proxy_slot(tensor, tracer) for tensor in externals]
         proxy = tracer.create_proxy(
             "call_function",
             torch.ops.penstock.equal_block.default,
@@ -568,6 +584,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
+
+
+def tensor_refs(tree: Any) -> Iterator[TensorRef]:
+    """Yield the tensors in the arguments or results of a call, in their order."""
+    if isinstance(tree, TensorRef):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from tensor_refs(part)
+    elif isinstance(tree, dict):
+        yield from tensor_refs(tuple(tree.values()))
 
 
 def _forget_escaped(first: FirstBlock) -> None:
