@@ -22,9 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from penstock.compiler.block_copies import expand_equal_blocks
 from penstock.compiler.custom_functions import Context, custom_functions_traced
-from penstock.compiler.equal_blocks import BlockTracing, NotEqual
+from penstock.compiler.equal_blocks import BlockTracing, NotEqual, expand_equal_blocks
 from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
 from penstock.compiler.nodes import arguments_by_name, source_line

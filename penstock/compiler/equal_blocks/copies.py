@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
-from penstock.compiler.equal_blocks import (
+from penstock.compiler.equal_blocks.records import (
     EQUAL,
     FIRST,
-    BlockTracing,
     Call,
     EqualBlock,
     NotEqual,
     TensorRef,
+    storage_of,
     tensor_refs,
+    tensors_in,
 )
+from penstock.compiler.equal_blocks.tracing import BlockTracing
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
@@ -61,7 +62,7 @@ class _Expansion:
             if user.target is not operator.getitem:
                 raise NotEqual
             self._outputs[block.outputs[int(user.args[1])]] = user  # type: ignore[arg-type]
-        for place, given in enumerate(whole.args[0]):  # type: ignore[arg-type,var-annotated]
+        for place, given in enumerate(whole.args[0]):  # type: ignore[arg-type]
             self._copies[~place] = given
 
     def expand(self) -> None:
@@ -142,29 +143,31 @@ class _Expansion:
 
     def _take_storages(self, numbers: list[int], original: fx.Node) -> None:
         """Give the results that leave the block the memory that the code outside has seen."""
-        values = [v for v in pytree.tree_leaves(original.meta["val"]) if isinstance(v, Tensor)]
-        for number, value in zip(numbers, values, strict=True):
+        for number, value in zip(numbers, tensors_in(original.meta["val"]), strict=True):
             if number in self._outputs:
                 self._pair(value, self._outputs[number].meta["val"])
 
     def _pair(self, source: Any, own: Any) -> None:
         if isinstance(source, Tensor) and isinstance(own, Tensor):
-            self._storages.setdefault(_address(source), own.untyped_storage())
+            self._storages.setdefault(storage_of(source), own.untyped_storage())
 
     def _describe(self, made: fx.Node, original: fx.Node) -> None:
         meta = {key: value for key, value in original.meta.items() if key != FIRST}
-        meta["val"] = pytree.tree_map_only(Tensor, self._value, original.meta["val"])
+        meta["val"] = self._values(original.meta["val"])
         meta["nn_module_stack"] = self._module_stack(original)
         made.meta = meta
 
-    def _value(self, value: Tensor) -> Tensor:
-        """Return a fake tensor like a result of the first block."""
-        assert isinstance(value, FakeTensor)
-        storage = self._storages.get(_address(value))
+    def _values(self, value: Any) -> Any:
+        """Return fake tensors like the results of an operator of the first block."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._values, value))
+        if not isinstance(value, FakeTensor):
+            return value
+        storage = self._storages.get(storage_of(value))
         if storage is None:
             size = value.untyped_storage().nbytes()
             storage = torch.UntypedStorage(size, device="meta")
-            self._storages[_address(value)] = storage
+            self._storages[storage_of(value)] = storage
         base = torch.empty(0, dtype=value.dtype, device="meta")
         base.set_(storage, value.storage_offset(), value.shape, value.stride())
         return FakeTensor(value.fake_mode, base, value.device)
@@ -174,10 +177,8 @@ class _Expansion:
         stack: dict[str, tuple[str, str]] = dict(self._whole.meta["nn_module_stack"])
         inner = list(original.meta["nn_module_stack"].items())
         # Blocks of a kind have one parent, so the block itself is at one depth.
-        (key, (path, _)), (first_key, (first_path, _)) = (
-            list(stack.items())[-1],
-            inner[len(stack) - 1],
-        )
+        first_key, (first_path, _) = inner[len(stack) - 1]
+        key, (path, _) = list(stack.items())[-1]
         for below, (below_path, name) in inner[len(stack) :]:
             below_path = path + below_path.removeprefix(first_path)
             stack[key + below.removeprefix(first_key)] = (below_path, name)
@@ -186,7 +187,3 @@ class _Expansion:
 
 def _is_part(user: fx.Node, node: fx.Node) -> bool:
     return user.target is operator.getitem and user.args[0] is node
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
