@@ -158,17 +158,20 @@ def capture(
 
     **Raises:** `CompileError` naming the module and line that cannot be captured.
     """
-    excluded: set[Any] = set()
+    unshared: dict[Any, int] = {}
+    attributes = {owner: dict(vars(owner)) for owner in module.modules()}
     while True:
-        blocks = BlockTracing(module, excluded)
+        blocks = BlockTracing(module, unshared)
         try:
             return _captured(module, inputs, precision, training, blocks)
         except Exception:
             if not blocks.equal and not blocks.differing:
                 raise
-            # Without the kinds that differ, or as if there were no equal blocks: an error of the
-            # model's code is then the one that it has in an ordinary capture.
-            excluded |= blocks.differing or blocks.kinds
+            # An error of the model's code is raised again when no block is compared.
+            unshared = blocks.unshared_next()
+            for owner, before in attributes.items():  # the next forward is the first one again
+                vars(owner).clear()
+                vars(owner).update(before)
 
 
 def _captured(

@@ -67,23 +67,23 @@ class _Expansion:
 
     def expand(self) -> None:
         """Insert the copies, let readers of the block's node read them, and erase the node."""
-        unread = []
+        absent = []
         with self._graph.inserting_before(self._whole):
             for place, call in enumerate(self._block.first.calls):
                 original = self._originals.get((self._block.first.index, place))
                 if original is None or original.target is not call.target:
                     raise NotEqual
-                unread += self._copy(call, original)
+                absent += self._copy(call, original)
         for number, user in self._outputs.items():
             user.replace_all_uses_with(self._copies[number])
             self._graph.erase_node(user)
         self._graph.erase_node(self._whole)
-        for node in unread:
+        for node in absent:
             if not node.users:
                 self._graph.erase_node(node)
 
     def _copy(self, call: Call, original: fx.Node) -> list[fx.Node]:
-        """Copy a node and the nodes that take its results apart; return the latter."""
+        """Copy a node and the nodes that take its results apart; return those without original."""
         numbers = (ref.number for ref in tensor_refs((call.args, call.kwargs)))
 
         def own(node: fx.Node) -> fx.Node:
@@ -106,12 +106,14 @@ class _Expansion:
         if isinstance(call.results, TensorRef):
             self._sources[results[0]], self._copies[results[0]] = original, made
             return []
-        parts = []
         sources = {user.args[1]: user for user in original.users if _is_part(user, original)}
+        absent = []
         for place, part in enumerate(call.results):
             if part is not None:
-                parts.append(self._part(place, part.number, made, sources.get(place)))
-        return parts
+                source = sources.get(place)
+                own_part = self._part(place, part.number, made, source)
+                absent += [own_part] if source is None else []
+        return absent
 
     def _copy_check(self, original: fx.Node, args: tuple[Any, ...]) -> None:
         """Copy the check that the export has put in front of a conversion."""

@@ -1,7 +1,8 @@
 """Finds the blocks of a model while it is exported."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +21,19 @@ _FEWEST_BLOCKS = 3  # the second one is still computed, so that two would gain n
 class BlockTracing:
     """The equal blocks of one capture.
 
-    `kinds` are the kinds of blocks that a module may have more than once, `equal` the blocks that
-    were not traced, and `differing` the kinds of which two blocks differ.
+    `equal` are the blocks that were not traced. `differing` are the kinds of which two blocks
+    differ.
+
+    Args:
+        module: the model.
+        unshared: how many blocks of a kind are traced as usual before its first block; a kind that
+            is not in it has none.
     """
 
-    def __init__(self, module: nn.Module, excluded: Collection[Any] = ()) -> None:
-        kinds = _kinds_of(module)
-        self._kinds = {owner: kind for owner, kind in kinds.items() if kind not in excluded}
-        self.kinds = set(self._kinds.values())
+    def __init__(self, module: nn.Module, unshared: Mapping[Any, int]) -> None:
+        self._kinds = _kinds_of(module)
+        self._unshared = dict(unshared)
+        self._seen: Counter[Any] = Counter()
         self._records: dict[Any, FirstBlock | None] = {}
         self._run: Run | None = None
         self._reused: dict[int, Tensor] = {}  # by id, which is theirs while they are kept
@@ -67,6 +73,19 @@ class BlockTracing:
             tracer.call_module, module.proxy_call = call_module, proxy_call
             self._run = None
 
+    def unshared_next(self) -> dict[Any, int]:
+        """Return how many blocks of each kind are not to be compared in the next attempt.
+
+        The second block of a kind may differ from the first only because its input requires a
+        gradient. The record then begins with the second block. After any other failure, the kind is
+        traced as usual; if no kind is known to differ, every kind is.
+        """
+        unshared = dict(self._unshared)
+        for kind in self.differing or set(self._kinds.values()):
+            second = kind in self.differing and self._seen[kind] == 2
+            unshared[kind] = 1 if second and kind not in unshared else sys.maxsize
+        return unshared
+
     def require_equal(self) -> None:
         """Raise `NotEqual` if a block differed, even if the model's code caught that error."""
         if self.differing:
@@ -76,6 +95,9 @@ class BlockTracing:
         """Return the forward of a module, which may be that of a block."""
         kind = self._kinds.get(id(owner))
         if kind is None or self._run is not None or tracer.enable_attr_proxy:
+            return forward
+        self._seen[kind] += 1
+        if self._seen[kind] <= self._unshared.get(kind, 0):
             return forward
         if kind not in self._records:
             return lambda *args, **kwargs: self._record(kind, tracer, forward, args, kwargs)
