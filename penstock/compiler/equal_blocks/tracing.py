@@ -136,7 +136,8 @@ class BlockTracing:
         self.equal.append(EqualBlock(first, numbers))
         self._reused.update((id(t), t) for t in first.results if t is not None)
         del comparison
-        forget_escaped(first)
+        with torch._C.DisableTorchFunction():
+            forget_escaped(first)
         return outputs
 
     def _refuse_reused(self, args: Any, kwargs: Any) -> None:
