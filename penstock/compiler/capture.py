@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from penstock.compiler.custom_functions import Context, custom_functions_traced
-from penstock.compiler.equal_blocks import BlockTracing, NotEqual, expand_equal_blocks
+from penstock.compiler.equal_blocks import BlockTracing, expand_equal_blocks
 from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
 from penstock.compiler.nodes import arguments_by_name, source_line
@@ -158,29 +158,7 @@ def capture(
 
     **Raises:** `CompileError` naming the module and line that cannot be captured.
     """
-    unshared: dict[Any, int] = {}
-    attributes = {owner: dict(vars(owner)) for owner in module.modules()}
-    while True:
-        blocks = BlockTracing(module, unshared)
-        try:
-            return _captured(module, inputs, precision, training, blocks)
-        except Exception:
-            if not blocks.equal and not blocks.differing:
-                raise
-            # An error of the model's code is raised again when no block is compared.
-            unshared = blocks.unshared_next()
-            for owner, before in attributes.items():  # the next forward is the first one again
-                vars(owner).clear()
-                vars(owner).update(before)
-
-
-def _captured(
-    module: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    precision: Precision,
-    training: bool,
-    blocks: BlockTracing,
-) -> Capture:
+    blocks = BlockTracing(module)
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
     mode = _OneType() if precision == "bf16" else nullcontext()
     try:
@@ -191,11 +169,11 @@ def _captured(
             _quiet_torch(),
             _collector_at_rest(),
             lean_tracing(),
-            blocks.active(),
+            # Autograd within a forward would follow the results of another block.
+            blocks.active() if training else nullcontext(),
         ):
             exported = torch.export.export(module, (), dict(inputs), strict=False)
-        blocks.require_equal()
-    except (CompileError, NotEqual):
+    except CompileError:
         raise
     except Exception as error:  # any error of the user's forward must be explained
         raise CompileError(_explain(module, error)) from error

@@ -28,7 +28,7 @@ def lean_tracing() -> Iterator[None]:
     def create_node_with_line(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = create_node(self, *args, **kwargs)
         if node.op not in ("placeholder", "output") and not node.stack_trace:
-            node.stack_trace = _innermost_forward(sys._getframe(1))
+            node.stack_trace = innermost_forward(sys._getframe(1))
         return node
 
     module: Any = proxy_tensor
@@ -44,7 +44,7 @@ def lean_tracing() -> Iterator[None]:
         fx.config.do_not_emit_stack_traces = traces
 
 
-def _innermost_forward(frame: FrameType | None) -> str | None:
+def innermost_forward(frame: FrameType | None) -> str | None:
     """Return the line of the innermost `forward` outside of PyTorch, as a traceback prints it."""
     while frame is not None:
         code = frame.f_code

@@ -1,8 +1,7 @@
-"""A later block of a kind is not traced: its operator calls are compared with the first block's."""
+"""A later block of a kind is not traced: its operator calls are compared with the record."""
 
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,86 +10,65 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
 from torch.utils import _pytree as pytree
 
+from penstock.compiler.equal_blocks.calls import BlockCalls, inputs_of, last_node
 from penstock.compiler.equal_blocks.records import (
-    EQUAL,
-    Call,
-    FirstBlock,
+    BLOCK,
+    BlockRecord,
+    ExternalRef,
     NotEqual,
+    OperatorCall,
+    ResultRef,
     TensorRef,
-    metadata_of,
-    storage_of,
+    refs_in,
     tensors_in,
+    with_refs_replaced,
 )
-from penstock.compiler.equal_blocks.runs import Run, last_node
+from penstock.compiler.equal_blocks.reused_results import ReusedResults
 
 
-class Comparison(Run):
-    """The calls of a later block of a kind."""
+class BlockComparison(BlockCalls):
+    """The operator calls of a later block of a kind.
 
-    def __init__(self, first: FirstBlock, tracer: Any) -> None:
-        super().__init__(first, tracer)
-        self._at = 0
-        self._objects: dict[int, Tensor] = {}  # the tensors so far, by number
-        self._numbers: dict[int, int] = {}  # the newest number of each, by id
+    After a difference the block is traced: `is_equal` is False.
+    """
+
+    def __init__(self, record: BlockRecord, reused: ReusedResults, tracer: Any) -> None:
+        super().__init__(record, tracer)
+        self._reused = reused
+        self._objects: dict[TensorRef, Any] = {}
+        self._refs: dict[int, TensorRef] = {}  # the newest of each tensor, by id
+        self._places: list[tuple[dict[str, Any], str | None]] = []  # of the calls so far
+        self.is_equal = True
 
     def call(self, mode: Any, func: Any, args: Any, kwargs: Any, trace: Callable[[], Any]) -> Any:
-        calls = self._first.calls
-        if self._at == len(calls) or mode.tracer is not self._tracer:
+        if not self.is_equal:
+            return trace()
+        place = len(self._places)
+        try:
+            if place == len(self._record.calls) or mode.tracer is not self._tracer:
+                raise NotEqual
+            call = self._record.calls[place]
+            self._compare(call, func, args, kwargs)
+            results = self._results(call, func, args, kwargs)
+        except NotEqual:
+            self.trace_from_here()
+            return trace()
+        self._places.append((self._tracer.module_stack.copy(), call.line))
+        return results
+
+    def _compare(self, call: OperatorCall, func: Any, args: Any, kwargs: Any) -> None:
+        if call.target is not func or call.with_gradients != torch.is_grad_enabled():
             raise NotEqual
-        call = calls[self._at]
-        gradients = torch.is_grad_enabled()
         with torch._C.DisableTorchFunction():
-            if (
-                call.target is not func
-                or call.with_gradients != gradients
-                or not self._equal(call.args, args)
-                or not self._equal(call.kwargs, kwargs)
-            ):
-                raise NotEqual
-        self._at += 1
-        if len(self._first.results) <= self._count and call.metadata:
-            results = func(*args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                self._keep(call, results)
-                return results
-        for was in call.same:
-            own = self._first.results[self._count]
-            tensor = self._objects[was] if was is not None else own
-            assert tensor is not None
-            self._see_result(tensor)
-        return _filled(call.results, self._objects)
-
-    def _keep(self, call: Call, results: Any) -> None:
-        """Keep the results of a block, which later blocks reuse."""
-        found = list(tensors_in(results))
-        same = tuple(self._numbers.get(id(tensor)) for tensor in found)
-        if same != call.same or tuple(map(metadata_of, found)) != call.metadata:
+            equal = self._equal(call.args, args) and self._equal(call.kwargs, kwargs)
+        if not equal or inputs_of(tensors_in((args, kwargs))) != call.inputs:
             raise NotEqual
-        for tensor, was in zip(found, same, strict=True):
-            self._first.results.append(tensor if was is None else None)
-            self._see_result(tensor)
-
-    def _see_result(self, tensor: Tensor) -> None:
-        self._see(tensor, self._count)
-        self._count += 1
-
-    def _see(self, tensor: Tensor, number: int) -> None:
-        self._numbers[id(tensor)] = number
-        self._objects[number] = tensor
-
-    def _number(self, tensor: Tensor) -> int:
-        number = self._numbers.get(id(tensor))
-        if number is None:
-            number = ~self._externals
-            found = self._describe_external(tensor)
-            if ~number >= len(self._first.externals) or self._first.externals[~number] != found:
-                raise NotEqual
-            self._see(tensor, number)
-        return number
+        if (call.modules, call.line) != self._place():
+            raise NotEqual
 
     def _equal(self, recorded: Any, value: Any) -> bool:
-        if isinstance(recorded, TensorRef):
-            return isinstance(value, Tensor) and self._number(value) == recorded.number
+        if isinstance(recorded, (ResultRef, ExternalRef)):
+            return isinstance(value, Tensor) and self._ref(value) == recorded
         if type(recorded) is not type(value):
             return False
         if isinstance(recorded, (tuple, list)):
@@ -101,59 +79,120 @@ class Comparison(Run):
             )
         return _equal_constants(recorded, value)
 
-    def finish(self, outputs: Any, index: int) -> tuple[Any, tuple[int, ...]]:
-        """Add the block's node to the graph; return its outputs and their numbers."""
-        complete = self._at == len(self._first.calls)
-        if not complete or last_node(self._tracer) is not self._last:
-            raise NotEqual
-        externals = [self._objects[~place] for place in range(self._externals)]
-        external = {id(tensor) for tensor in externals}
-        returned: dict[int, Tensor] = {}
-        # An operator that returns its argument gives this tensor a new node, also outside.
-        for tensor in externals:
-            if self._numbers[id(tensor)] >= 0:
-                returned[self._numbers[id(tensor)]] = tensor
-        leaves, structure = pytree.tree_flatten(outputs)
-        with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-            for place, leaf in enumerate(leaves):
-                if not isinstance(leaf, Tensor) or id(leaf) in external:
-                    continue
-                number = self._numbers.get(id(leaf))
-                if number is not None:
-                    if number not in returned:
-                        returned[number] = self._fresh(leaf, returned)
-                    leaves[place] = returned[number]
-                elif get_proxy_slot(leaf, self._tracer, None) is None:
-                    raise NotEqual
-            self._add_node(externals, list(returned.values()), index)
-        return pytree.tree_unflatten(leaves, structure), tuple(returned)
+    def _ref(self, tensor: Tensor) -> TensorRef:
+        ref = self._refs.get(id(tensor))
+        if ref is None:
+            ref, first_of_storage = self._take_external(tensor)
+            if self._record.storages[ref.number : ref.number + 1] != [first_of_storage]:
+                raise NotEqual
+            self._add(ref, tensor)
+        return ref
 
-    def _fresh(self, result: Tensor, others: Mapping[int, Tensor]) -> Tensor:
-        """Return a tensor like a result, for the code outside of the block."""
-        storage = result.untyped_storage()
-        whole = storage.nbytes() == result.numel() * result.element_size()
-        taken = {storage_of(self._objects[number]) for number in others}
-        if not whole or storage_of(result) in taken or storage_of(result) in self._storages:
-            raise NotEqual
-        fresh = result.clone()
-        if metadata_of(fresh) != metadata_of(result):
-            raise NotEqual
-        return fresh
+    def _add(self, ref: TensorRef, tensor: Tensor) -> None:
+        self._refs[id(tensor)] = ref
+        self._objects[ref] = tensor
 
-    def _add_node(self, externals: list[Tensor], outputs: list[Tensor], index: int) -> None:
-        if not outputs:
-            raise NotEqual
+    def _results(self, call: OperatorCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of a call: those of an earlier block, or new ones."""
+        refs = list(refs_in(call.results))
+        reused: list[Any] = [
+            self._objects[argument] if argument is not None else self._reused.get(ref.number)
+            for ref, argument in zip(refs, call.returned_arguments, strict=True)
+        ]
+        results = None
+        if any(tensor is None for tensor in reused):
+            results = func(*args, **kwargs)
+            reused = list(tensors_in(results))
+            same = tuple(self._refs.get(id(tensor)) for tensor in reused)
+            if same != call.returned_arguments or inputs_of(reused) != call.outputs:
+                raise NotEqual
+            for ref, tensor, argument in zip(refs, reused, same, strict=True):
+                if argument is None:
+                    self._reused.keep(ref.number, tensor)
+        for ref, tensor in zip(refs, reused, strict=True):
+            self._add(ref, tensor)
+        return with_refs_replaced(call.results, self._objects) if results is None else results
+
+    def trace_from_here(self) -> None:
+        """Add the nodes of the calls so far, so that the rest of the block can be traced."""
+        self.is_equal = False
         tracer = self._tracer
-        slots: list[Any] = [get_proxy_slot(tensor, tracer) for tensor in externals]
-        proxy = tracer.create_proxy(
-            "call_function",
-            torch.ops.penstock.equal_block.default,
-            ([slot.proxy for slot in slots],),
-            {},
-            name=EQUAL,
-        )
-        track_tensor_tree(outputs, proxy, constant=None, tracer=tracer)
-        proxy.node.meta[EQUAL] = index
+        modules = tracer.module_stack
+        calls = self._record.calls[: len(self._places)]
+        with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            for call, (stack, line) in zip(calls, self._places, strict=True):
+                newest = last_node(tracer)
+                proxies = {ref: self._proxy(ref) for ref in refs_in((call.args, call.kwargs))}
+                tracer.module_stack = stack
+                proxy = tracer.create_proxy(
+                    "call_function",
+                    call.target,
+                    with_refs_replaced(call.args, proxies),
+                    with_refs_replaced(call.kwargs, proxies),
+                    name=tracer.graph._target_to_str(call.target.overloadpacket.__name__),
+                )
+                results = with_refs_replaced(call.results, self._objects)
+                track_tensor_tree(results, proxy, constant=None, tracer=tracer)
+                node = last_node(tracer)
+                while node is not None and node is not newest:
+                    node.stack_trace = line
+                    node = node.prev
+            tracer.module_stack = modules
+        self._reused.forget([ref.number for call in calls for ref in refs_in(call.results)])
+
+    def _proxy(self, ref: TensorRef) -> Any:
+        slot: Any = get_proxy_slot(self._objects[ref], self._tracer)
+        return slot.proxy
+
+    def finish(self, outputs: Any, index: int) -> tuple[ResultRef, ...] | None:
+        """Add the node of the block; return what it returns. None if the block is not equal.
+
+        **Arguments:** `outputs` are those of the block's forward, `index` is that of the block in
+        `BlockTracing.equal`.
+        """
+        if self.is_equal and len(self._places) < len(self._record.calls):
+            self.trace_from_here()
+        if not self.is_equal:
+            return None
+        with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            visible = self._visible(outputs)
+            externals = [ExternalRef(number) for number in range(self._external_count)]
+            inputs = [self._proxy(ref) for ref in externals]
+            proxy = self._tracer.create_proxy(
+                "call_function",
+                torch.ops.penstock.equal_block.default,
+                (inputs,),
+                {},
+                name="equal_block",
+            )
+            proxy.node.meta[BLOCK] = index
+            tensors = [self._objects[ref] for ref in visible]
+            track_tensor_tree(tensors, proxy, constant=None, tracer=self._tracer)
+        return tuple(visible)
+
+    def _visible(self, outputs: Any) -> list[ResultRef]:
+        """Return the results that code outside of the block can see, and forget them."""
+        expected = {
+            ref.number: metadata
+            for call in self._record.calls
+            for ref, metadata in zip(refs_in(call.results), call.outputs, strict=True)
+        }
+        self._reused.forget_changed(expected)
+        returned = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)}
+        # An operator that returns its argument gives an external tensor a new node.
+        returned |= {id(t) for ref, t in self._objects.items() if isinstance(ref, ExternalRef)}
+        referenced = self._reused.referenced(self._objects)  # type: ignore[arg-type]
+        returned |= {id(self._objects[ResultRef(number)]) for number in referenced}
+        visible: dict[ResultRef, Tensor] = {}
+        for tensor in list(self._objects.values()):
+            newest = self._refs[id(tensor)]
+            if id(tensor) in returned and isinstance(newest, ResultRef):
+                visible[newest] = tensor
+                base = self._refs.get(id(tensor._base)) if tensor._base is not None else None
+                if isinstance(base, ResultRef):
+                    visible[base] = self._objects[base]
+        self._reused.forget_shared(list(visible.values()))
+        return list(visible)
 
 
 def _equal_constants(recorded: Any, value: Any) -> bool:
@@ -164,34 +203,3 @@ def _equal_constants(recorded: Any, value: Any) -> bool:
     if isinstance(recorded, complex):
         return repr(recorded) == repr(value)
     return bool(recorded == value)
-
-
-def _filled(tree: Any, objects: Mapping[int, Tensor]) -> Any:
-    if isinstance(tree, TensorRef):
-        return objects[tree.number]
-    if type(tree) in (tuple, list):
-        return type(tree)(_filled(part, objects) for part in tree)
-    return tree
-
-
-def forget_escaped(first: FirstBlock) -> None:
-    """Forget the reused results if the block that has just ended has changed or kept one of them.
-
-    The next block then computes results of its own, so that it can see no trace of another block.
-    """
-    described = [metadata for call in first.calls for metadata in call.metadata]
-    for place, metadata in enumerate(described):
-        tensor = first.results[place]
-        if tensor is not None and (_is_kept(tensor) or metadata_of(tensor) != metadata):
-            first.results = []
-            return
-
-
-def _is_kept(result: Tensor) -> bool:
-    """Return whether more than this module refers to a result."""
-    tensor: Any = result
-    # All references from C++, of which PyTorch's autograd graph has some, count as one.
-    inside = 1 if hasattr(tensor, "_use_count") and tensor._use_count() > 1 else 0
-    del tensor
-    # The list and the dict of the reused results, the caller, `result`, and getrefcount.
-    return sys.getrefcount(result) - inside > 5

@@ -6,6 +6,7 @@ the path of its own module.
 """
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +14,15 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.compiler.equal_blocks.records import (
-    EQUAL,
-    FIRST,
-    Call,
+    BLOCK,
+    CALL,
     EqualBlock,
-    NotEqual,
+    ExternalRef,
+    OperatorCall,
+    ResultRef,
     TensorRef,
+    refs_in,
     storage_of,
-    tensor_refs,
     tensors_in,
 )
 from penstock.compiler.equal_blocks.tracing import BlockTracing
@@ -29,163 +31,141 @@ _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 def expand_equal_blocks(graph: fx.Graph, blocks: BlockTracing) -> None:
-    """Replace every node of an equal block by copies of the first block's nodes, in place.
-
-    Raises:
-        NotEqual: the export has changed the first block's nodes.
-    """
-    if not blocks.equal:
-        return
-    originals = {node.meta[FIRST]: node for node in graph.nodes if FIRST in node.meta}
+    """Replace every node of an equal block by copies of the first block's nodes, in place."""
+    originals = {node.meta.pop(CALL): node for node in graph.nodes if CALL in node.meta}
     for node in list(graph.nodes):
-        if EQUAL in node.meta:
-            _Expansion(graph, node, blocks.equal[node.meta[EQUAL]], originals).expand()
+        if BLOCK in node.meta:
+            _Expansion(graph, node, blocks.equal[node.meta[BLOCK]], originals).expand()
 
 
 class _Expansion:
-    """The copies of a block's nodes, in the place of its node `whole`."""
+    """The copies of a block's nodes, in the place of its node `block_node`.
+
+    `_originals` are the nodes of the first block, `_copies` those of this one, by tensor.
+    `_storages` has the memory of this block's results by the memory of the first block's.
+    """
 
     def __init__(
         self,
         graph: fx.Graph,
-        whole: fx.Node,
+        block_node: fx.Node,
         block: EqualBlock,
-        originals: dict[tuple[int, int], fx.Node],
+        call_nodes: Mapping[tuple[int, int], fx.Node],
     ) -> None:
-        self._graph, self._whole, self._block = graph, whole, block
-        self._originals = originals
-        self._sources: dict[int, fx.Node] = {}  # nodes of the first block, by tensor number
-        self._copies: dict[int, fx.Node] = {}  # nodes of this block
-        self._storages: dict[int, Any] = {}  # of this block, by those of the first
-        self._outputs: dict[int, fx.Node] = {}
-        for user in whole.users:
-            if user.target is not operator.getitem:
-                raise NotEqual
+        self._graph, self._block_node, self._record = graph, block_node, block.record
+        self._call_nodes = call_nodes
+        self._originals: dict[TensorRef, fx.Node] = {}
+        self._copies: dict[TensorRef, fx.Node] = {}
+        self._storages: dict[int, Any] = {}
+        self._outputs: dict[TensorRef, fx.Node] = {}
+        for user in block_node.users:
+            assert user.target is operator.getitem
             self._outputs[block.outputs[int(user.args[1])]] = user  # type: ignore[arg-type]
-        for place, given in enumerate(whole.args[0]):  # type: ignore[arg-type]
-            self._copies[~place] = given
+        for number, given in enumerate(block_node.args[0]):  # type: ignore[arg-type]
+            self._copies[ExternalRef(number)] = given
 
     def expand(self) -> None:
         """Insert the copies, let readers of the block's node read them, and erase the node."""
-        absent = []
-        with self._graph.inserting_before(self._whole):
-            for place, call in enumerate(self._block.first.calls):
-                original = self._originals.get((self._block.first.index, place))
-                if original is None or original.target is not call.target:
-                    raise NotEqual
-                absent += self._copy(call, original)
-        for number, user in self._outputs.items():
-            user.replace_all_uses_with(self._copies[number])
+        unnamed: list[fx.Node] = []
+        with self._graph.inserting_before(self._block_node):
+            for place, call in enumerate(self._record.calls):
+                unnamed += self._copy(call, self._call_nodes[self._record.index, place])
+        for ref, user in self._outputs.items():
+            user.replace_all_uses_with(self._copies[ref])
             self._graph.erase_node(user)
-        self._graph.erase_node(self._whole)
-        for node in absent:
+        self._graph.erase_node(self._block_node)
+        for node in unnamed:
             if not node.users:
                 self._graph.erase_node(node)
 
-    def _copy(self, call: Call, original: fx.Node) -> list[fx.Node]:
-        """Copy a node and the nodes that take its results apart; return those without original."""
-        numbers = (ref.number for ref in tensor_refs((call.args, call.kwargs)))
+    def _copy(self, call: OperatorCall, original: fx.Node) -> list[fx.Node]:
+        """Copy a node and the nodes that take its results apart.
+
+        Returns those of the latter that the first block has no more, since nothing read them.
+        """
+        refs = refs_in((call.args, call.kwargs))
 
         def own(node: fx.Node) -> fx.Node:
-            number = next(numbers, None)
-            if number is None or self._source(number, node) is not node:
-                raise NotEqual
-            return self._copies[number]
+            ref = next(refs)
+            if ref not in self._originals:
+                self._originals[ref] = node  # an external tensor, which is first read here
+                self._pair(node.meta["val"], self._copies[ref].meta["val"])
+            assert self._originals[ref] is node
+            return self._copies[ref]
 
         args = fx.node.map_arg(original.args, own)
         kwargs = fx.node.map_arg(original.kwargs, own)
-        if next(numbers, None) is not None:
-            raise NotEqual
-        self._copy_check(original, args)
-        made = self._graph.create_node(
+        self._copy_check(call, original, args)
+        copied = self._graph.create_node(
             "call_function", original.target, args, kwargs, original.name
         )
-        results = [ref.number for ref in tensor_refs(call.results)]
-        self._take_storages(results, original)
-        self._describe(made, original)
-        if isinstance(call.results, TensorRef):
-            self._sources[results[0]], self._copies[results[0]] = original, made
+        for ref, value in zip(refs_in(call.results), _values(original), strict=True):
+            if ref in self._outputs:  # the code outside has seen its memory
+                self._pair(value, self._outputs[ref].meta["val"])
+        copied.meta = {
+            **original.meta,
+            "val": self._copied_values(original.meta["val"]),
+            "nn_module_stack": self._module_stack(call, original),
+        }
+        if isinstance(call.results, ResultRef):
+            self._originals[call.results], self._copies[call.results] = original, copied
             return []
-        sources = {user.args[1]: user for user in original.users if _is_part(user, original)}
-        absent = []
-        for place, part in enumerate(call.results):
-            if part is not None:
-                source = sources.get(place)
-                own_part = self._part(place, part.number, made, source)
-                absent += [own_part] if source is None else []
-        return absent
+        return self._copy_items(call, original, copied)
 
-    def _copy_check(self, original: fx.Node, args: tuple[Any, ...]) -> None:
+    def _copy_items(self, call: OperatorCall, original: fx.Node, copied: fx.Node) -> list[fx.Node]:
+        unnamed = []
+        items = {n.args[1]: n for n in original.users if n.target is operator.getitem}
+        for place, ref in enumerate(call.results):
+            if ref is None:
+                continue
+            item = self._graph.create_node("call_function", operator.getitem, (copied, place), {})
+            item.meta = {**copied.meta, "val": copied.meta["val"][place]}
+            self._copies[ref] = item
+            if place in items:
+                self._originals[ref] = items[place]
+            else:
+                unnamed.append(item)
+        return unnamed
+
+    def _copy_check(self, call: OperatorCall, original: fx.Node, args: tuple[Any, ...]) -> None:
         """Copy the check that the export has put in front of a conversion."""
         check = original.prev
-        if check.target is not _CHECK or FIRST in check.meta:
-            return
-        if check.args != original.args[:1]:
-            raise NotEqual
-        made = self._graph.create_node(
-            "call_function", _CHECK, args[:1], dict(check.kwargs), check.name
-        )
-        made.meta = {**check.meta, "nn_module_stack": self._module_stack(original)}
+        if check.target is _CHECK and check not in self._originals.values():
+            copied = self._graph.create_node(
+                "call_function", _CHECK, args[:1], dict(check.kwargs), check.name
+            )
+            modules = self._module_stack(call, original)
+            copied.meta = {**check.meta, "nn_module_stack": modules}
 
-    def _part(self, place: int, number: int, made: fx.Node, source: fx.Node | None) -> fx.Node:
-        """Add the node that takes one result of an operator."""
-        part = self._graph.create_node("call_function", operator.getitem, (made, place), {})
-        part.meta = {**made.meta, "val": made.meta["val"][place]}
-        if source is not None:
-            self._sources[number] = source
-        self._copies[number] = part
-        return part
+    def _pair(self, original: Any, own: Any) -> None:
+        if isinstance(original, Tensor) and isinstance(own, Tensor):
+            self._storages.setdefault(storage_of(original), own.untyped_storage())
 
-    def _source(self, number: int, node: fx.Node) -> fx.Node | None:
-        """Return the first block's node of a tensor; an external one is `node`, first read here."""
-        if number < 0 and number not in self._sources:
-            self._sources[number] = node
-            self._pair(node.meta["val"], self._copies[number].meta["val"])
-        return self._sources.get(number)
-
-    def _take_storages(self, numbers: list[int], original: fx.Node) -> None:
-        """Give the results that leave the block the memory that the code outside has seen."""
-        for number, value in zip(numbers, tensors_in(original.meta["val"]), strict=True):
-            if number in self._outputs:
-                self._pair(value, self._outputs[number].meta["val"])
-
-    def _pair(self, source: Any, own: Any) -> None:
-        if isinstance(source, Tensor) and isinstance(own, Tensor):
-            self._storages.setdefault(storage_of(source), own.untyped_storage())
-
-    def _describe(self, made: fx.Node, original: fx.Node) -> None:
-        meta = {key: value for key, value in original.meta.items() if key != FIRST}
-        meta["val"] = self._values(original.meta["val"])
-        meta["nn_module_stack"] = self._module_stack(original)
-        made.meta = meta
-
-    def _values(self, value: Any) -> Any:
+    def _copied_values(self, value: Any) -> Any:
         """Return fake tensors like the results of an operator of the first block."""
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self._values, value))
+            return type(value)(map(self._copied_values, value))
         if not isinstance(value, FakeTensor):
             return value
         storage = self._storages.get(storage_of(value))
         if storage is None:
-            size = value.untyped_storage().nbytes()
-            storage = torch.UntypedStorage(size, device="meta")
+            storage = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
             self._storages[storage_of(value)] = storage
         base = torch.empty(0, dtype=value.dtype, device="meta")
         base.set_(storage, value.storage_offset(), value.shape, value.stride())
         return FakeTensor(value.fake_mode, base, value.device)
 
-    def _module_stack(self, original: fx.Node) -> dict[str, tuple[str, str]]:
-        """Return the modules of a copy: those of the original, within this block."""
-        stack: dict[str, tuple[str, str]] = dict(self._whole.meta["nn_module_stack"])
-        inner = list(original.meta["nn_module_stack"].items())
-        # Blocks of a kind have one parent, so the block itself is at one depth.
-        first_key, (first_path, _) = inner[len(stack) - 1]
+    def _module_stack(self, call: OperatorCall, original: fx.Node) -> dict[str, tuple[str, str]]:
+        """Return the modules of a copy: this block, and below it those of the original."""
+        stack: dict[str, tuple[str, str]] = dict(self._block_node.meta["nn_module_stack"])
         key, (path, _) = list(stack.items())[-1]
-        for below, (below_path, name) in inner[len(stack) :]:
-            below_path = path + below_path.removeprefix(first_path)
-            stack[key + below.removeprefix(first_key)] = (below_path, name)
+        names = list(original.meta["nn_module_stack"].values())
+        for (below, below_path, _), (_, name) in zip(
+            call.modules, names[len(names) - len(call.modules) :], strict=True
+        ):
+            stack[key + below] = (path + below_path, name)
         return stack
 
 
-def _is_part(user: fx.Node, node: fx.Node) -> bool:
-    return user.target is operator.getitem and user.args[0] is node
+def _values(node: fx.Node) -> list[Tensor]:
+    return list(tensors_in(node.meta["val"]))

@@ -6,14 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-FIRST = "operator_of_block"  # meta key of a first block's node: its block and its call
-EQUAL = "equal_block"  # meta key of the node of an equal block: its index in `BlockTracing.equal`
+CALL = "call_of_block"  # meta key of a node of a first block: the record's and the call's index
+BLOCK = "equal_block"  # meta key of the node of an equal block: its index in `BlockTracing.equal`
+
+# Whatever a shape rule or the code of a model can read of a tensor without data.
+Metadata = tuple[Any, ...]
+# The modules of a call below its block: key in the tracer, path and class of each, relative.
+ModulesBelow = tuple[tuple[str, str, type], ...]
 
 
 class NotEqual(Exception):
-    """A block differs from the first one of its kind; the capture must begin again without it."""
+    """A call of a block cannot be recorded, or differs from the record."""
 
 
 @torch.library.custom_op("penstock::equal_block", mutates_args=())
@@ -23,52 +27,71 @@ def equal_block(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class TensorRef:
-    """A tensor of a block: result `number`, or external tensor `~number` if it is negative."""
+class ResultRef:
+    """A tensor that a block computes; `number` counts the results of its calls."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Call:
+class ExternalRef:
+    """A tensor from outside of a block; `number` counts them in the order of their first use."""
+
+    number: int
+
+
+TensorRef = ResultRef | ExternalRef
+
+
+@dataclass(frozen=True)
+class OperatorCall:
     """An operator call of a block.
 
-    Tensors in the arguments and results are `TensorRef`. `metadata` describes the results. `same`
-    has, for each result, the number that this tensor object had before if the operator returned
-    one of its arguments.
+    Attributes:
+        target: the operator.
+        args: positional arguments, with a `TensorRef` for every tensor.
+        kwargs: keyword arguments, likewise.
+        inputs: the metadata of the tensors in `args` and `kwargs`.
+        results: the results, with a `ResultRef` for every tensor.
+        outputs: the metadata of the tensors in `results`.
+        returned_arguments: for each tensor in `results`, the argument that it is, if any.
+        with_gradients: whether autograd is on.
+        modules: the modules of the call below the block.
+        line: the line of the model's code, as in `stack_trace` of a node.
     """
 
     target: Any
     args: Any
     kwargs: Any
+    inputs: tuple[Metadata, ...]
     results: Any
-    metadata: tuple[Any, ...]
-    same: tuple[int | None, ...]
+    outputs: tuple[Metadata, ...]
+    returned_arguments: tuple[TensorRef | None, ...]
     with_gradients: bool
+    modules: ModulesBelow
+    line: str | None
 
 
 @dataclass
-class FirstBlock:
-    """The record of the first block of a kind.
+class BlockRecord:
+    """The operator calls of the first block of a kind.
 
-    `externals` are the metadata of the tensors from outside. `autocast` is whether it was on at the
-    start. `results` are the results of a later block, by number; the calls of all equal blocks
-    return them. A result that is an argument of its operator is None.
+    `storages` has, for each external tensor, the first one that shares its memory. `autocast` is
+    whether it was on at the start of the block.
     """
 
     index: int
     autocast: bool
-    calls: list[Call] = field(default_factory=list)
-    externals: list[tuple[Any, ...]] = field(default_factory=list)
-    results: list[Tensor | None] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class EqualBlock:
-    """An equal block: its first block, and the numbers of the results that its node returns."""
+    """A block with the calls of a record; its node returns `outputs`."""
 
-    first: FirstBlock
-    outputs: tuple[int, ...]
+    record: BlockRecord
+    outputs: tuple[ResultRef, ...]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -82,27 +105,38 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-def tensor_refs(tree: Any) -> Iterator[TensorRef]:
-    """Yield the tensors in the recorded arguments or results of a call, in their order."""
-    if isinstance(tree, TensorRef):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from tensor_refs(part)
-    elif isinstance(tree, dict):
-        yield from tensor_refs(tuple(tree.values()))
+def refs_in(value: Any) -> Iterator[Any]:
+    """Yield the `TensorRef`s in recorded arguments or results, in their order."""
+    if isinstance(value, (ResultRef, ExternalRef)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from refs_in(part)
+    elif isinstance(value, dict):
+        yield from refs_in(tuple(value.values()))
 
 
-def metadata_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all that a shape rule or the model's code can read of a tensor without data.
+def with_refs_replaced(value: Any, replacements: Any) -> Any:
+    """Return recorded arguments or results with `replacements[ref]` for every `TensorRef`."""
+    if isinstance(value, (ResultRef, ExternalRef)):
+        return replacements[value]
+    if type(value) in (tuple, list):
+        return type(value)(with_refs_replaced(part, replacements) for part in value)
+    if type(value) is dict:
+        return {name: with_refs_replaced(part, replacements) for name, part in value.items()}
+    return value
+
+
+def metadata_of(tensor: Tensor) -> Metadata:
+    """Return the metadata of a tensor.
 
     Raises:
-        NotEqual: the tensor has no strides.
+        NotEqual: the tensor has no strides, or is lazily conjugated or negated.
     """
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         raise NotEqual
     return (
-        type(tensor) is FakeTensor,
+        type(tensor),
         tuple(tensor.shape),
         tensor.stride(),
         tensor.storage_offset(),
@@ -111,9 +145,8 @@ def metadata_of(tensor: Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.requires_grad,
         tensor.is_leaf,
-        tensor.is_conj(),
-        tensor.is_neg(),
         tensor.is_inference(),
+        tensor._is_view(),
         len(vars(tensor)),  # attributes that the model's code has set
     )
 
@@ -121,3 +154,8 @@ def metadata_of(tensor: Tensor) -> tuple[Any, ...]:
 def storage_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_autocast_enabled() -> bool:
+    """Return whether autocast is on for any device that a model may use."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
