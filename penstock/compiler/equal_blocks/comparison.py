@@ -20,6 +20,7 @@ from penstock.compiler.equal_blocks.records import (
     ResultRef,
     TensorRef,
     refs_in,
+    storage_of,
     tensors_in,
     with_refs_replaced,
 )
@@ -107,7 +108,8 @@ class BlockComparison(BlockCalls):
             if same != call.returned_arguments or inputs_of(reused) != call.outputs:
                 raise NotEqual
             for ref, tensor, argument in zip(refs, reused, same, strict=True):
-                if argument is None:
+                # A view of an external tensor belongs to this block alone.
+                if argument is None and storage_of(tensor) not in self._storages:
                     self._reused.keep(ref.number, tensor)
         for ref, tensor in zip(refs, reused, strict=True):
             self._add(ref, tensor)

@@ -66,10 +66,16 @@ class _Expansion:
 
     def expand(self) -> None:
         """Insert the copies, let readers of the block's node read them, and erase the node."""
+        originals = [
+            self._call_nodes[self._record.index, place] for place in range(len(self._record.calls))
+        ]
+        calls = list(zip(self._record.calls, originals, strict=True))
+        for call, original in calls:
+            self._pair_storages(call, original)
         unnamed: list[fx.Node] = []
         with self._graph.inserting_before(self._block_node):
-            for place, call in enumerate(self._record.calls):
-                unnamed += self._copy(call, self._call_nodes[self._record.index, place])
+            for call, original in calls:
+                unnamed += self._copy(call, original)
         for ref, user in self._outputs.items():
             user.replace_all_uses_with(self._copies[ref])
             self._graph.erase_node(user)
@@ -77,6 +83,22 @@ class _Expansion:
         for node in unnamed:
             if not node.users:
                 self._graph.erase_node(node)
+
+    def _pair_storages(self, call: OperatorCall, original: fx.Node) -> None:
+        """Take the memory of the external tensors, and of results that code outside has seen."""
+        refs = refs_in((call.args, call.kwargs))
+
+        def pair(node: fx.Node) -> None:
+            ref = next(refs)
+            if isinstance(ref, ExternalRef) and ref not in self._originals:
+                self._originals[ref] = node
+                self._pair(node.meta["val"], self._copies[ref].meta["val"])
+
+        fx.node.map_arg((original.args, original.kwargs), pair)
+        values = tensors_in(original.meta["val"])
+        for ref, value in zip(refs_in(call.results), values, strict=True):
+            if ref in self._outputs:
+                self._pair(value, self._outputs[ref].meta["val"])
 
     def _copy(self, call: OperatorCall, original: fx.Node) -> list[fx.Node]:
         """Copy a node and the nodes that take its results apart.
@@ -87,9 +109,6 @@ class _Expansion:
 
         def own(node: fx.Node) -> fx.Node:
             ref = next(refs)
-            if ref not in self._originals:
-                self._originals[ref] = node  # an external tensor, which is first read here
-                self._pair(node.meta["val"], self._copies[ref].meta["val"])
             assert self._originals[ref] is node
             return self._copies[ref]
 
@@ -99,9 +118,6 @@ class _Expansion:
         copied = self._graph.create_node(
             "call_function", original.target, args, kwargs, original.name
         )
-        for ref, value in zip(refs_in(call.results), _values(original), strict=True):
-            if ref in self._outputs:  # the code outside has seen its memory
-                self._pair(value, self._outputs[ref].meta["val"])
         copied.meta = {
             **original.meta,
             "val": self._copied_values(original.meta["val"]),
@@ -165,7 +181,3 @@ class _Expansion:
         ):
             stack[key + below] = (path + below_path, name)
         return stack
-
-
-def _values(node: fx.Node) -> list[Tensor]:
-    return list(tensors_in(node.meta["val"]))

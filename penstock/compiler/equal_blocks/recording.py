@@ -36,6 +36,8 @@ _CONSTANTS = (
     torch.memory_format,
     type(None),
 )
+# The first takes a constant. The export erases the second if nothing reads its result.
+_REFUSED = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default}
 _REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -91,7 +93,7 @@ class BlockRecording(BlockCalls):
             or func._schema.is_mutable
             or mode.tracer is not self._tracer
             or next(tensors_in((args, kwargs)), None) is None  # creates a tensor
-            or func is torch.ops.aten.lift_fresh.default
+            or func in _REFUSED
             or not _REFUSED_TAGS.isdisjoint(func.tags)
             or last_node(self._tracer) is not self._newest
         ):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.fx.experimental import proxy_tensor
+from torch.nn.parameter import is_lazy
 
 from penstock.compiler.equal_blocks.calls import BlockCalls
 from penstock.compiler.equal_blocks.comparison import BlockComparison
@@ -57,7 +58,7 @@ class BlockTracing:
 
             # Not `forward`: a line of a function of that name is one of the model's code.
             def run_block(*args: Any, **kwargs: Any) -> Any:
-                return blocks._run(kind, self, forward, args, kwargs)
+                return blocks._run(kind, owner, self, forward, args, kwargs)
 
             return call_module(self, owner, run_block, args, kwargs)
 
@@ -108,10 +109,12 @@ class BlockTracing:
             return None
         return kind
 
-    def _run(self, kind: _Kind, tracer: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a block, which is the tracer's innermost module."""
-        if "@" in next(reversed(tracer.module_stack)):  # it is called again
-            return forward(*args, **kwargs)
+    def _run(
+        self, kind: _Kind, owner: nn.Module, tracer: Any, forward: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Run the forward of a block."""
+        if next(reversed(tracer.module_stack)) != tracer.path_of_module(owner):
+            return forward(*args, **kwargs)  # called again, or as a part of a compiled module
         if kind.record is None:
             return self._record(kind, tracer, forward, args, kwargs)
         if kind.record.autocast != is_autocast_enabled():
@@ -182,7 +185,7 @@ def _description(block: nn.Module) -> tuple[Any, ...]:
             (name, value) for name, value in vars(owner).items() if type(value) in (bool, str)
         )
         tensors = tuple(
-            (name, tuple(value.shape), value.dtype, value.requires_grad)
+            (name, value.dtype, None if is_lazy(value) else tuple(value.shape), value.requires_grad)
             for held in (owner._parameters, owner._buffers)
             for name, value in held.items()
             if value is not None

@@ -740,3 +740,111 @@ def test_random_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_random_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     equal = [check_repeated(seed, monkeypatch) for seed in range(30, 230)]
     assert sum(map(bool, equal)) >= 10
+
+
+def test_detached_results_that_only_some_callers_use() -> None:
+    class Pair(Block):
+        def change(self, x: Tensor, y: Tensor) -> Any:
+            return y, y.sin().detach()
+
+    class Uses(Model):
+        def __init__(self, users: tuple[int, ...]) -> None:
+            super().__init__(Pair)
+            self.users = users
+
+        def run(self, block: nn.Module, x: Tensor) -> Tensor:
+            y, detached = block(x)
+            return y + detached if block.index in self.users else y
+
+    for users in ((0,), (3,), (1, 2)):
+        assert compare(Uses(users)) == 0
+
+
+def test_memory_of_results_that_are_views() -> None:
+    class Flat(Block):
+        def change(self, x: Tensor, y: Tensor) -> Any:
+            return y.view(-1).view(y.shape).contiguous()
+
+    class Writing(Model):
+        def run(self, block: nn.Module, x: Tensor) -> Tensor:
+            y = block(x)[:, 0:2]
+            y.mul_(2.0)
+            return torch.cat([y, x[:, 2:]], 1)
+
+    assert compare(Writing(Flat)) == BLOCKS - 1
+
+
+def test_one_block_that_also_returns_a_view_of_its_input() -> None:
+    class Viewed(Block):
+        def change(self, x: Tensor, y: Tensor) -> Any:
+            turned = x.transpose(0, 1)
+            y = y + turned.transpose(0, 1).cos()
+            return (y, turned) if self.index == 3 else (y,)
+
+    class Writing(Model):
+        def run(self, block: nn.Module, x: Tensor) -> Tensor:
+            x = x * 1.0
+            y, *more = block(x)
+            for turned in more:
+                turned.add_(1.0)
+            return y + x
+
+    assert compare(Writing(Viewed)) == BLOCKS - 1
+
+
+def test_a_weak_reference_to_a_result_of_the_block_before() -> None:
+    class Weak(Block):
+        def change(self, x: Tensor, y: Tensor) -> Tensor:
+            z = y.sigmoid()
+            before = seen[-1]() if len(seen) >= 2 else None
+            seen.append(weakref.ref(z))
+            return y * (z if before is None else before)
+
+    class Cleared(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.clear()
+            return super().forward(x)
+
+    seen: list[Any] = []
+    compare(Cleared(Weak))
+
+
+def test_compiled_blocks() -> None:
+    class Compiled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(torch.compile(block) for block in self.blocks)
+
+    assert compare(Compiled()) == 0
+
+
+def test_blocks_that_call_modules_outside_of_themselves() -> None:
+    class Calling(Block):
+        outside: tuple[nn.Module, ...] = ()
+
+        def change(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.outside[self.index](y)
+
+    class Experts(Model):
+        def __init__(self) -> None:
+            super().__init__(Calling)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+            for block in self.blocks:
+                block.outside = tuple(self.experts)
+
+    assert compare(Experts()) == 0
+
+
+def test_blocks_of_lazy_modules_are_refused_as_always() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.LazyLinear(WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean()
+
+    with pytest.raises(CompileError, match="cannot capture"):
+        capture(Lazy(), {"x": torch.randn(2, 3, WIDTH)})
