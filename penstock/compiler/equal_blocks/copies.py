@@ -135,7 +135,11 @@ class _Expansion:
             if ref is None:
                 continue
             item = self._graph.create_node("call_function", operator.getitem, (copied, place), {})
-            item.meta = {**copied.meta, "val": copied.meta["val"][place]}
+            item.meta = {
+                **(items[place] if place in items else copied).meta,
+                "val": copied.meta["val"][place],
+                "nn_module_stack": copied.meta["nn_module_stack"],
+            }
             self._copies[ref] = item
             if place in items:
                 self._originals[ref] = items[place]
