@@ -45,7 +45,7 @@ class BlockRecording(BlockCalls):
     """The operator calls of the first block of a kind.
 
     Tensors are identified by their nodes. A reference to a tensor would change what PyTorch does:
-    the result of `torch.full` is copied if anything else refers to it.
+    the result of an operator that creates a tensor is copied if anything else refers to it.
     """
 
     def __init__(self, record: BlockRecord, tracer: Any) -> None:
@@ -92,7 +92,8 @@ class BlockRecording(BlockCalls):
             not isinstance(func, torch._ops.OpOverload)
             or func._schema.is_mutable
             or mode.tracer is not self._tracer
-            or next(tensors_in((args, kwargs)), None) is None  # creates a tensor
+            or next(tensors_in((args, kwargs)), None) is None
+            or any(a.name == "pin_memory" for a in func._schema.arguments)  # creates a tensor
             or func in _REFUSED
             or not _REFUSED_TAGS.isdisjoint(func.tags)
             or last_node(self._tracer) is not self._newest

@@ -388,10 +388,21 @@ def test_results_that_the_caller_writes_in_place() -> None:
     assert compare(Caller()) == BLOCKS - 1
 
 
-def test_blocks_that_create_tensors() -> None:
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda y: torch.full((), -1.0) + torch.arange(WIDTH),
+        lambda y: torch.zeros_like(y),
+        lambda y: torch.full_like(y, 2.0, dtype=torch.float32),
+        lambda y: y.new_ones(WIDTH),
+        lambda y: torch.tensor(3.0),
+    ],
+    ids=["full", "zeros_like", "full_like", "new_ones", "tensor"],
+)
+def test_blocks_that_create_tensors(create: Callable[[Tensor], Tensor]) -> None:
     class Creating(Block):
         def change(self, x: Tensor, y: Tensor) -> Tensor:
-            return torch.maximum(y, torch.full((), -1.0)) + torch.arange(WIDTH)
+            return torch.maximum(y, create(y)) * create(y).cos()
 
     assert compare(Model(Creating)) == 0
 
