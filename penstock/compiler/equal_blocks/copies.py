@@ -136,7 +136,7 @@ class _Expansion:
                 continue
             item = self._graph.create_node("call_function", operator.getitem, (copied, place), {})
             item.meta = {
-                **(items[place] if place in items else copied).meta,
+                **items.get(place, copied).meta,
                 "val": copied.meta["val"][place],
                 "nn_module_stack": copied.meta["nn_module_stack"],
             }
