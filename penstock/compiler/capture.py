@@ -165,7 +165,7 @@ def capture(
         with (
             lowered,
             mode,
-            _gradients(training),
+            _gradients(training, blocks),
             _quiet_torch(),
             _collector_at_rest(),
             lean_tracing(),
@@ -270,10 +270,10 @@ def refused_buffer_write(buffer: str) -> CompileError:
 
 
 @contextmanager
-def _gradients(training: bool) -> Iterator[None]:
+def _gradients(training: bool, blocks: BlockTracing) -> Iterator[None]:
     """Trace the user's code for gradients; a program without gradients just runs the forward."""
     if training:
-        with gradient_hooks_refused(), custom_functions_traced():
+        with gradient_hooks_refused(), custom_functions_traced(blocks.trace_running_block):
             yield
     else:
         yield

@@ -44,8 +44,12 @@ class Context(autograd_function.FunctionCtx):
 
 
 @contextmanager
-def custom_functions_traced() -> Iterator[None]:
-    """Context in which an export also traces the backward of custom functions."""
+def custom_functions_traced(complete_graph: Callable[[], None]) -> Iterator[None]:
+    """Context in which an export also traces the backward of custom functions.
+
+    **Arguments:** `complete_graph` adds the nodes of all operator calls so far to the graph. The
+    nodes of a function's code are those that come after it.
+    """
     # `Function.apply` ends in that of its base class, even if a model bound it to a name of its own
     # (`round_through = RoundThrough.apply`) before.
     base: Any = autograd_function._SingleLevelFunction
@@ -63,6 +67,7 @@ def custom_functions_traced() -> Iterator[None]:
                 "a backward hook of a module is active",
                 "Remove it, or write what it does as a torch.autograd.Function.",
             )
+        complete_graph()
         return _traced(cls, args, kwargs, numbers)
 
     transformed = module.custom_function_call

@@ -140,7 +140,7 @@ class BlockComparison(BlockCalls):
                     node.stack_trace = line
                     node = node.prev
             tracer.module_stack = modules
-        self._reused.forget([ref.number for call in calls for ref in refs_in(call.results)])
+        self._reused.forget_all()
 
     def _proxy(self, ref: TensorRef) -> Any:
         slot: Any = get_proxy_slot(self._objects[ref], self._tracer)
@@ -183,8 +183,7 @@ class BlockComparison(BlockCalls):
         returned = {id(leaf) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)}
         # An operator that returns its argument gives an external tensor a new node.
         returned |= {id(t) for ref, t in self._objects.items() if isinstance(ref, ExternalRef)}
-        referenced = self._reused.referenced(self._objects)  # type: ignore[arg-type]
-        returned |= {id(self._objects[ResultRef(number)]) for number in referenced}
+        returned |= {id(self._objects[ref]) for ref in self._reused.referenced(self._objects)}
         visible: dict[ResultRef, Tensor] = {}
         for tensor in list(self._objects.values()):
             newest = self._refs[id(tensor)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.compiler.equal_blocks.records import (
     Metadata,
     NotEqual,
-    TensorRef,
+    ResultRef,
     metadata_of,
     storage_of,
 )
@@ -34,38 +34,44 @@ class ReusedResults:
         """Keep a result for the next block."""
         self._results[number] = result
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Let the next block compute these results."""
-        for number in numbers:
-            self._results.pop(number, None)
+    def forget_all(self) -> None:
+        """Let the next block compute every result."""
+        self._results.clear()
 
     def forget_changed(self, expected: Mapping[int, Metadata]) -> None:
         """Forget results whose metadata the model has changed."""
-        self.forget([n for n, t in self._results.items() if not _has(t, expected[n])])
+        self._forget([n for n, t in self._results.items() if not _has(t, expected[n])])
 
     def forget_shared(self, tensors: Collection[Tensor]) -> None:
         """Forget the results that share memory with some tensors."""
         storages = set(map(storage_of, tensors))
-        self.forget([n for n, t in self._results.items() if storage_of(t) in storages])
+        self._forget([n for n, t in self._results.items() if storage_of(t) in storages])
 
-    def referenced(self, objects: dict[TensorRef | None, Any]) -> list[int]:
-        """Return the numbers of the results to which more than this object and `objects` refer.
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self._results[number]
+
+    def referenced(self, objects: dict[Any, Any]) -> list[ResultRef]:
+        """Return the results to which more than this object and `objects` refer.
 
         **Arguments:** `objects` are the tensors of the block that has just ended.
         """
         # An object that only the two containers have calibrates the count of references.
-        self._results[-1] = objects[None] = object()
-        times = Counter(map(id, objects.values()))
-        found: dict[int, int] = {}
-        for number in self._results:
-            result = self._results[number]
+        probe = ResultRef(-1)
+        self._results[-1] = objects[probe] = object()
+        own = Counter(map(id, [*objects.values(), *self._results.values()]))
+        found: dict[ResultRef, int] = {}
+        for ref in objects:
+            if not isinstance(ref, ResultRef):
+                continue
+            result = objects[ref]
             # All references from C++ count as one. PyTorch's autograd graph has some of them.
-            inside = 1 if number >= 0 and _is_held_by_autograd(result) else 0
+            inside = 1 if ref is not probe and _is_held_by_autograd(result) else 0
             weak = weakref.getweakrefcount(result)
-            found[number] = sys.getrefcount(result) + weak - inside - times[id(result)]
-        del result, self._results[-1], objects[None]
-        least = found.pop(-1)
-        return [number for number, count in found.items() if count > least]
+            found[ref] = sys.getrefcount(result) + weak - inside - own[id(result)]
+        del result, self._results[-1], objects[probe]
+        least = found.pop(probe)
+        return [ref for ref, count in found.items() if count > least]
 
 
 def _has(tensor: Tensor, metadata: Metadata) -> bool:

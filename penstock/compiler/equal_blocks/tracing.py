@@ -73,9 +73,8 @@ class BlockTracing:
             return calls.call(mode, func, args, kwargs, trace)
 
         def create(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls = blocks._calls if threading.get_ident() == blocks._thread else None
-            if isinstance(calls, BlockComparison) and calls.is_equal:
-                calls.trace_from_here()  # a node that no operator call makes
+            if threading.get_ident() == blocks._thread:
+                blocks.trace_running_block()  # a node that no operator call makes
             return create_node(self, *args, **kwargs)
 
         blocks = self
@@ -95,6 +94,11 @@ class BlockTracing:
             yield
         finally:
             self._calls = calls
+
+    def trace_running_block(self) -> None:
+        """Trace a block that is being compared from here on, so that the graph is complete."""
+        if isinstance(self._calls, BlockComparison) and self._calls.is_equal:
+            self._calls.trace_from_here()
 
     def _kind_of(self, tracer: Any, owner: nn.Module) -> _Kind | None:
         """Return the kind of a module if it is a block that is recorded or compared."""

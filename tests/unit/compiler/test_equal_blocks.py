@@ -16,6 +16,7 @@ from views_and_writes import ROWS, WIDTH as COLUMNS
 
 from penstock.compiler import capture as capturing
 from penstock.compiler.capture import Capture, Precision, capture
+from penstock.compiler.custom_gradients import WITHIN_FUNCTION
 from penstock.compiler.equal_blocks import BlockTracing, recording, tracing
 from penstock.compiler.equal_blocks.records import storage_of
 from penstock.compiler.forward_state import capture_repeatable
@@ -122,7 +123,8 @@ def described(captured: Capture) -> list[Any]:
             if isinstance(value, Tensor)
         ]
         modules = list(node.meta.get("nn_module_stack", {}).items())
-        found.append((node.target, modules, node.meta.get("stack_trace"), values))
+        within = node.meta.get(WITHIN_FUNCTION, False)
+        found.append((node.target, modules, node.meta.get("stack_trace"), values, within))
     return [entry if callable(entry[0]) else entry[1:] for entry in found]
 
 
@@ -320,6 +322,19 @@ def test_a_loss_that_each_block_keeps() -> None:
     assert compare(Summed(Losing)) == BLOCKS - 1
 
 
+def test_a_view_of_the_input_that_each_block_keeps() -> None:
+    class Keeping(Block):
+        def change(self, x: Tensor, y: Tensor) -> Tensor:
+            self.turned = x.transpose(0, 1)
+            return y + self.turned.transpose(0, 1)
+
+    class Summed(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            return x.mean() + sum(block.turned.sin().mean() for block in self.blocks)
+
+    assert compare(Summed(Keeping)) == BLOCKS - 1
+
+
 def test_a_list_that_blocks_extend() -> None:
     seen: list[Tensor] = []
 
@@ -451,6 +466,14 @@ def test_custom_functions_in_blocks() -> None:
             return Doubled.apply(y)
 
     assert compare(Model(Custom)) == 0
+
+
+def test_a_custom_function_in_one_block() -> None:
+    class Custom(Block):
+        def change(self, x: Tensor, y: Tensor) -> Tensor:
+            return Doubled.apply(y) if self.index == 3 else 2 * y
+
+    assert compare(Model(Custom)) == 3
 
 
 def test_blocks_that_share_a_weight() -> None:
