@@ -71,7 +71,7 @@ class BlockCalls:
         return tuple(below), innermost_forward(sys._getframe(1))
 
 
-def inputs_of(tensors: Any) -> tuple[Metadata, ...]:
+def metadata_of_each(tensors: Any) -> tuple[Metadata, ...]:
     """Return the metadata of tensors."""
     with torch._C.DisableTorchFunction():
         return tuple(map(metadata_of, tensors))

@@ -10,7 +10,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
 from torch.utils import _pytree as pytree
 
-from penstock.compiler.equal_blocks.calls import BlockCalls, inputs_of, last_node
+from penstock.compiler.equal_blocks.calls import BlockCalls, last_node, metadata_of_each
 from penstock.compiler.equal_blocks.records import (
     BLOCK,
     BlockRecord,
@@ -62,7 +62,7 @@ class BlockComparison(BlockCalls):
             raise NotEqual
         with torch._C.DisableTorchFunction():
             equal = self._equal(call.args, args) and self._equal(call.kwargs, kwargs)
-        if not equal or inputs_of(tensors_in((args, kwargs))) != call.inputs:
+        if not equal or metadata_of_each(tensors_in((args, kwargs))) != call.inputs:
             raise NotEqual
         if (call.modules, call.line) != self._place():
             raise NotEqual
@@ -105,7 +105,7 @@ class BlockComparison(BlockCalls):
             results = func(*args, **kwargs)
             reused = list(tensors_in(results))
             same = tuple(self._refs.get(id(tensor)) for tensor in reused)
-            if same != call.returned_arguments or inputs_of(reused) != call.outputs:
+            if same != call.returned_arguments or metadata_of_each(reused) != call.outputs:
                 raise NotEqual
             for ref, tensor, argument in zip(refs, reused, same, strict=True):
                 # A view of an external tensor belongs to this block alone.

@@ -72,15 +72,15 @@ class _Expansion:
         calls = list(zip(self._record.calls, originals, strict=True))
         for call, original in calls:
             self._pair_storages(call, original)
-        unnamed: list[fx.Node] = []
+        unread: list[fx.Node] = []
         with self._graph.inserting_before(self._block_node):
             for call, original in calls:
-                unnamed += self._copy(call, original)
+                unread += self._copy(call, original)
         for ref, user in self._outputs.items():
             user.replace_all_uses_with(self._copies[ref])
             self._graph.erase_node(user)
         self._graph.erase_node(self._block_node)
-        for node in unnamed:
+        for node in unread:
             if not node.users:
                 self._graph.erase_node(node)
 
@@ -129,7 +129,7 @@ class _Expansion:
         return self._copy_items(call, original, copied)
 
     def _copy_items(self, call: OperatorCall, original: fx.Node, copied: fx.Node) -> list[fx.Node]:
-        unnamed = []
+        unread = []
         items = {n.args[1]: n for n in original.users if n.target is operator.getitem}
         for place, ref in enumerate(call.results):
             if ref is None:
@@ -144,13 +144,13 @@ class _Expansion:
             if place in items:
                 self._originals[ref] = items[place]
             else:
-                unnamed.append(item)
-        return unnamed
+                unread.append(item)
+        return unread
 
     def _copy_check(self, call: OperatorCall, original: fx.Node, args: tuple[Any, ...]) -> None:
         """Copy the check that the export has put in front of a conversion."""
         check = original.prev
-        if check.target is _CHECK and check not in self._originals.values():
+        if check.target is _CHECK and check.args == original.args[:1]:
             copied = self._graph.create_node(
                 "call_function", _CHECK, args[:1], dict(check.kwargs), check.name
             )

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from penstock.compiler.equal_blocks.calls import BlockCalls, inputs_of, last_node
+from penstock.compiler.equal_blocks.calls import BlockCalls, last_node, metadata_of_each
 from penstock.compiler.equal_blocks.records import (
     CALL,
     BlockRecord,
@@ -66,7 +66,7 @@ class BlockRecording(BlockCalls):
             self._require(mode, func, args, kwargs)
             with torch._C.DisableTorchFunction():
                 before = self._encoded(args), self._encoded(kwargs)
-            inputs = inputs_of(tensors_in((args, kwargs)))
+            inputs = metadata_of_each(tensors_in((args, kwargs)))
             gradients, (modules, line) = torch.is_grad_enabled(), self._place()
         except NotEqual:
             self._refused = True
@@ -76,7 +76,7 @@ class BlockRecording(BlockCalls):
             self._require_node(func, results)
             same = self._returned_arguments(list(tensors_in((args, kwargs))), before, results)
             described = self._numbered(results)
-            outputs = inputs_of(tensors_in(results))
+            outputs = metadata_of_each(tensors_in(results))
             call = OperatorCall(
                 func, *before, inputs, described, outputs, same, gradients, modules, line
             )
@@ -137,7 +137,8 @@ class BlockRecording(BlockCalls):
                 lambda node: node is not self._newest, reversed(self._tracer.graph.nodes)
             )
         )
-        if not nodes or not all(type(part) is FakeTensor or part is None for part in parts):
+        tensors = [part for part in parts if part is not None]
+        if not nodes or not tensors or any(type(tensor) is not FakeTensor for tensor in tensors):
             raise NotEqual
         *items, node = nodes
         if node.target is not func or any(
