@@ -9,9 +9,12 @@ line. The graph gets one node for the block, which `copies.py` replaces by copie
 block's nodes after the export. The graph is the one that tracing every block would give.
 
 A block whose next call differs is traced from there on, after the nodes of its calls so far have
-been added. Blocks that write tensors in place, create tensors or change the gradient mode are
-always traced. So are all blocks of a program without gradients: there a forward may call autograd,
-which would follow the results of another block.
+been added. Blocks that write tensors in place, create tensors, change the gradient mode or run
+without gradients are always traced. So are all blocks of a program without gradients: there a
+forward may call autograd, which would follow the results of another block.
+
+Only three kinds of code can notice that results are reused: code that compares the `id` of a tensor
+with one of another block, a dispatch mode of the model's own, and TorchScript containers of results.
 """
 
 from penstock.compiler.equal_blocks.copies import expand_equal_blocks as expand_equal_blocks

@@ -107,10 +107,12 @@ class BlockComparison(BlockCalls):
             same = tuple(self._refs.get(id(tensor)) for tensor in reused)
             if same != call.returned_arguments or metadata_of_each(reused) != call.outputs:
                 raise NotEqual
-            for ref, tensor, argument in zip(refs, reused, same, strict=True):
-                # A view of an external tensor belongs to this block alone.
-                if argument is None and storage_of(tensor) not in self._storages:
-                    self._reused.keep(ref.number, tensor)
+            fresh = [t for t, argument in zip(reused, same, strict=True) if argument is None]
+            # A view of an external tensor belongs to this block alone.
+            if self._storages.keys().isdisjoint(map(storage_of, fresh)):
+                numbers = [ref.number for ref in refs]
+                kept = zip(numbers, reused, same, strict=True)
+                self._reused.keep({n: tensor for n, tensor, argument in kept if argument is None})
         for ref, tensor in zip(refs, reused, strict=True):
             self._add(ref, tensor)
         return with_refs_replaced(call.results, self._objects) if results is None else results
@@ -118,29 +120,34 @@ class BlockComparison(BlockCalls):
     def trace_from_here(self) -> None:
         """Add the nodes of the calls so far, so that the rest of the block can be traced."""
         self.is_equal = False
-        tracer = self._tracer
-        modules = tracer.module_stack
-        calls = self._record.calls[: len(self._places)]
-        with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-            for call, (stack, line) in zip(calls, self._places, strict=True):
-                newest = last_node(tracer)
-                proxies = {ref: self._proxy(ref) for ref in refs_in((call.args, call.kwargs))}
-                tracer.module_stack = stack
-                proxy = tracer.create_proxy(
-                    "call_function",
-                    call.target,
-                    with_refs_replaced(call.args, proxies),
-                    with_refs_replaced(call.kwargs, proxies),
-                    name=tracer.graph._target_to_str(call.target.overloadpacket.__name__),
-                )
-                results = with_refs_replaced(call.results, self._objects)
-                track_tensor_tree(results, proxy, constant=None, tracer=tracer)
-                node = last_node(tracer)
-                while node is not None and node is not newest:
-                    node.stack_trace = line
-                    node = node.prev
-            tracer.module_stack = modules
+        modules = self._tracer.module_stack
+        try:
+            with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+                for call, (stack, line) in zip(self._record.calls, self._places, strict=False):
+                    self._tracer.module_stack = stack
+                    self._trace(call, line)
+        finally:
+            self._tracer.module_stack = modules
         self._reused.forget_all()
+
+    def _trace(self, call: OperatorCall, line: str | None) -> None:
+        """Add the node of a call, and those of its results."""
+        tracer = self._tracer
+        newest = last_node(tracer)
+        proxies = {ref: self._proxy(ref) for ref in refs_in((call.args, call.kwargs))}
+        proxy = tracer.create_proxy(
+            "call_function",
+            call.target,
+            with_refs_replaced(call.args, proxies),
+            with_refs_replaced(call.kwargs, proxies),
+            name=tracer.graph._target_to_str(call.target.overloadpacket.__name__),
+        )
+        results = with_refs_replaced(call.results, self._objects)
+        track_tensor_tree(results, proxy, constant=None, tracer=tracer)
+        node = last_node(tracer)
+        while node is not None and node is not newest:
+            node.stack_trace = line
+            node = node.prev
 
     def _proxy(self, ref: TensorRef) -> Any:
         slot: Any = get_proxy_slot(self._objects[ref], self._tracer)
@@ -157,7 +164,7 @@ class BlockComparison(BlockCalls):
         if not self.is_equal:
             return None
         with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-            visible = self._visible(outputs)
+            visible = self._take_visible(outputs)
             externals = [ExternalRef(number) for number in range(self._external_count)]
             inputs = [self._proxy(ref) for ref in externals]
             proxy = self._tracer.create_proxy(
@@ -172,8 +179,11 @@ class BlockComparison(BlockCalls):
             track_tensor_tree(tensors, proxy, constant=None, tracer=self._tracer)
         return tuple(visible)
 
-    def _visible(self, outputs: Any) -> list[ResultRef]:
-        """Return the results that code outside of the block can see, and forget them."""
+    def _take_visible(self, outputs: Any) -> list[ResultRef]:
+        """Return the results that code outside of the block can see.
+
+        The next block computes these itself, and those whose metadata the block has changed.
+        """
         expected = {
             ref.number: metadata
             for call in self._record.calls
@@ -192,7 +202,7 @@ class BlockComparison(BlockCalls):
                 base = self._refs.get(id(tensor._base)) if tensor._base is not None else None
                 if isinstance(base, ResultRef):
                     visible[base] = self._objects[base]
-        self._reused.forget_shared(list(visible.values()))
+        self._reused.forget(visible.values())
         return list(visible)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 CALL = "call_of_block"  # meta key of a node of a first block: the record's and the call's index
 BLOCK = "equal_block"  # meta key of the node of an equal block: its index in `BlockTracing.equal`
 
-# Whatever a shape rule or the code of a model can read of a tensor without data.
+# What a shape rule or the code of a model can read of a tensor without data, but its identity.
 Metadata = tuple[Any, ...]
 # The modules of a call below its block: key in the tracer, path and class of each, relative.
 ModulesBelow = tuple[tuple[str, str, type], ...]

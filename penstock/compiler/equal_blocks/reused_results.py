@@ -20,19 +20,22 @@ from penstock.compiler.equal_blocks.records import (
 class ReusedResults:
     """Results of the calls of equal blocks, by their numbers.
 
-    A result that anything outside of its block may see is never reused.
+    A result to which the code outside of its block can refer is not reused. Results that share
+    memory, and the results of one call, are reused or computed together.
     """
 
     def __init__(self) -> None:
         self._results: dict[int, Any] = {}
+        self._together: dict[int, Collection[int]] = {}  # the results of the same call
 
     def get(self, number: int) -> Tensor | None:
         """Return a result; None if the block has to compute it."""
         return self._results.get(number)
 
-    def keep(self, number: int, result: Tensor) -> None:
-        """Keep a result for the next block."""
-        self._results[number] = result
+    def keep(self, results: Mapping[int, Tensor]) -> None:
+        """Keep results of a call for the next block."""
+        self._results.update(results)
+        self._together.update(dict.fromkeys(results, results.keys()))
 
     def forget_all(self) -> None:
         """Let the next block compute every result."""
@@ -40,15 +43,24 @@ class ReusedResults:
 
     def forget_changed(self, expected: Mapping[int, Metadata]) -> None:
         """Forget results whose metadata the model has changed."""
-        self._forget([n for n, t in self._results.items() if not _has(t, expected[n])])
+        self.forget([t for n, t in self._results.items() if not _has(t, expected[n])])
 
-    def forget_shared(self, tensors: Collection[Tensor]) -> None:
-        """Forget the results that share memory with some tensors."""
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Forget the results that share memory with some tensors, and all computed with those."""
         storages = set(map(storage_of, tensors))
-        self._forget([n for n, t in self._results.items() if storage_of(t) in storages])
-
-    def _forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
+        found: set[int] = set()
+        while True:
+            more = {
+                also
+                for number, result in self._results.items()
+                if storage_of(result) in storages
+                for also in self._together[number]
+            }
+            if more == found:
+                break
+            found = more
+            storages |= {storage_of(self._results[number]) for number in found}
+        for number in found:
             del self._results[number]
 
     def referenced(self, objects: dict[Any, Any]) -> list[ResultRef]:

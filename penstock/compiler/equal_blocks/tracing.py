@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx.experimental import proxy_tensor
 from torch.nn.parameter import is_lazy
@@ -119,6 +120,9 @@ class BlockTracing:
         """Run the forward of a block."""
         if next(reversed(tracer.module_stack)) != tracer.path_of_module(owner):
             return forward(*args, **kwargs)  # called again, or as a part of a compiled module
+        if not torch.is_grad_enabled():
+            # The nodes of a region without gradients, or of a custom function, have marks.
+            return forward(*args, **kwargs)
         if kind.record is None:
             return self._record(kind, tracer, forward, args, kwargs)
         if kind.record.autocast != is_autocast_enabled():

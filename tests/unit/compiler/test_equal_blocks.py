@@ -104,6 +104,9 @@ def compare(
     assert graph_digest(captured) == graph_digest(expected)
     assert described(captured) == described(expected)
     assert captured.weights == expected.weights
+    assert captured.buffers == expected.buffers
+    assert captured.inputs == expected.inputs
+    assert [*captured.constants] == [*expected.constants]
     assert captured.differentiable == expected.differentiable
     return len(blocks.equal)
 
@@ -118,6 +121,7 @@ def described(captured: Capture) -> list[Any]:
                 storages.setdefault(storage_of(value), len(storages)),
                 value.untyped_storage().nbytes(),
                 (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype),
+                (value.requires_grad, value.is_leaf, value.is_conj()),
             )
             for value in pytree.tree_leaves(node.meta.get("val"))
             if isinstance(value, Tensor)
@@ -709,7 +713,7 @@ def test_lines_of_blocks_that_are_called_from_several_places() -> None:
             x = self.layer2(x)
             return self.layer3(x).mean()
 
-    compare(Unrolled())
+    assert compare(Unrolled()) == 0
 
 
 def test_blocks_of_complex_numbers() -> None:
@@ -718,7 +722,7 @@ def test_blocks_of_complex_numbers() -> None:
             z = torch.complex(y, x).conj()
             return (z * z).real + z.imag
 
-    compare(Model(Conjugated))
+    assert compare(Model(Conjugated)) == 0
 
 
 def test_hooks_that_change_results() -> None:
@@ -737,7 +741,7 @@ def test_checkpointed_blocks() -> None:
         def run(self, block: nn.Module, x: Tensor) -> Tensor:
             return checkpoint(block, x, use_reentrant=block.index % 2 == 1)
 
-    compare(Checkpointed())
+    assert compare(Checkpointed()) == BLOCKS - 1
 
 
 class Repeated(RandomModule):
@@ -749,30 +753,29 @@ class Repeated(RandomModule):
         self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(BLOCKS))
 
 
-def check_repeated(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(recording, "_FEWEST_CALLS", 1)
+def compare_repeated(seed: int) -> int:
     inputs = {name: torch.zeros(ROWS, COLUMNS) for name in ("x", "z")}
     precision: Precision = ("fp32", "bf16")[seed % 2]
-    refused = None
-    try:
-        return compare(Repeated(seed), inputs, precision)
-    except CompileError as error:
-        refused = str(error)
-    monkeypatch.setattr(tracing, "_FEWEST_BLOCKS", 1 << 30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "_FEWEST_CALLS", 1)
+        try:
+            return compare(Repeated(seed), inputs, precision)
+        except CompileError as error:
+            refused = str(error)
     with pytest.raises(CompileError) as expected:
-        compare(Repeated(seed), inputs, precision)
+        captured_with(1 << 30, Repeated(seed), inputs, precision, training=True)
     assert str(expected.value) == refused
     return 0
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_repeated(seed, monkeypatch)
+def test_random_blocks(seed: int) -> None:
+    compare_repeated(seed)
 
 
 @pytest.mark.long
-def test_many_random_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    equal = [check_repeated(seed, monkeypatch) for seed in range(30, 230)]
+def test_many_random_blocks() -> None:
+    equal = [compare_repeated(seed) for seed in range(30, 230)]
     assert sum(map(bool, equal)) >= 10
 
 
@@ -840,7 +843,7 @@ def test_a_weak_reference_to_a_result_of_the_block_before() -> None:
             return super().forward(x)
 
     seen: list[Any] = []
-    compare(Cleared(Weak))
+    assert compare(Cleared(Weak)) == 2
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -883,3 +886,72 @@ def test_blocks_of_lazy_modules_are_refused_as_always() -> None:
 
     with pytest.raises(CompileError, match="cannot capture"):
         capture(Lazy(), {"x": torch.randn(2, 3, WIDTH)})
+
+
+def test_views_of_a_result_that_the_block_marks() -> None:
+    class Marking(Block):
+        def change(self, x: Tensor, y: Tensor) -> Any:
+            part: Any = y.tanh()
+            part.marked = True
+            view = part.view(-1)
+            y = view.view(y.shape) * 2.0
+            return (y, view) if self.index == 3 else (y,)
+
+    class Based(Model):
+        def run(self, block: nn.Module, x: Tensor) -> Tensor:
+            y, *views = block(x)
+            for view in views:
+                y = y + view._base
+            return y
+
+    assert compare(Based(Marking)) == BLOCKS - 1
+
+
+def test_views_of_one_of_several_results() -> None:
+    class Largest(Block):
+        def change(self, x: Tensor, y: Tensor) -> Any:
+            values, indices = y.topk(WIDTH, -1)
+            flat = indices.view(-1)
+            y = y + flat.view(y.shape)
+            if self.index == 3:
+                flat.mul_(2)
+                y = y + indices
+            return y, values
+
+    class Added(Model):
+        def run(self, block: nn.Module, x: Tensor) -> Tensor:
+            y, values = block(x)
+            return y + values.mean()
+
+    assert compare(Added(Largest)) == 3
+
+
+def test_blocks_without_gradients_and_within_a_custom_function() -> None:
+    class Within(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, *blocks: nn.Module) -> Tensor:
+            ctx.save_for_backward(weight)
+            for block in blocks:
+                x = block(x)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            (weight,) = ctx.saved_tensors
+            return None, (gradient * weight).sum(), None, None
+
+    class Both(Model):
+        def __init__(self) -> None:
+            super().__init__(blocks=6)
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            blocks = self.blocks
+            with torch.no_grad():
+                x = blocks[1](blocks[0](x))
+            x = Within.apply(x.detach(), self.weight, blocks[2], blocks[3])
+            with torch.no_grad():
+                x = blocks[5](blocks[4](x))
+            return (x * self.weight).mean()
+
+    assert compare(Both()) == 0
