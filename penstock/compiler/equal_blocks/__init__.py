@@ -14,7 +14,7 @@ without gradients are always traced. So are all blocks of a program without grad
 forward may call autograd, which would follow the results of another block.
 
 Only three kinds of code can notice that results are reused: code that compares the `id` of a tensor
-with one of another block, a dispatch mode of the model's own, and TorchScript containers of results.
+with one of another block, a dispatch mode of the model's own, and TorchScript lists of results.
 """
 
 from penstock.compiler.equal_blocks.copies import expand_equal_blocks as expand_equal_blocks
