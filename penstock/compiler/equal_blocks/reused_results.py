@@ -35,7 +35,7 @@ class ReusedResults:
     def keep(self, results: Mapping[int, Tensor]) -> None:
         """Keep results of a call for the next block."""
         self._results.update(results)
-        self._together.update(dict.fromkeys(results, results.keys()))
+        self._together.update(dict.fromkeys(results, tuple(results)))
 
     def forget_all(self) -> None:
         """Let the next block compute every result."""

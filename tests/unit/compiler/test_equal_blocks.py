@@ -955,3 +955,12 @@ def test_blocks_without_gradients_and_within_a_custom_function() -> None:
             return (x * self.weight).mean()
 
     assert compare(Both()) == 0
+
+
+def test_results_inside_of_blocks_are_reused() -> None:
+    inputs = {"x": torch.randn(2, 3, WIDTH)}
+    _, blocks = captured_with(3, Model(), inputs, "fp32", training=True)
+    (kind,) = {id(kind): kind for kind in blocks._kinds.values()}.values()
+    assert kind.record is not None
+    results = sum(len(call.outputs) for call in kind.record.calls)
+    assert len(kind.reused._results) == results - 1  # all but the one that the block returns
