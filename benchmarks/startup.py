@@ -4,7 +4,8 @@ Four commands, each in a fresh process: the help text, a mistyped key in a confi
 to be answered before anything heavy is imported), and the program of GPT-3 175B, whose weights
 are never made: with an empty cache of compiled programs, and with the program in the cache.
 Seconds and peak resident memory of the process; the median counts. The line
-after the table has the parts of the command in a process that has imported everything.
+after the table has the parts of the command in a process that has imported everything, and the
+compilation that traces every block instead of comparing equal ones (`compiler/equal_blocks`).
 
     python benchmarks/startup.py [--quick]
 
@@ -86,8 +87,10 @@ def main() -> None:
 
 def program_seconds(model: str, cache: str) -> dict[str, float]:
     """Return the seconds of the parts of a program, in one process without its imports: the
-    description of the model, the program from the cache, and the compilation of the same."""
+    description of the model, the compilation, the same with every block traced, and the program
+    from the cache."""
     os.environ["XDG_CACHE_HOME"] = cache
+    from penstock.compiler.equal_blocks import tracing
     from penstock.config import PresetModel
     from penstock.planning import builders
 
@@ -100,14 +103,16 @@ def program_seconds(model: str, cache: str) -> dict[str, float]:
     preset = PresetModel(preset="tiny")
     source, length = builders.model_source(preset), 8
     compile_it()  # imports what a compilation imports
-    for name in ("model", "compiled", "cached"):
+    programs, fewest = Path(cache) / "penstock" / "programs", tracing.FEWEST_BLOCKS
+    for name in ("model", "every block traced", "compiled", "cached"):
         started = time.perf_counter()
         if name == "model":
             source = builders.model_source(PresetModel(preset=model))
             length = source.max_sequence_length or 1
         else:
-            if name == "compiled":
-                shutil.rmtree(Path(cache) / "penstock" / "programs", ignore_errors=True)
+            if name != "cached":
+                shutil.rmtree(programs, ignore_errors=True)
+            tracing.FEWEST_BLOCKS = sys.maxsize if name == "every block traced" else fewest
             compile_it()
         seconds[name] = time.perf_counter() - started
     return seconds

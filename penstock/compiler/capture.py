@@ -28,6 +28,7 @@ from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
 from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
+from penstock.compiler.tensors import tensors_in
 from penstock.compiler.unsupported import Unsupported
 from penstock.errors import CompileError
 
@@ -88,7 +89,7 @@ class _OneType(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ONE_TYPE:
-            floats = {t.dtype for t in _tensors(args, kwargs) if t.is_floating_point()}
+            floats = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
             if floats == {torch.float32, torch.bfloat16}:
                 args = tuple(map(_lower, args))
                 kwargs = {name: _lower(value) for name, value in kwargs.items()}
@@ -96,14 +97,6 @@ class _OneType(TorchFunctionMode):
             args = tuple(map(_raise, args))
             kwargs = {name: _raise(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(tuple(value), {})
 
 
 def _lower(value: Any) -> Any:

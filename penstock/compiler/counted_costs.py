@@ -20,6 +20,7 @@ from penstock.compiler import (
 )
 from penstock.compiler.matmul_backend import onednn_flops
 from penstock.compiler.sparse_lowering import share_of
+from penstock.compiler.tensors import storage_of, tensors_in
 from penstock.compiler.weight_products import weight_product_of
 from penstock.operator_cost import OperatorCost
 
@@ -135,7 +136,7 @@ def _is_matrix(value: Any) -> bool:
 def _dtype(node: fx.Node) -> str:
     """Return the type of a node's first floating-point operand or result with a dimension: the
     gradient of a loss is a float32 number in a stage of any type."""
-    for value in (*_values(node.args), *_tensors(node.meta.get("val"))):
+    for value in (*_values(node.args), *tensors_in(node.meta.get("val"))):
         if isinstance(value, torch.Tensor) and value.dim() and value.dtype in _TYPES:
             return _TYPES[value.dtype]
     return "any"
@@ -143,13 +144,13 @@ def _dtype(node: fx.Node) -> str:
 
 def _moved_bytes(node: fx.Node, name: str) -> int:
     """Return the bytes of a node's operands and results; 0 for a view."""
-    results = _tensors(node.meta.get("val"))
+    results = list(tensors_in(node.meta.get("val")))
     operands = [
-        value for source in node.all_input_nodes for value in _tensors(source.meta.get("val"))
+        value for source in node.all_input_nodes for value in tensors_in(source.meta.get("val"))
     ]
-    known = {_storage(value) for value in operands}
+    known = {storage_of(value) for value in operands}
     schema = operator_of(node)._schema
-    if not schema.is_mutable and all(_storage(value) in known for value in results):
+    if not schema.is_mutable and all(storage_of(value) in known for value in results):
         return 0
     written = sum(value.nbytes for value in results)
     if name in ("embedding", "index_select", "gather", "index"):
@@ -157,18 +158,6 @@ def _moved_bytes(node: fx.Node, name: str) -> int:
     if name in ("full", "zeros", "new_zeros", "fill"):
         return written
     return written + sum(value.nbytes for value in operands)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
-
-
-def _storage(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
-
-
-# --- operations -----------------------------------------------------------------------------------
 
 
 def _flops(node: fx.Node) -> int:

@@ -22,12 +22,12 @@ from torch import fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from penstock.compiler.capture import Capture, refused_buffer_write
 from penstock.compiler.nodes import insert_call, source_line
 from penstock.compiler.regions import detach_read, detach_reads, records_gradients
 from penstock.compiler.strides import index_instead_of_strides, refuse_strides_of_others
+from penstock.compiler.tensors import storage_of, tensors_in
 from penstock.errors import CompileError
 
 aten = torch.ops.aten
@@ -102,25 +102,25 @@ class _EagerRun(fx.Interpreter):
         else:
             written = list(_written(n, args, kwargs))
             for tensor in written:
-                if _storage(tensor) in self._owners:
-                    raise _refused_write(n, self._owners[_storage(tensor)], self._captured)
-                if _storage(tensor) in self._unannounced:
-                    raise _refused_view(self._unannounced[_storage(tensor)], n)
+                if storage_of(tensor) in self._owners:
+                    raise _refused_write(n, self._owners[storage_of(tensor)], self._captured)
+                if storage_of(tensor) in self._unannounced:
+                    raise _refused_view(self._unannounced[storage_of(tensor)], n)
             result = n.target(*args, **kwargs)  # type: ignore[operator]
             for tensor in written:
                 self._refuse_unseen(n, tensor)
-        storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        storages = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
         if n.target in _VIEWS_NOT_FOLLOWED:
             self._unannounced.update(dict.fromkeys(storages, n))
-        for tensor in _tensors(result):
-            if _storage(tensor) in storages and not _announces_views(n):
-                self._unannounced[_storage(tensor)] = n
-            self._aliases.setdefault(_storage(tensor), []).append(tensor)
+        for tensor in tensors_in(result):
+            if storage_of(tensor) in storages and not _announces_views(n):
+                self._unannounced[storage_of(tensor)] = n
+            self._aliases.setdefault(storage_of(tensor), []).append(tensor)
         if n.target is torch.ops.penstock.custom_gradient.default:
             # To its caller, a custom function returns the result of its forward, which may be a
             # view.
             for made, returned in zip(args[1], result, strict=True):
-                self._aliases[_storage(made)].append(returned)
+                self._aliases[storage_of(made)].append(returned)
         return result
 
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -146,8 +146,8 @@ class _EagerRun(fx.Interpreter):
         leaf = node.meta["val"].detach().clone()
         leaf.requires_grad_(node.name in self._captured.differentiable)
         if node.name not in self._captured.inputs:
-            self._owners[_storage(leaf)] = node.name
-        self._aliases[_storage(leaf)] = [leaf]
+            self._owners[storage_of(leaf)] = node.name
+        self._aliases[storage_of(leaf)] = [leaf]
         return leaf
 
     def _refuse_unseen(self, node: fx.Node, written: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class _EagerRun(fx.Interpreter):
 
         A tensor and its views share one history; a detached view of it has another.
         """
-        for alias in self._aliases.get(_storage(written), ()):
+        for alias in self._aliases.get(storage_of(written), ()):
             if _history(alias) is _history(written):
                 continue
             if alias.requires_grad or written.requires_grad:
@@ -176,7 +176,7 @@ def _written(
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _announces_views(node: fx.Node) -> bool:
@@ -293,14 +293,6 @@ def _plain(result: Any) -> Any:
         return result
     torch._sync(result)
     return torch._from_functional_tensor(result.elem)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _history(tensor: torch.Tensor) -> torch.Tensor:

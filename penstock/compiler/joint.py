@@ -29,6 +29,7 @@ from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import mark_sparse
+from penstock.compiler.tensors import storage_of
 from penstock.compiler.weight_products import (
     descendants,
     forget_weight_products,
@@ -218,21 +219,21 @@ def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 def _off_weights(results: Sequence[Any], weights: Sequence[torch.Tensor]) -> list[Any]:
     """Return results that are not views of a weight, which is gone when the next stage reads
     them."""
-    weight_storages = {weight.untyped_storage()._cdata for weight in weights}
-    return [r.clone() if r.untyped_storage()._cdata in weight_storages else r for r in results]
+    weight_storages = {storage_of(weight) for weight in weights}
+    return [r.clone() if storage_of(r) in weight_storages else r for r in results]
 
 
 def _own(
     gradients: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Return gradients that share no memory: micro-batches add to them in place."""
-    taken = {t.untyped_storage()._cdata for t in others if t is not None}
+    taken = {storage_of(t) for t in others if t is not None}
     owned: list[torch.Tensor | None] = []
     for gradient in gradients:
-        if gradient is not None and gradient.untyped_storage()._cdata in taken:
+        if gradient is not None and storage_of(gradient) in taken:
             gradient = gradient.clone()
         if gradient is not None:
-            taken.add(gradient.untyped_storage()._cdata)
+            taken.add(storage_of(gradient))
         owned.append(gradient)
     return owned
 
@@ -356,14 +357,14 @@ def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[SavedTensor]:
     backward, _ = _backward(parts, saved)
     given = [n.name for n in backward.nodes if n.op == "placeholder"]
     specs: list[SavedTensor] = []
-    inputs = {_storage(node): position for position, node in enumerate(parts.inputs)}
+    inputs = {storage_of(node.meta["val"]): position for position, node in enumerate(parts.inputs)}
     known = set(inputs)
-    weights = {_storage(node) for node in parts.weights}
+    weights = {storage_of(node.meta["val"]) for node in parts.weights}
     for position, node in enumerate(parts.inputs):
         if node.name in given:
             specs.append(SavedTensor(_spec(node), input=position))
     for node in saved:
-        storage = _storage(node)
+        storage = storage_of(node.meta["val"])
         if storage in weights:
             raise ProgramError(f"saved value {node.name} is a view of a weight")
         whole = node.meta["val"].untyped_storage().nbytes()
@@ -371,10 +372,6 @@ def _saved_specs(parts: _Parts, saved: Sequence[fx.Node]) -> list[SavedTensor]:
         specs.append(SavedTensor(_spec(node), bytes=own, view_of=inputs.get(storage)))
         known.add(storage)
     return specs
-
-
-def _storage(node: fx.Node) -> int:
-    return int(node.meta["val"].untyped_storage()._cdata)
 
 
 def _spec(node: fx.Node) -> TensorSpec:

@@ -15,6 +15,7 @@ from penstock.compiler.sparse_lowering import (
     sparse_scratch_bytes,
     sparse_weight_of,
 )
+from penstock.compiler.tensors import storage_of, tensors_in
 
 penstock = torch.ops.penstock
 
@@ -59,13 +60,8 @@ def peak_bytes(graph: fx.Graph, products: Products = "torch") -> int:
 
 
 def _storages(node: fx.Node) -> list[tuple[int, int]]:
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    return [
-        (int(t.untyped_storage()._cdata), int(t.untyped_storage().nbytes()))
-        for t in tensors
-        if isinstance(t, torch.Tensor)
-    ]
+    tensors = tensors_in(node.meta.get("val"))
+    return [(storage_of(tensor), int(tensor.untyped_storage().nbytes())) for tensor in tensors]
 
 
 def _value(arg: Any) -> Any:

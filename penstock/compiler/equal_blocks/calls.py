@@ -17,16 +17,16 @@ from penstock.compiler.equal_blocks.records import (
     NotEqual,
     TensorRef,
     metadata_of,
-    storage_of,
 )
 from penstock.compiler.lean_tracing import innermost_forward
+from penstock.compiler.tensors import storage_of
 
 
 class BlockCalls:
     """The operator calls of a block.
 
     Args:
-        record: the record of the block's kind.
+        record: the record of the block's group.
         tracer: the export's tracer, whose innermost module is the block.
     """
 
@@ -64,10 +64,10 @@ class BlockCalls:
             NotEqual: a module that is not part of the block is called.
         """
         below = []
-        for key, (path, kind) in list(self._tracer.module_stack.items())[self._depth :]:
+        for key, (path, module_type) in list(self._tracer.module_stack.items())[self._depth :]:
             if not key.startswith(f"{self._key}.") or not path.startswith(f"{self._path}."):
                 raise NotEqual
-            below.append((key[len(self._key) :], path[len(self._path) :], kind))
+            below.append((key[len(self._key) :], path[len(self._path) :], module_type))
         return tuple(below), innermost_forward(sys._getframe(1))
 
 

@@ -1,4 +1,4 @@
-"""A later block of a kind is not traced: its operator calls are compared with the record."""
+"""A later block of a group is not traced: its operator calls are compared with the record."""
 
 import math
 from collections.abc import Callable
@@ -20,15 +20,14 @@ from penstock.compiler.equal_blocks.records import (
     ResultRef,
     TensorRef,
     refs_in,
-    storage_of,
-    tensors_in,
     with_refs_replaced,
 )
 from penstock.compiler.equal_blocks.reused_results import ReusedResults
+from penstock.compiler.tensors import storage_of, tensors_in
 
 
 class BlockComparison(BlockCalls):
-    """The operator calls of a later block of a kind.
+    """The operator calls of a later block of a group.
 
     After a difference the block is traced: `is_equal` is False.
     """
@@ -95,27 +94,25 @@ class BlockComparison(BlockCalls):
 
     def _results(self, call: OperatorCall, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of a call: those of an earlier block, or new ones."""
-        refs = list(refs_in(call.results))
-        reused: list[Any] = [
+        refs: list[ResultRef] = list(refs_in(call.results))
+        tensors: list[Any] = [
             self._objects[argument] if argument is not None else self._reused.get(ref.number)
             for ref, argument in zip(refs, call.returned_arguments, strict=True)
         ]
-        results = None
-        if any(tensor is None for tensor in reused):
-            results = func(*args, **kwargs)
-            reused = list(tensors_in(results))
-            same = tuple(self._refs.get(id(tensor)) for tensor in reused)
-            if same != call.returned_arguments or metadata_of_each(reused) != call.outputs:
+        if any(tensor is None for tensor in tensors):
+            tensors = list(tensors_in(func(*args, **kwargs)))
+            same = tuple(self._refs.get(id(tensor)) for tensor in tensors)
+            if same != call.returned_arguments or metadata_of_each(tensors) != call.outputs:
                 raise NotEqual
-            fresh = [t for t, argument in zip(reused, same, strict=True) if argument is None]
+            new = {
+                r.number: t for r, t in zip(refs, tensors, strict=True) if id(t) not in self._refs
+            }
             # A view of an external tensor belongs to this block alone.
-            if self._storages.keys().isdisjoint(map(storage_of, fresh)):
-                numbers = [ref.number for ref in refs]
-                kept = zip(numbers, reused, same, strict=True)
-                self._reused.keep({n: tensor for n, tensor, argument in kept if argument is None})
-        for ref, tensor in zip(refs, reused, strict=True):
+            if self._storages.keys().isdisjoint(map(storage_of, new.values())):
+                self._reused.keep(new)
+        for ref, tensor in zip(refs, tensors, strict=True):
             self._add(ref, tensor)
-        return with_refs_replaced(call.results, self._objects) if results is None else results
+        return with_refs_replaced(call.results, self._objects)
 
     def trace_from_here(self) -> None:
         """Add the nodes of the calls so far, so that the rest of the block can be traced."""

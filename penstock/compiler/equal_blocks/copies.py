@@ -22,10 +22,9 @@ from penstock.compiler.equal_blocks.records import (
     ResultRef,
     TensorRef,
     refs_in,
-    storage_of,
-    tensors_in,
 )
 from penstock.compiler.equal_blocks.tracing import BlockTracing
+from penstock.compiler.tensors import storage_of, tensors_in
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 

@@ -1,4 +1,4 @@
-"""The first block of a kind is traced, and its operator calls are recorded."""
+"""The first block of a group is traced, and its operator calls are recorded."""
 
 import itertools
 import operator
@@ -20,8 +20,8 @@ from penstock.compiler.equal_blocks.records import (
     ResultRef,
     TensorRef,
     refs_in,
-    tensors_in,
 )
+from penstock.compiler.tensors import tensors_in
 
 _FEWEST_CALLS = 8  # below, a node for the block and its copy cost as much as its operators
 _CONSTANTS = (
@@ -42,7 +42,7 @@ _REFUSED_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class BlockRecording(BlockCalls):
-    """The operator calls of the first block of a kind.
+    """The operator calls of the first block of a group.
 
     Tensors are identified by their nodes. A reference to a tensor would change what PyTorch does:
     the result of an operator that creates a tensor is copied if anything else refers to it.

@@ -74,7 +74,7 @@ class OperatorCall:
 
 @dataclass
 class BlockRecord:
-    """The operator calls of the first block of a kind.
+    """The operator calls of the first block of a group.
 
     `storages` has, for each external tensor, the first one that shares its memory. `autocast` is
     whether it was on at the start of the block.
@@ -92,17 +92,6 @@ class EqualBlock:
 
     record: BlockRecord
     outputs: tuple[ResultRef, ...]
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or results, in their order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
 
 
 def refs_in(value: Any) -> Iterator[Any]:
@@ -149,11 +138,6 @@ def metadata_of(tensor: Tensor) -> Metadata:
         tensor._is_view(),
         len(vars(tensor)),  # attributes that the model's code has set
     )
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor while it exists."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def is_autocast_enabled() -> bool:

@@ -13,8 +13,8 @@ from penstock.compiler.equal_blocks.records import (
     NotEqual,
     ResultRef,
     metadata_of,
-    storage_of,
 )
+from penstock.compiler.tensors import storage_of
 
 
 class ReusedResults:

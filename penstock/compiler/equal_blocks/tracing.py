@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +18,15 @@ from penstock.compiler.equal_blocks.recording import BlockRecording
 from penstock.compiler.equal_blocks.records import BlockRecord, EqualBlock, is_autocast_enabled
 from penstock.compiler.equal_blocks.reused_results import ReusedResults
 
-_FEWEST_BLOCKS = 3  # the results of the second are computed, so that two would gain nothing
+FEWEST_BLOCKS = 3  # the results of the second are computed, so that two would gain nothing
 
 
 @dataclass(eq=False)
-class _Kind:
+class _BlockGroup:
     """Blocks that may be equal.
 
-    `record` is None before the first block, and after it if that one cannot be compared with
-    others; `is_traced` then.
+    `record` is that of the first block, once it has run. If it cannot be compared with others,
+    `is_traced` is true, and every block of the group is traced.
     """
 
     record: BlockRecord | None = None
@@ -38,7 +38,7 @@ class BlockTracing:
     """The equal blocks of one export; `equal` are those that were not traced."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._kinds = _kinds_of(module)
+        self._groups = _block_groups(module)
         self._thread = threading.get_ident()
         self._calls: BlockCalls | None = None  # of the block that is running
         self._records = 0
@@ -53,13 +53,13 @@ class BlockTracing:
         proxy_call = module.proxy_call
 
         def call_block(self: Any, owner: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            kind = blocks._kind_of(self, owner)
-            if kind is None:
+            group = blocks._group_of(self, owner)
+            if group is None:
                 return call_module(self, owner, forward, args, kwargs)
 
             # Not `forward`: a line of a function of that name is one of the model's code.
             def run_block(*args: Any, **kwargs: Any) -> Any:
-                return blocks._run(kind, owner, self, forward, args, kwargs)
+                return blocks._run(group, owner, self, lambda: forward(*args, **kwargs))
 
             return call_module(self, owner, run_block, args, kwargs)
 
@@ -101,52 +101,52 @@ class BlockTracing:
         if isinstance(self._calls, BlockComparison) and self._calls.is_equal:
             self._calls.trace_from_here()
 
-    def _kind_of(self, tracer: Any, owner: nn.Module) -> _Kind | None:
-        """Return the kind of a module if it is a block that is recorded or compared."""
-        kind = self._kinds.get(id(owner))
+    def _group_of(self, tracer: Any, owner: nn.Module) -> _BlockGroup | None:
+        """Return the group of a module if it is a block that is recorded or compared."""
+        group = self._groups.get(id(owner))
         if (
-            kind is None
-            or kind.is_traced
+            group is None
+            or group.is_traced
             or self._calls is not None
             or tracer.enable_attr_proxy
             or threading.get_ident() != self._thread
         ):
             return None
-        return kind
+        return group
 
     def _run(
-        self, kind: _Kind, owner: nn.Module, tracer: Any, forward: Any, args: Any, kwargs: Any
+        self, group: _BlockGroup, owner: nn.Module, tracer: Any, forward: Callable[[], Any]
     ) -> Any:
         """Run the forward of a block."""
         if next(reversed(tracer.module_stack)) != tracer.path_of_module(owner):
-            return forward(*args, **kwargs)  # called again, or as a part of a compiled module
+            return forward()  # called again, or as a part of a compiled module
         if not torch.is_grad_enabled():
             # The nodes of a region without gradients, or of a custom function, have marks.
-            return forward(*args, **kwargs)
-        if kind.record is None:
-            return self._record(kind, tracer, forward, args, kwargs)
-        if kind.record.autocast != is_autocast_enabled():
-            return forward(*args, **kwargs)
-        return self._compare(kind, kind.record, tracer, forward, args, kwargs)
+            return forward()
+        if group.record is None:
+            return self._record(group, tracer, forward)
+        if group.record.autocast != is_autocast_enabled():
+            return forward()
+        return self._compare(group, group.record, tracer, forward)
 
-    def _record(self, kind: _Kind, tracer: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _record(self, group: _BlockGroup, tracer: Any, forward: Callable[[], Any]) -> Any:
         record = BlockRecord(self._records, is_autocast_enabled())
         self._records += 1
         recording = self._calls = BlockRecording(record, tracer)
         try:
-            outputs = forward(*args, **kwargs)
+            outputs = forward()
         finally:
             self._calls = None
-        kind.is_traced = not recording.is_usable()
-        kind.record = None if kind.is_traced else record
+        group.is_traced = not recording.is_usable()
+        group.record = None if group.is_traced else record
         return outputs
 
     def _compare(
-        self, kind: _Kind, record: BlockRecord, tracer: Any, forward: Any, args: Any, kwargs: Any
+        self, group: _BlockGroup, record: BlockRecord, tracer: Any, forward: Callable[[], Any]
     ) -> Any:
-        comparison = self._calls = BlockComparison(record, kind.reused, tracer)
+        comparison = self._calls = BlockComparison(record, group.reused, tracer)
         try:
-            outputs = forward(*args, **kwargs)
+            outputs = forward()
         except BaseException:
             self._calls = None
             if comparison.is_equal:
@@ -158,32 +158,32 @@ class BlockTracing:
             self.equal.append(EqualBlock(record, returned))
         elif not any(block.record is record for block in self.equal):
             # The first block was the odd one, perhaps because its input needs no gradient.
-            kind.record, kind.reused = None, ReusedResults()
+            group.record, group.reused = None, ReusedResults()
         return outputs
 
 
-def _kinds_of(module: nn.Module) -> dict[int, _Kind]:
-    """Return the kinds of the modules that may be equal blocks, by the modules' ids.
+def _block_groups(module: nn.Module) -> dict[int, _BlockGroup]:
+    """Return the groups of the modules that may be equal blocks, by the modules' ids.
 
-    Blocks of a kind have one parent, one class, weights and buffers of the same shapes, and equal
+    Blocks of a group have one parent, one class, weights and buffers of the same shapes, and equal
     flags and texts as attributes. Numbers are left out: many blocks know their own index.
     """
-    kinds: dict[int, _Kind] = {}
+    groups: dict[int, _BlockGroup] = {}
     for parent in module.modules():
         classes: dict[type, list[nn.Module]] = defaultdict(list)
         for child in parent.children():
             classes[type(child)].append(child)
         for children in classes.values():
-            if len(children) < _FEWEST_BLOCKS:
+            if len(children) < FEWEST_BLOCKS:
                 continue
             alike: dict[Any, list[nn.Module]] = defaultdict(list)
             for child in children:
                 alike[_description(child)].append(child)
             for members in alike.values():
-                if len(members) >= _FEWEST_BLOCKS:
-                    kind = _Kind()
-                    kinds.update((id(member), kind) for member in members)
-    return kinds
+                if len(members) >= FEWEST_BLOCKS:
+                    group = _BlockGroup()
+                    groups.update((id(member), group) for member in members)
+    return groups
 
 
 def _description(block: nn.Module) -> tuple[Any, ...]:
