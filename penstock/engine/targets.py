@@ -4,28 +4,29 @@ A target contains everything that depends on the kind of device: the tracing dev
 library for matrix products, the construction of an engine, the location of its memory, and the
 start of its processes. Other parts call `target_of(name)` and never compare the name. A device is
 named after its target, with a number if a host has several of them ("cuda:1").
+
+Engines are imported where one is made: a command that only plans needs none.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from penstock.compiler import PRODUCTS, Products, has_onednn, products_for, uses_onednn
-from penstock.engine.expanded_weights import DeviceMasks
-from penstock.engine.interface import Engine, EnginePlan
-from penstock.engine.lanes import CudaLanes, HostLanes, Lanes
-from penstock.engine.null_engine import NullEngine
-from penstock.engine.repeatable import choose_repeatable_kernels
-from penstock.engine.sharing import largest_slot
-from penstock.engine.slots import DeviceSlots, WeightSlots
-from penstock.engine.sparse_weights import SparseWeights
-from penstock.engine.torch_engine import TorchEngine
-from penstock.engine.wafer_engine import WaferEngine
 from penstock.errors import ConfigError
-from penstock.kernels.processor import Processor
-from penstock.program import Program
+
+if TYPE_CHECKING:
+    from penstock.engine.expanded_weights import DeviceMasks
+    from penstock.engine.interface import Engine, EnginePlan
+    from penstock.engine.lanes import Lanes
+    from penstock.engine.slots import WeightSlots
+    from penstock.engine.sparse_weights import SparseWeights
+    from penstock.kernels.processor import Processor
+    from penstock.program import Program
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,15 @@ class Target(ABC):
 
     def make_lanes(self, device: str) -> Lanes:
         """Return the queues of a device."""
+        from penstock.engine.lanes import HostLanes
+
         return HostLanes()
 
     def make_masks(self, lanes: Lanes) -> DeviceMasks | None:
         """Return the memory of an engine's masks on its device; None if the target does not expand
         sparse weights."""
+        from penstock.engine.expanded_weights import DeviceMasks
+
         return DeviceMasks(lanes) if self.expands_sparse else None
 
     def make_current(self, device: str) -> None:  # noqa: B027  most have one device
@@ -160,6 +165,8 @@ class CpuTarget(Target):
         return products_for(processor)
 
     def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        from penstock.engine.torch_engine import TorchEngine
+
         return TorchEngine(
             program,
             plan,
@@ -183,6 +190,8 @@ class WaferTarget(CpuTarget):
     def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
         if plan.wafer is None:
             return super()._engine(program, plan, parts)
+        from penstock.engine.wafer_engine import WaferEngine
+
         return WaferEngine(
             program, plan, plan.wafer, budget_bytes=parts.budget_bytes, sparse=parts.sparse
         )
@@ -209,6 +218,11 @@ class CudaTarget(Target):
         return torch.cuda.is_available()
 
     def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        from penstock.engine.repeatable import choose_repeatable_kernels
+        from penstock.engine.sharing import largest_slot
+        from penstock.engine.slots import DeviceSlots
+        from penstock.engine.torch_engine import TorchEngine
+
         choose_repeatable_kernels(program)
         device, slots = parts.device or self.name, parts.slots
         if slots is None:
@@ -219,6 +233,8 @@ class CudaTarget(Target):
         )
 
     def make_lanes(self, device: str) -> Lanes:
+        from penstock.engine.lanes import CudaLanes
+
         return CudaLanes(torch.device(device))
 
     def make_current(self, device: str) -> None:
@@ -245,6 +261,8 @@ class NullTarget(Target):
         return ("null",)
 
     def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        from penstock.engine.null_engine import NullEngine
+
         return NullEngine(program, plan, budget_bytes=parts.budget_bytes)
 
 

@@ -1,11 +1,16 @@
 """The weights of a model that a run trains, stores as bfloat16, or prunes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from penstock.compiler import select_trainable
 from penstock.config import Config
 from penstock.planning.model_facts import ModelFacts
-from penstock.planning.sparse_weights import SparsePlan, plan_sparse_weights
+
+if TYPE_CHECKING:
+    from penstock.planning.sparse_weights import SparsePlan
 
 
 def trained_weights(config: Config, source: ModelFacts) -> frozenset[str]:
@@ -43,6 +48,7 @@ def sparse_weights_of(
     if config.sparsity.method is None:
         return None
     from penstock.models import ModelSource
+    from penstock.planning.sparse_weights import plan_sparse_weights  # which loads a compiler
 
     assert isinstance(source, ModelSource)  # a remembered model has no sparse weights
     return plan_sparse_weights(config, source, trained_weights(config, source), recorded)
