@@ -291,7 +291,10 @@ def speculating(job: Job, rounds: int, rates: Sequence[int | None]) -> dict:
         folder = Path(job.folder) / f"at-{rate}"
         folder.mkdir()
         held = dataclasses.replace(job, folder=str(folder), disk_rate=rate)
-        found["as it is" if rate is None else f"{rate / 1e9:g} GB/s"] = at_rate(held, rounds)
+        name = "as it is" if rate is None else f"{rate / 1e9:g} GB/s"
+        result = found[name] = at_rate(held, rounds)
+        share, seconds = result["share_of_bound"]["auto"], result["seconds"]["auto"]
+        print(f"disk {name}: {seconds:.2f} s per step, {share:.3f} of the bound", flush=True)
         shutil.rmtree(folder)
     columns = {"disk": 9, **{f"{loop}, s": 8 for loop in (*SPECULATING, "bound")}}
     columns |= {"auto/off": 9, "of bound": 9, "early": 6}

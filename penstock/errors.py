@@ -99,6 +99,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def install_extra(extra: str) -> str:
+    """Return how to install the packages of an optional feature, as a part of a message.
+
+    The package of this name on PyPI is another project.
+    """
+    return f"give `python -m pip install '.[{extra}]'` in the clone of Penstock"
+
+
 def few(names: Sequence[str], most: int = 5) -> str:
     """Return the first of `names` as a list in words, and the number of the others."""
     shown = ", ".join(names[:most])

@@ -1,11 +1,11 @@
-"""Pictures by matplotlib (`penstock[plot]`): the frame and the file that all of them share."""
+"""Pictures by matplotlib (the extra `plot`): the frame and the file that all of them share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, install_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def empty_figure(width: float = _SIZE[0], height: float = _SIZE[1]) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "pictures need matplotlib, which is not installed; run pip install 'penstock[plot]'"
+            f"pictures need matplotlib, which is not installed; {install_extra('plot')}"
         ) from None
     return Figure(figsize=(width, height), layout="constrained")
 

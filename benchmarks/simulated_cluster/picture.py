@@ -16,7 +16,7 @@ def draw(curves: Sequence[Mapping], path: Path) -> str | None:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        print("no picture: pip install 'penstock[plot]' to have one")
+        print("no picture: python -m pip install '.[plot]' to have one")
         return None
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
     for number, found in enumerate(curves):

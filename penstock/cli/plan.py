@@ -71,7 +71,7 @@ def plan(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the sweep (.png or .svg); needs penstock[plot]."),
+        typer.Option(metavar="FILE", help="Draw the sweep (.png or .svg); needs the extra `plot`."),
     ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print JSON: one object per machine.")

@@ -27,9 +27,10 @@ class BatchConfig(Section):
     )
     micro: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = setting(
         "auto",
-        "sequences of one micro-batch; auto: the largest number with which one engine can execute "
-        "the step within engine.memory, whatever the number of engines. Another value changes the "
-        "order of summation, and so the last bits",
+        "sequences of one micro-batch; auto: the largest divisor of size that fits the memory of "
+        "one engine, has at most 4,096 tokens (32,768 on a GPU) and leaves eight micro-batches, "
+        "unless these would have fewer than 512 tokens. It does not depend on the number of "
+        "engines. Another value changes the order of summation, and so the last bits",
         unit="sequences",
     )
 

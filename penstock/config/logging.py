@@ -10,5 +10,5 @@ class LoggingConfig(Section):
         10, "steps between log lines, if there is no live view", unit="steps", ge=1
     )
     tensorboard: bool = setting(
-        False, "also write TensorBoard event files; needs penstock[tensorboard]"
+        False, "also write TensorBoard event files; needs the extra `tensorboard`"
     )

@@ -46,14 +46,22 @@ def markdown() -> str:
 
 def _model() -> str:
     forms = (
-        ("A preset", "`model: NAME`, or `model: {preset: NAME, KEY: VALUE ...}`", PresetModel),
+        (
+            "A preset",
+            "`model: NAME`, or `model: {preset: NAME, KEY: VALUE ...}`. KEY is a key of the "
+            "model's Hugging Face configuration, such as `n_layer` (GPT), `num_hidden_layers` or "
+            "`vocab_size`. Dropout is 0 in every preset; `dropout: 0.1` sets every dropout of the "
+            "model",
+            PresetModel,
+        ),
         (
             "A Hugging Face checkpoint, to fine-tune",
-            "`model: {hf: FOLDER}`, or `model: {hf: FOLDER, KEY: VALUE ...}`",
+            "`model: {hf: FOLDER}`, or `model: {hf: FOLDER, KEY: VALUE ...}`. KEY is a key of the "
+            "folder's config.json to change",
             HuggingFaceModel,
         ),
         ("A Hugging Face configuration", "`model: {hf_config: ...}`", HuggingFaceConfigModel),
-        ("Your own module", "`model: {factory: ...}`", FactoryModel),
+        ("Your own module over tokens", "`model: {factory: ...}`", FactoryModel),
     )
     text = "## `model`\n\n" + (Config.model_fields["model"].description or "") + ".\n"
     for title, how, form in forms:

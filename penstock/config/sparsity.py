@@ -74,7 +74,8 @@ class SparsityConfig(Section):
     weights: Patterns = setting(
         (),
         "patterns of the names of sparse weights; empty: weights of two dimensions, but for "
-        "embeddings, norms and heads",
+        "embeddings, adapters, and the output head of a transformers model. The head of a module "
+        "of your own is sparse, unless it is tied to an embedding or keep_dense names it",
         example=["*.mlp.*.weight"],
     )
     keep_dense: Patterns = setting(

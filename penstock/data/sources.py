@@ -17,7 +17,7 @@ from glob import glob as expand_pattern, has_magic
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import DataError, did_you_mean
+from penstock.errors import DataError, did_you_mean, install_extra
 
 PIECE_CHARACTERS = 2**18
 BLOCK_BYTES = 2**18
@@ -314,8 +314,8 @@ def _parquet_rows(path: Path, fields: Sequence[Field]) -> Iterator[_Row]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise DataError(
-            f"{path}: reading Parquet needs pyarrow; install it with: "
-            "pip install 'penstock[parquet]'"
+            f"{path}: reading Parquet needs pyarrow, which is not installed; "
+            f"{install_extra('parquet')}"
         ) from None
     broken = (arrow.ArrowException, OSError)
     try:

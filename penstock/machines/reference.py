@@ -14,6 +14,16 @@ from penstock.machines.description import (
     StorePart,
 )
 from penstock.machines.figures import figure_keys, figures
+from penstock.machines.gpu_cluster import (
+    GpuCluster,
+    GpuPart,
+    NetworkPart,
+    NodePart,
+    PeakRate,
+    ProductRate,
+    known_gpu_clusters,
+    load_gpu_cluster,
+)
 from penstock.machines.load import known_machines, load_machine
 from penstock.machines.rates import RateCurve
 
@@ -71,7 +81,7 @@ sources:
 
 _CURVES = """\
 A curve gives the rate by the size of a call. It is constant beyond its first and last size. Between
-two sizes it is straight if both are drawn in logarithms.
+two sizes log(rate) is interpolated linearly over log(size).
 
 | work | rate | size of a call | without a curve of its own |
 |---|---|---|---|
@@ -101,7 +111,15 @@ Every figure has one source, and the source begins with its basis:
 | unknown | is null, because nothing was found |
 
 Where sources conflict, the source of the figure names the others. No prediction was compared with
-runs on these machines, so none has an `accuracy`.
+runs of Penstock on these machines, so none has an `accuracy`; `benchmarks/published_rows.py`
+compares `cs2` with published figures.
+"""
+
+_GPU_CLUSTERS = """\
+A conventional cluster, which computes with data, tensor and pipeline parallelism and holds weights
+on its GPUs: for comparison. `penstock plan CONFIG --machine a100-cluster engines=64` predicts the
+step of 64 GPUs with the best degrees. A file with the key `gpu` describes one; start from a file of
+the folder `penstock/machines/gpu_clusters`.
 """
 
 
@@ -122,6 +140,17 @@ def markdown() -> str:
     parts.append(f"## Curves\n\n{_CURVES}\n{_keys(RateCurve, set())}")
     parts.append(f"## The library\n\n{_LIBRARY}")
     parts += [_machine(name) for name in known_machines()]
+    parts.append(f"## GPU clusters\n\n{_GPU_CLUSTERS}")
+    for title, part, apart in (
+        ("Keys of a GPU cluster", GpuCluster, {"gpu", "node", "network"}),
+        ("`gpu`", GpuPart, set()),
+        ("`node`", NodePart, set()),
+        ("`network`", NetworkPart, set()),
+        ("A peak rate", PeakRate, set()),
+        ("A rate of `gpu.products`", ProductRate, set()),
+    ):
+        parts.append(f"### {title}\n\n{_keys(part, apart)}")
+    parts += [_gpu_cluster(name) for name in known_gpu_clusters()]
     return "\n".join(parts)
 
 
@@ -142,6 +171,15 @@ def _machine(name: str) -> str:
         if key in machine.sources:
             basis, _, text = machine.sources[key].partition(": ")
             lines.append(f"| `{key}` | {known.get(key, 'null')} | {basis} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _gpu_cluster(name: str) -> str:
+    cluster = load_gpu_cluster(name)
+    lines = [f"### {name}\n", f"{cluster.title}.\n", "| figure | basis | source |", "|---|---|---|"]
+    for key, source in cluster.sources.items():
+        basis, _, text = source.partition(": ")
+        lines.append(f"| `{key}` | {basis} | {text} |")
     return "\n".join(lines) + "\n"
 
 

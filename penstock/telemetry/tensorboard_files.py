@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.errors import ConfigError, StorageError
+from penstock.errors import ConfigError, StorageError, install_extra
 from penstock.io import durable
 from penstock.telemetry.events import Evaluated, Event, Finished, RunStarted, StepDone, Stopped
 
@@ -28,7 +28,7 @@ class TensorBoard:
         except ImportError as error:
             raise ConfigError(
                 "logging.tensorboard: expected the package tensorboard, which is not installed; "
-                "run `pip install 'penstock[tensorboard]'` or set logging.tensorboard to false"
+                f"{install_extra('tensorboard')}, or set logging.tensorboard to false"
             ) from error
         self._events, self._summaries, self._record_writer = event_pb2, summary_pb2, RecordWriter
         self._folder = folder

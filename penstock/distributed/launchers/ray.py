@@ -28,7 +28,7 @@ from penstock.distributed.launchers.local import would_run
 from penstock.distributed.launchers.ray_placement import PlacementPolicy
 from penstock.distributed.transport import Address, own_host
 from penstock.distributed.worker import Worker
-from penstock.errors import ClusterError, ConfigError, PenstockError
+from penstock.errors import ClusterError, ConfigError, PenstockError, install_extra
 
 log = logging.getLogger("penstock.distributed")
 
@@ -384,7 +384,7 @@ def _import_ray() -> Any:
     except ImportError:
         raise ConfigError(
             "cluster.start: ray needs Ray, which is not installed; "
-            "pip install 'penstock[cluster]', or set cluster.start: local"
+            f"{install_extra('cluster')}, or set cluster.start: local"
         ) from None
     return ray
 

@@ -203,8 +203,8 @@ def test_missing_or_non_text_parquet_column_is_refused(tmp_path):
 def test_parquet_without_pyarrow_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refusal(tmp_path / "a.parquet") == (
-        f"{tmp_path / 'a.parquet'}: reading Parquet needs pyarrow; install it with: "
-        "pip install 'penstock[parquet]'"
+        f"{tmp_path / 'a.parquet'}: reading Parquet needs pyarrow, which is not installed; give "
+        "`python -m pip install '.[parquet]'` in the clone of Penstock"
     )
 
 

@@ -223,6 +223,7 @@ def test_missing_tensorboard_names_install_command(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as raised:
         TensorBoard(tmp_path)
     assert str(raised.value) == (
-        "logging.tensorboard: expected the package tensorboard, which is not installed; run "
-        "`pip install 'penstock[tensorboard]'` or set logging.tensorboard to false"
+        "logging.tensorboard: expected the package tensorboard, which is not installed; give "
+        "`python -m pip install '.[tensorboard]'` in the clone of Penstock, or set "
+        "logging.tensorboard to false"
     )
