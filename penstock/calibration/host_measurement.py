@@ -11,6 +11,7 @@ import numba
 import torch
 
 from penstock.calibration.disk_cases import PIECE_BYTES, Disk, measured_disk
+from penstock.calibration.disk_device import device_of
 from penstock.calibration.host_key import KEY, HostKey
 from penstock.calibration.link_cases import BOTH, MESSAGE, ProcessLinks, process_links
 from penstock.calibration.operator_cases import operator_cases
@@ -40,6 +41,7 @@ from penstock.engine import (
 from penstock.errors import ClusterError, ConfigError, StorageError
 from penstock.kernels.processor import Processor
 from penstock.machines import (
+    FLASH_DEVICE,
     EnginePart,
     FlashPart,
     MachineDescription,
@@ -104,6 +106,7 @@ def calibrate(
         sources["spread"] = _about_spread(measured)
         if disk is not None:
             sources["store.flash"] = _about_disk(disk, folder)
+            sources[FLASH_DEVICE] = device_of(folder)
     return _description(measured, flash, _processes(measured), sources)
 
 

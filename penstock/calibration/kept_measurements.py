@@ -3,14 +3,15 @@
 A file is named for what its figures depend on: processor, cores, libraries, and what is measured.
 After a change of one of these, the file is not found, and the host is measured again. The first
 line of the file, a comment, is a checksum of the others. The file is a machine file as any other.
-Its figures are the medians of the last measurements, each of which has a file beside it.
+Its figures are the medians of the last measurements, each of which has a file beside it; those of
+the disk are medians of the measurements of the disk that was measured last.
 """
 
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -20,7 +21,13 @@ from penstock.calibration.measured_runs import accuracy_of, kept_runs, runs_file
 from penstock.calibration.repetitions import OnProgress
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
 from penstock.io import durable, read_plain
-from penstock.machines import MachineDescription, dump, load_machine, median_machine
+from penstock.machines import (
+    MachineDescription,
+    dump,
+    load_machine,
+    median_machine,
+    of_last_disk,
+)
 
 MOST_MEASUREMENTS = 5
 """Older ones are forgotten."""
@@ -48,7 +55,7 @@ def keep(machine: MachineDescription, key: HostKey, *, forgets: bool = False) ->
     measured = [*(earlier[one] for one in numbers), machine]
     sources = {**machine.sources, KEY: str(key)}
     if earlier:
-        sources["measurements"] = f"medians of the last {len(measured)} measurements"
+        sources["measurements"] = _about_medians(measured)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(_numbered(path, number), machine, {**machine.sources, KEY: str(key)})
@@ -63,6 +70,12 @@ def keep(machine: MachineDescription, key: HostKey, *, forgets: bool = False) ->
             "some space there, or set XDG_CACHE_HOME to another folder"
         ) from error
     return path
+
+
+def _about_medians(measured: Sequence[MachineDescription]) -> str:
+    text = f"medians of the last {len(measured)} measurements"
+    of_disk = len(of_last_disk(measured))
+    return text if of_disk in (0, len(measured)) else f"{text}, {of_disk} of them of this disk"
 
 
 def _write(path: Path, machine: MachineDescription, sources: dict[str, str]) -> None:

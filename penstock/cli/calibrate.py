@@ -37,8 +37,9 @@ def calibrate(
     """Measure this host: products, memory, optimizer, disk, messages between processes.
 
     The medians of the last five measurements count: on a shared host, whose speed varies, measure
-    again at other times. Let nothing else run meanwhile. At most 512 MiB are written to the disk;
-    nothing stays there. At the first use, kernels are compiled as well, which takes some minutes.
+    again at other times. Rates of a disk are medians of those of them that measured the disk of the
+    last one. Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays
+    there. At the first use, kernels are compiled as well, which takes some minutes.
     """
     from rich.console import Console
 

@@ -24,7 +24,11 @@ from penstock.machines.load import (
     load_any as load_any,
     load_machine as load_machine,
 )
-from penstock.machines.median import median_machine as median_machine
+from penstock.machines.median import (
+    FLASH_DEVICE as FLASH_DEVICE,
+    median_machine as median_machine,
+    of_last_disk as of_last_disk,
+)
 from penstock.machines.operator_time import (
     operator_seconds as operator_seconds,
     sum_seconds as sum_seconds,

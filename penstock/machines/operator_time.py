@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.machines.description import EnginePart
-from penstock.machines.rates import IN_FLOPS
+from penstock.machines.rates import IN_FLOPS, RateCurve
 from penstock.operator_cost import OperatorCost
 
 
@@ -15,12 +15,29 @@ def operator_seconds(cost: OperatorCost, engine: EnginePart) -> float:
     step.
     """
     curve = engine.speed.curve(cost.work, cost.dtype, cost.layout)  # type: ignore[arg-type]
-    seconds = (cost.flops if curve.work in IN_FLOPS else cost.bytes) / curve.at(cost.size)
+    rate = curve.at(_size_on(curve, cost))
+    seconds = (cost.flops if curve.work in IN_FLOPS else cost.bytes) / rate
     if curve.work in IN_FLOPS:
         memory = engine.speed.curve("pointwise", cost.dtype)
         largest = memory.at(float("inf"))
         seconds = max(seconds, cost.bytes / largest)
     return cost.calls * (seconds * engine.in_step(cost.dtype) + engine.operator_seconds)
+
+
+def _size_on(curve: RateCurve, cost: OperatorCost) -> float:
+    """Return the size of an operator in the unit of a curve, which may be that of other work.
+
+    The share of kept entries of a sparse product is no dimension: on a curve of products its size
+    is the smallest of its tokens and of the sides of its weight, or the largest of the curve if the
+    cost does not name the weight. A sequence's length and the tokens of a head are dimensions of
+    their products; the others are not among the costs.
+    """
+    if cost.work != "sparse product" or curve.work == "sparse product":
+        return cost.size
+    kept = cost.size * cost.outputs * cost.inputs
+    if not kept:
+        return curve.sizes[-1]
+    return min(cost.outputs, cost.inputs, cost.flops / (2 * kept))
 
 
 def sum_seconds(

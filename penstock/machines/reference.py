@@ -97,6 +97,14 @@ two sizes log(rate) is interpolated linearly over log(size).
 | `checksum` | bytes/s | bytes | `update` |
 | `flash read`, `flash write` | bytes/s | bytes of one call | required of a disk |
 | `shared memory`, `socket` | bytes/s one way | bytes of a message | required of processes |
+
+In place of another curve, `product` gives the rate at a dimension of the operator's products.
+
+- `sparse product`: the smallest of tokens, inputs and outputs; if these are unknown, the largest
+  size of the curve. The rate is that of the dense product, so that sparsity saves time in
+  proportion to its FLOPs.
+- `attention`: the length of the sequence; `head`: the tokens. The features of a head of attention
+  and the hidden features are unknown; where they are fewer, the rate is that of larger products.
 """
 
 _LIBRARY = """\
@@ -141,15 +149,15 @@ def markdown() -> str:
     parts.append(f"## The library\n\n{_LIBRARY}")
     parts += [_machine(name) for name in known_machines()]
     parts.append(f"## GPU clusters\n\n{_GPU_CLUSTERS}")
-    for title, part, apart in (
-        ("Keys of a GPU cluster", GpuCluster, {"gpu", "node", "network"}),
-        ("`gpu`", GpuPart, set()),
-        ("`node`", NodePart, set()),
-        ("`network`", NetworkPart, set()),
-        ("A peak rate", PeakRate, set()),
-        ("A rate of `gpu.products`", ProductRate, set()),
-    ):
-        parts.append(f"### {title}\n\n{_keys(part, apart)}")
+    gpu_parts: tuple[tuple[str, type[Section]], ...] = (
+        ("`gpu`", GpuPart),
+        ("`node`", NodePart),
+        ("`network`", NetworkPart),
+        ("A peak rate", PeakRate),
+        ("A rate of `gpu.products`", ProductRate),
+    )
+    parts.append(f"### Keys of a GPU cluster\n\n{_keys(GpuCluster, {'gpu', 'node', 'network'})}")
+    parts += [f"### {title}\n\n{_keys(section, set())}" for title, section in gpu_parts]
     parts += [_gpu_cluster(name) for name in known_gpu_clusters()]
     return "\n".join(parts)
 

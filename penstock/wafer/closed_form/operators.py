@@ -14,11 +14,15 @@ from penstock.wafer.closed_form.cycles import ProductCycles
 from penstock.wafer.closed_form.layout import ActivationLayout
 from penstock.wafer.parameters import CoreParameters
 
-_STREAMS = 3  # operands of a vector operation: two are read, one is written
 ACTIVATION_OPERATIONS = 8  # assumed: vector operations of an exponential, as a polynomial
 SOFTMAX_OPERATIONS = ACTIVATION_OPERATIONS + 3  # and a maximum, a sum and a product
 _NORM_PASSES = 2  # assumed: one for the statistics, one for the result
 _BACKWARD_ATTENTION = 2.5  # five products against two, as the compiler counts them
+_WRITES_ALONE = ("fill", "full", "new_zeros", "zeros")
+_ONE_OPERAND = (
+    *("abs", "clamp", "logical_not", "neg", "reciprocal", "relu", "round", "rsqrt", "sign", "sqrt"),
+    *("full_like", "ones_like", "zeros_like"),  # the compiler counts the tensor that has the shape
+)
 
 
 def memory_pass(
@@ -27,22 +31,41 @@ def memory_pass(
     core: CoreParameters,
     element_bytes: int = 2,
     *,
+    streams: int = 2,
     operations: int = 1,
     name: str = "pointwise",
 ) -> ProductCycles:
     """Return the cycles of vector operations on activations, which no core shares with others.
 
+    The vector unit decides: each of its elements is one that the write port takes, and the ports
+    read two operands for it in the same time. An operation of one operand uses one of them.
+
     Args:
         moved_bytes: read and written, of all cores.
+        streams: operands and results of an operation, as `streams_of` counts them.
         operations: vector operations on each element.
     """
-    half = element_bytes == 2
-    width = core.simd_half if half else core.simd_float
-    group = core.half_group_cycles if half else core.float_group_cycles
-    per_cycle = _STREAMS * width * element_bytes
-    elements = moved_bytes / layout.mesh.cores / per_cycle * operations
+    width = core.simd_half if element_bytes == 2 else core.simd_float
+    elements = moved_bytes / (streams * element_bytes) / layout.mesh.cores
+    cycles = operations * core.elements_cycles(math.ceil(elements), element_bytes)
     set_up = operations * core.vector_cycles + core.drain_cycles
-    return ProductCycles(name, elements * group, set_up=set_up, useful=elements)
+    return ProductCycles(name, cycles, set_up=set_up, useful=operations * elements / width)
+
+
+def streams_of(work: str, name: str) -> int:
+    """Return how many tensors of a result's size an element-wise operator reads and writes.
+
+    Assumed: `pointwise` work reads two operands, unless its name says that it has one. Costs do not
+    tell where the second is a number, or is repeated over tokens or features.
+
+    Args:
+        work, name: of the operator's cost.
+    """
+    if name in _WRITES_ALONE:
+        return 1
+    if "backward" in name:
+        return 3  # the gradient of its result, and its operand or its result
+    return 3 if work == "pointwise" and name not in _ONE_OPERAND else 2
 
 
 def norm(
@@ -51,10 +74,19 @@ def norm(
     layout: ActivationLayout,
     core: CoreParameters,
     element_bytes: int = 2,
+    *,
+    streams: int = 2,
 ) -> ProductCycles:
-    """Return the cycles of a norm over features: two sums over each column of cores, and passes."""
+    """Return the cycles of a norm over features: two sums over each column of cores, and passes.
+    Arguments are those of `memory_pass`."""
     passes = memory_pass(
-        moved_bytes, layout, core, element_bytes, operations=_NORM_PASSES, name="norm"
+        moved_bytes,
+        layout,
+        core,
+        element_bytes,
+        streams=streams,
+        operations=_NORM_PASSES,
+        name="norm",
     )
     words = math.ceil(layout.tokens(tokens) * element_bytes / 4)
     rows = layout.chain_rows
@@ -88,7 +120,7 @@ def token_sum(
 ) -> ProductCycles:
     """Return the cycles of a sum over tokens, such as the gradient of a bias: within each core, and
     once along the tokens' axis, a word for each feature of a core."""
-    passes = memory_pass(moved_bytes, layout, core, element_bytes, name="reduction")
+    passes = memory_pass(moved_bytes, layout, core, element_bytes, streams=1, name="reduction")
     features = math.ceil(moved_bytes / element_bytes / tokens)
     line = line_reduce_cycles(layout.axis_columns, layout.features(features), core)
     return ProductCycles(

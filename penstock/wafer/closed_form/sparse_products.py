@@ -116,7 +116,7 @@ def data_gradient(
         limits={**shape.stream_limits(options), **shape.broadcast_limits(options)},
         useful=shape.useful,
     )
-    return _with_broadcast(unhindered, shape, entry, options, core.task_cycles, 0)
+    return _with_broadcast(unhindered, shape, entry, options, core.task_cycles)
 
 
 def weight_gradient(
@@ -155,7 +155,7 @@ def weight_gradient(
         # The places of a whole weight need not enter, nor control words with them.
         set_up=times.set_up + product.outputs * control,
         skew=times.skew,
-        fill=_crossing(layout, core),
+        fill=_crossing(layout, core) + _sums_over_tokens(layout, core),
         limits=limits,
         useful=shape.useful,
     )
@@ -374,7 +374,7 @@ def _with_broadcast(
     entry: _Entry,
     options: StreamingOptions,
     control_cycles: float,
-    passing: int,
+    passing: int = 0,
 ) -> ProductCycles:
     """Add the waiting of a product with a broadcast, where the mask is known."""
     if shape.mask is None:
@@ -382,7 +382,7 @@ def _with_broadcast(
     work = shape.mask.counts * entry.cycles + control_cycles
     arriving = shape.arriving_cycles(passing).mean(axis=1)
     finish = broadcast_finish(work, options.broadcast_rows, shape.column_words, arriving)
-    return _with_waiting(unhindered, finish + _crossing(shape.layout, shape.core))
+    return _with_waiting(unhindered, finish + unhindered.fill)
 
 
 def _with_waiting(unhindered: ProductCycles, finish: float) -> ProductCycles:
@@ -400,6 +400,14 @@ def _times(shape: _Shape, entry: _Entry, finish: float, options: StreamingOption
 def _crossing(layout: ActivationLayout, core: CoreParameters) -> float:
     """Cycles of a word from one corner of the mesh to the other."""
     return core.hop_cycles * (layout.mesh.rows + layout.mesh.columns)
+
+
+def _sums_over_tokens(layout: ActivationLayout, core: CoreParameters) -> float:
+    """Cycles in which the sum of a weight gradient's last entry passes the cores that divide the
+    tokens, besides its hops: up and down the ramp and an addition in each after the first, as in
+    `collectives.spatial_cycles`. (The simulation showed these missing.)"""
+    adding = layout.axis_columns // layout.column_groups + layout.row_groups - 2
+    return adding * (2 * core.ramp_cycles + 1)
 
 
 def _with_mask(

@@ -15,6 +15,7 @@ from penstock.wafer.closed_form.operators import (
     lookup,
     memory_pass,
     norm,
+    streams_of,
     token_sum,
 )
 from penstock.wafer.closed_form.sparse_products import data_gradient, forward, weight_gradient
@@ -201,15 +202,23 @@ class _Place:
         if cost.work == "attention":
             return (self._attention(cost, width),)
         if cost.work == "norm":
-            return (norm(cost.bytes, self.tokens, layout, core, width),)
+            streams = streams_of(cost.work, cost.name)
+            return (norm(cost.bytes, self.tokens, layout, core, width, streams=streams),)
         if cost.work == "reduction":
             return (token_sum(cost.bytes, self.tokens, layout, core, width),)
         if cost.work == "lookup":
             return (lookup(cost.bytes, layout, core),)
         operations = ACTIVATION_OPERATIONS if cost.work == "activation" else 1
-        return (
-            memory_pass(cost.bytes, layout, core, width, operations=operations, name=cost.work),
+        passes = memory_pass(
+            cost.bytes,
+            layout,
+            core,
+            width,
+            streams=streams_of(cost.work, cost.name),
+            operations=operations,
+            name=cost.work,
         )
+        return (passes,)
 
     def _product(self, cost: OperatorCost, width: int) -> ProductCycles:
         if not streams_weight(cost, self.tokens):

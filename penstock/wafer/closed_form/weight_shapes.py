@@ -61,10 +61,11 @@ def head_shape(cost: OperatorCost, heads: Iterable[HeadShape], width: int) -> He
         width: bytes of a number.
     """
     is_backward, tokens = is_backward_head(cost), round(cost.size)
-    weights = cost.flops // ((3 if is_backward else 1) * 2 * tokens)
     for head in heads:
-        if head.capacity == weights:
+        gradients = 1 if head.gradient == "none" else 2
+        if cost.flops == (1 + gradients * is_backward) * 2 * tokens * head.capacity:
             return head
+    weights = cost.flops // ((3 if is_backward else 1) * 2 * tokens)
     # Backward reads what forward reads, and writes as much: the gradients.
     moved = (cost.bytes - _TARGET_BYTES * tokens) / width / (2 if is_backward else 1)
     inputs = max(1, round((moved - weights) / tokens))

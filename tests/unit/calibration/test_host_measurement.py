@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from penstock.calibration import HostKey, calibrate, disk_cases, host_measurement
+from penstock.calibration.disk_device import device_of
 from penstock.calibration.link_cases import BOTH, MESSAGE
 from penstock.calibration.reference_step import STEP
 from penstock.calibration.repetitions import Case, Measured, Prepared, Quantity
 from penstock.calibration.shared_cores import SHARED
 from penstock.errors import ClusterError
-from penstock.machines import MachineDescription
+from penstock.machines import FLASH_DEVICE, MachineDescription
 from penstock.telemetry import process_memory
 
 
@@ -99,6 +100,10 @@ def test_the_disk_is_the_one_that_was_named(tmp_path):
         ("flash read", (4096.0, 8192.0)),
         ("flash write", (4096.0, 8192.0)),
     ]
+
+
+def test_the_device_of_the_disk_is_among_the_sources(tmp_path):
+    assert calibrate(30, tmp_path).sources[FLASH_DEVICE] == device_of(tmp_path)
 
 
 def test_messages_between_processes_have_rates_and_a_latency(tmp_path):

@@ -20,6 +20,7 @@ from penstock.calibration import (
 )
 from penstock.errors import CorruptionError, StorageError
 from penstock.kernels.processor import processor_name
+from penstock.machines import FLASH_DEVICE, MachineDescription
 
 KEY = HostKey("A processor", 2, "2.13.0", "0.62.0", "1.abcdef01")
 
@@ -187,6 +188,27 @@ def test_medians_of_the_last_five_measurements_count():
         assert rate_of(kept_machine(KEY)) == median, rate
     assert kept_machine(KEY).sources["measurements"] == "medians of the last 5 measurements"
     assert len(list(kept_file(KEY).parent.iterdir())) == MOST_MEASUREMENTS + 1
+
+
+def with_disk(rate, device):
+    whole = host().model_dump()
+    whole["store"]["flash"]["rates"][0]["rates"] = (rate,)
+    whole["sources"][FLASH_DEVICE] = device
+    return MachineDescription.model_validate(whole)
+
+
+def test_rates_of_a_disk_are_those_of_the_disk_that_was_measured_last():
+    for rate, device, expected, text in (
+        (3e9, "nvme", 3e9, None),
+        (1e8, "hdd", 1e8, "medians of the last 2 measurements, 1 of them of this disk"),
+        (2e8, "hdd", 1.5e8, "medians of the last 3 measurements, 2 of them of this disk"),
+        (1e9, "nvme", 2e9, "medians of the last 4 measurements, 2 of them of this disk"),
+    ):
+        keep(with_disk(rate, device), KEY)
+        found = kept_machine(KEY)
+        assert found.store.flash.speed.curve("flash read").at(1) == expected
+        assert found.sources[FLASH_DEVICE] == device
+        assert found.sources.get("measurements") == text
 
 
 def test_earlier_measurements_can_be_forgotten():

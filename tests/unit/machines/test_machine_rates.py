@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from penstock.machines import IN_FLOPS, RateCurve, RateTable, Work
+from penstock.machines import (
+    IN_FLOPS,
+    EnginePart,
+    RateCurve,
+    RateTable,
+    Work,
+    operator_seconds,
+)
 from penstock.machines.description import ENGINE_WORK, FLASH_WORK, PROCESS_WORK, STORE_WORK
+from penstock.operator_cost import OperatorCost
 
 
 def random_curve(seed):
@@ -86,6 +94,57 @@ def test_work_without_a_curve_has_the_rate_of_similar_work(work, stand_in):
     assert own.curve(work).work == work
     assert own.has(work)
     assert (work in IN_FLOPS) == (stand_in in IN_FLOPS)  # or the rate would have another unit
+
+
+def sparse_cost(density, *, tokens=4096, outputs=512, inputs=256):
+    flops = round(2 * density * tokens * 512 * 256)
+    return OperatorCost(
+        "sparse_linear", "sparse product", "float32", "any", density, flops, 0, 1,
+        "forward" if outputs else "", outputs, inputs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sides", "rate"),
+    [
+        ({}, 4e11),  # at 256 inputs
+        ({"tokens": 64}, 1e11),  # at 64 tokens
+        ({"outputs": 0, "inputs": 0}, 8e11),  # of an unknown weight: at the largest size
+    ],
+    ids=["smallest side", "few tokens", "unknown weight"],
+)
+def test_sparse_product_without_a_curve_has_the_rate_of_dense_products_of_its_dimensions(
+    sides, rate
+):
+    products = {"work": "product", "sizes": [64, 256, 1024], "rates": [1e11, 4e11, 8e11]}
+    pointwise = {"work": "pointwise", "rates": [1e11]}
+    engine = EnginePart.model_validate({"is_host": True, "rates": [products, pointwise]})
+    for density in (0.5, 0.1):
+        cost = sparse_cost(density, **sides)
+        assert operator_seconds(cost, engine) == pytest.approx(cost.flops / rate)
+    own = {"work": "sparse product", "sizes": [0.1, 0.5], "rates": [2e10, 3e10]}
+    engine = EnginePart.model_validate({"is_host": True, "rates": [products, pointwise, own]})
+    cost = sparse_cost(0.5, **sides)
+    assert operator_seconds(cost, engine) == pytest.approx(cost.flops / 3e10)
+
+
+def test_sparse_product_without_a_curve_is_faster_than_the_dense_one():
+    products = {"work": "product", "sizes": [64, 1024], "rates": [1e11, 8e11]}
+    pointwise = {"work": "pointwise", "rates": [1e11]}
+    engine = EnginePart.model_validate({"is_host": True, "rates": [products, pointwise]})
+    dense = OperatorCost("mm", "product", "float32", "features", 256.0, 2 * 4096 * 512 * 256, 0)
+    seconds = [operator_seconds(cost, engine) for cost in (dense, sparse_cost(0.5))]
+    assert seconds[1] == pytest.approx(seconds[0] / 2)
+
+
+@pytest.mark.parametrize("work", ["attention", "head"])
+def test_attention_and_head_without_a_curve_have_the_rate_of_products_of_as_many_tokens(work):
+    products = {"work": "product", "sizes": [64, 1024], "rates": [1e11, 8e11]}
+    pointwise = {"work": "pointwise", "rates": [1e11]}
+    engine = EnginePart.model_validate({"is_host": True, "rates": [products, pointwise]})
+    for tokens, rate in ((16, 1e11), (64, 1e11), (4096, 8e11)):
+        cost = OperatorCost("op", work, "float32", "any", float(tokens), 10**12, 0)
+        assert operator_seconds(cost, engine) == pytest.approx(1e12 / rate)
 
 
 def test_store_without_a_curve_of_copies_copies_at_the_rate_of_updates():

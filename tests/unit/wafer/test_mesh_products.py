@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BudgetError, ConfigError
-from penstock.wafer import SIM, Mesh
+from penstock.wafer import SILICON, SIM, Mesh
 from penstock.wafer.closed_form import (
     HIDDEN,
     PAID,
@@ -136,6 +136,19 @@ def test_single_rows_and_columns_take_the_cycles_of_the_closed_form(name, mesh, 
         tokens = 8 * mesh.columns
         found, _ = simulate(name, mask, tokens, run)
         assert found.cycles == pytest.approx(closed(name, mask, tokens, run).total, rel=0.05)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("core", [SIM, SILICON], ids=lambda core: core.name)
+@pytest.mark.parametrize("mesh", [Mesh(1, 64), Mesh(1, 256), Mesh(128, 1), Mesh(4, 128)], ids=str)
+def test_long_thin_meshes_take_the_cycles_of_the_closed_form(name, core, mesh):
+    # Few entries per core, so that crossing the mesh takes a good part of the cycles.
+    for tokens, element_bytes, density in ((2, 2, 1.0), (8, 4, 0.5)):
+        run = Run(mesh, core, HIDDEN, element_bytes, rounds=False)
+        mask = random_mask(16, 16 * mesh.rows, density)
+        found, _ = simulate(name, mask, tokens * mesh.columns, run)
+        expected = closed(name, mask, tokens * mesh.columns, run).total
+        assert found.cycles == pytest.approx(expected, rel=0.05), (tokens, element_bytes, density)
 
 
 # --- (3) the mask's own counts --------------------------------------------------------------------

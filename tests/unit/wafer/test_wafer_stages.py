@@ -12,7 +12,7 @@ from penstock.compiler.counted_costs import operator_costs
 from penstock.compiler.weight_products import mark_weight_products
 from penstock.errors import BudgetError, ConfigError
 from penstock.operator_cost import OperatorCost
-from penstock.wafer import SIM, CoreParameters, Mesh
+from penstock.wafer import SILICON, SIM, CoreParameters, Mesh
 from penstock.wafer.closed_form import (
     ActivationLayout,
     HeadShape,
@@ -31,6 +31,7 @@ from penstock.wafer.closed_form import (
     token_sum,
     weight_gradient,
 )
+from penstock.wafer.language import MeshProgram
 
 TOKENS = 96
 LAYOUT = ActivationLayout(Mesh(8, 8))
@@ -165,12 +166,53 @@ def test_head_is_its_product_and_a_softmax_over_the_vocabulary():
     ]
 
 
-def test_memory_pass_reads_two_operands_and_writes_one_per_cycle():
+def test_operation_of_two_operands_reads_two_and_writes_one_per_cycle():
     core = CoreParameters("x")
     # 24 bytes per core and cycle: 4 elements of 2 bytes, three times.
-    assert memory_pass(64 * 2400, LAYOUT, core).total == 100
-    assert memory_pass(64 * 2400, LAYOUT, core, 4).total == 200
-    assert memory_pass(64 * 2400, LAYOUT, core, operations=8).total == 800
+    assert memory_pass(64 * 2400, LAYOUT, core, streams=3).total == 100
+    assert memory_pass(64 * 2400, LAYOUT, core, 4, streams=3).total == 200
+    assert memory_pass(64 * 2400, LAYOUT, core, streams=3, operations=8).total == 800
+
+
+@pytest.mark.parametrize(("core", "element_bytes"), [(SIM, 2), (SIM, 4), (SILICON, 2)])
+def test_operation_of_one_operand_takes_the_cycles_that_the_simulated_core_takes(
+    core, element_bytes
+):
+    elements = 2048
+    program = MeshProgram(Mesh(1, 1), core, element_bytes=element_bytes)
+    x, y = (program.array(name, elements) for name in "xy")
+    program.main().scale(y.all, x.all, 0.5, after=core.drain_cycles)
+    one = ActivationLayout(Mesh(1, 1))
+    found = memory_pass(2 * element_bytes * elements, one, core, element_bytes)
+    assert found.arithmetic == core.elements_cycles(elements, element_bytes)
+    assert found.total == pytest.approx(program.run().report.cycles, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("function", "tensors", "operations"),
+    [
+        (lambda x: -x, 2, 1),
+        (lambda x, y: x + y, 3, 1),
+        (lambda x: x.to(torch.bfloat16, copy=True), 2, 1),
+        (lambda x: torch.full_like(x, 2.0), 2, 1),
+        (lambda x: torch.zeros(x.shape, dtype=x.dtype), 1, 1),
+        (torch.tanh, 2, 8),
+        (torch.ops.aten.tanh_backward.default, 3, 8),
+        (lambda x: torch.softmax(x, 1), 2, 2),
+        (lambda x, y: torch.ops.aten._softmax_backward_data(x, y, 1, x.dtype), 3, 2),
+        (lambda x: x.sum(0), 1, 1),
+    ],
+)
+def test_element_wise_operator_takes_the_cycles_of_the_elements_that_it_computes(
+    function, tensors, operations
+):
+    shape, core = (64, 512), CoreParameters("x")  # 512 elements in each of 8x8 cores
+    shapes = [shape] * max(1, tensors - 1)
+    [cost] = costs_of(function, *shapes, dtype=torch.bfloat16)
+    [operator] = stage_cycles([cost], 64, LAYOUT, core).operators
+    # The sum also writes a result of 512 elements, which counts as read.
+    beside = 2 if cost.work == "reduction" else 0
+    assert operator.parts[0].arithmetic == operations * 512 / 4 + beside
 
 
 def test_norm_sums_twice_over_its_column_of_cores():
@@ -178,7 +220,8 @@ def test_norm_sums_twice_over_its_column_of_cores():
     found = norm(64 * 2400, 64, LAYOUT, core)
     # 8 tokens are 4 words: a chain of 8 cores, each of which takes a hop and 5 cycles; and back.
     assert found.fill == 2 * ((4 + 7 * 6) + (4 + 7 + 5))
-    assert found.arithmetic == 200
+    # 600 elements in a core, 4 per cycle, in two passes.
+    assert found.arithmetic == 2 * 150
 
 
 def test_norm_sums_over_column_groups_too():
@@ -197,7 +240,7 @@ def test_sum_over_tokens_has_a_word_for_each_feature_of_a_core():
     # 64 tokens of 32 features in 2 bytes: 4 features in each of 8 rows, summed over 8 columns.
     found = token_sum(2 * 64 * 32, 64, LAYOUT, core)
     assert found.fill == 4 + 7 + 7 * 5
-    assert found.arithmetic == 2 * 64 * 32 / 64 / 24
+    assert found.arithmetic == 64 * 32 / 64 / 4
 
 
 def head_cost(tokens, flops, times=1):
@@ -209,7 +252,7 @@ def head_cost(tokens, flops, times=1):
 def test_head_that_is_given_has_its_shape_entries_and_gradient(gradient):
     tokens, shape, capacity, kept = 64, (500, 32), 1600, 1000
     head = HeadShape(*shape, capacity, kept, is_sparse=True, gradient=gradient)
-    cost = head_cost(tokens, 2 * tokens * capacity, 3)
+    cost = head_cost(tokens, 2 * tokens * capacity, 2 if gradient == "none" else 3)
     other = HeadShape.dense(100, 8)
     stage = stage_cycles([cost], tokens, LAYOUT, SIM, heads=(other, head))
     sparse = StreamedProduct(*shape, tokens, density=kept / (500 * 32))
@@ -222,8 +265,8 @@ def test_head_that_is_given_has_its_shape_entries_and_gradient(gradient):
     }[gradient]
     *found, softmax = stage.operators[0].parts
     assert found == expected
-    # 11 operations on every logit, of 64 tokens over 500 labels, 24 bytes per core and cycle.
-    assert softmax.arithmetic == pytest.approx(11 * 2 * 2 * 64 * 500 / 64 / 24)
+    # 11 operations on every logit, of 64 tokens over 500 labels, 4 per core and cycle.
+    assert softmax.arithmetic == 11 * 64 * 500 / 64 / 4
 
 
 def test_logits_of_a_head_are_once_in_the_memory_and_decide_the_refusal():
