@@ -134,12 +134,14 @@ class SparseUse:
 
     Memory and operations are counted for `capacity` entries. `product_tokens` are the numbers of
     tokens of its sparse products, ascending. `dense_readers` are the operators that have no sparse
-    product: they read the weight expanded, with zeros where the mask keeps nothing.
+    product: they read the weight expanded, with zeros where the mask keeps nothing. `flops` are
+    the operations of its sparse products, forward and backward; a multiply-add counts as two.
     """
 
     capacity: int
     product_tokens: tuple[int, ...] = ()
     dense_readers: tuple[str, ...] = ()
+    flops: int = 0
 
     @property
     def way(self) -> str:
@@ -315,6 +317,7 @@ def _together(one: SparseUse, other: SparseUse) -> SparseUse:
         one.capacity,
         tuple(sorted({*one.product_tokens, *other.product_tokens})),
         tuple(dict.fromkeys((*one.dense_readers, *other.dense_readers))),
+        one.flops + other.flops,
     )
 
 

@@ -19,7 +19,7 @@ from penstock.compiler import (
     ops,  # noqa: F401  (registers the penstock operators)
 )
 from penstock.compiler.matmul_backend import onednn_flops
-from penstock.compiler.sparse_lowering import share_of
+from penstock.compiler.sparse_lowering import share_of, sparse_weight_of
 from penstock.compiler.tensors import storage_of, tensors_in
 from penstock.compiler.weight_products import weight_product_of
 from penstock.operator_cost import OperatorCost
@@ -69,6 +69,11 @@ def operator_costs(graph: fx.Graph, without: Collection[fx.Node] = ()) -> tuple[
 def total_flops(costs: tuple[OperatorCost, ...]) -> int:
     """Return the operations of some calls, a multiply-add counted as two."""
     return sum(cost.flops * cost.calls for cost in costs)
+
+
+def weight_flops(weight: fx.Node) -> int:
+    """Return the operations of the products that read a sparse weight, of a traced graph."""
+    return sum(_flops(node) for node in weight.users if sparse_weight_of(node) is weight)
 
 
 def operator_of(node: fx.Node) -> Any:
@@ -203,13 +208,20 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     return 2 * hidden.shape[0] * hidden.shape[1] * weight.shape[0]
 
 
+def _head_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: Any, ignored: int, *args: Any
+) -> int:
+    # The logits, the gradient of the hidden features, and that of the weight unless it is frozen.
+    return (3 if args[0] else 2) * _head(hidden, weight)
+
+
 _OWN: Mapping[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     penstock.linear_cross_entropy.default: lambda h, w, *_: _head(h, w),
     penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
-    penstock.linear_cross_entropy_backward.default: lambda s, h, w, *_: 3 * _head(h, w),
-    penstock.linear_cross_entropy_turn.default: lambda s, h, w, *_: 3 * _head(h, w),
+    penstock.linear_cross_entropy_backward.default: lambda s, *args: _head_gradients(*args),
+    penstock.linear_cross_entropy_turn.default: lambda s, *args: _head_gradients(*args),
     penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from penstock.compiler import sparse_lowering
 from penstock.compiler.activation_calls import lower_activations
 from penstock.compiler.attention_calls import lower_attention
-from penstock.compiler.counted_costs import operator_costs, total_flops
+from penstock.compiler.counted_costs import operator_costs, total_flops, weight_flops
 from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
@@ -101,6 +101,7 @@ def make_kind(
     forward_flops, turn_flops = total_flops(costs["infer"]), total_flops(costs["turn"])
     peaks = {key: peak_bytes(g, products) for key, g in graphs.items()}
     draws_dropout = bool(_calls(infer, penstock.dropout.default))
+    sparse = _with_flops(signature.sparse, turn)
     for lowered in graphs.values():
         _lower(lowered, products)
     modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
@@ -127,10 +128,18 @@ def make_kind(
         backward_transient_bytes=peaks["backward"],
         recompute_transient_bytes=peaks["recompute"],
         turn_transient_bytes=peaks["turn"],
-        sparse=dict(signature.sparse),
+        sparse=sparse,
         graphs=graphs,
         costs=costs,
     )
+
+
+def _with_flops(sparse: Sequence[tuple[int, SparseUse]], turn: fx.Graph) -> dict[int, SparseUse]:
+    """Return the sparse weights of a kind, with the operations of their products in `turn`."""
+    weights = turn.find_nodes(op="placeholder")
+    return {
+        position: replace(use, flops=weight_flops(weights[position])) for position, use in sparse
+    }
 
 
 def _lower(graph: fx.Graph, products: Products) -> None:

@@ -101,7 +101,9 @@ class SparsityConfig(Section):
         0, "step of the first change (set, rigl); a share of the run with a decimal point", ge=0
     )
     update_end: int | float = setting(
-        0.75, "step of the last change (set, rigl); a share of the run with a decimal point", ge=0
+        0.75,
+        "step from which on masks stay (set, rigl); a share of the run with a decimal point",
+        ge=0,
     )
     drop_fraction: float = setting(
         0.3, "share of the kept entries that a change exchanges (set, rigl)", gt=0, lt=1

@@ -134,6 +134,10 @@ def plan_sparse_weights(
             "the model that the run was started with"
         )
     elements = {name: math.prod(shape) for name, shape in shapes.items()}
+    if section.method == "gmp":
+        assert section.sparsity is not None
+        for name, density in densities(section.distribution, shapes, section.sparsity).items():
+            kept_count(name, elements[name], density)  # refuses a mask that would end empty
     policy = policy_of(config, shapes)
     lifts = isinstance(policy, Densify)
     return SparsePlan(
@@ -171,7 +175,7 @@ def _names(config: Config, source: ModelSource, trained: Collection[str]) -> tup
     section, shapes = config.sparsity, source.shapes()
     frozen = {name for name in shapes if name not in trained}
     dense = embeddings_and_heads(source) | frozen
-    names = sparse_weights(shapes, section.weights, section.keep_dense, dense)
+    names = sparse_weights(shapes, section.weights, section.keep_dense, dense, source.aliases)
     if unlike := [name for name in names if name in frozen]:
         raise ConfigError(
             f"sparsity.weights: expected weights that are trained, got {few(unlike)}, which "
@@ -267,11 +271,12 @@ def _change_steps(policy: SparsityPolicy, run_steps: int) -> Iterator[int]:
     until = policy.until if isinstance(policy, Densify) else policy
     if isinstance(until, GradualMagnitude | SparseEvolutionaryTraining | RigL):
         times = until.times
-        last = min(times.end, run_steps, lifted - 1)
-        yield from (s for s in range(times.begin, last + 1, times.every) if s >= 1)
-        is_due = (times.end - times.begin) % times.every == 0
-        if 1 <= times.end == last and not is_due:
-            yield times.end
+        last = min(run_steps, lifted - 1)
+        due = range(times.begin, min(times.end, last) + 1, times.every)
+        yield from (step for step in due if step >= 1)
+        end = max(1, times.end)
+        if until.may_change(end) and not times.is_due(end) and end <= last:
+            yield end
     if lifted <= run_steps:
         yield lifted
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 from penstock.program import Program
 
-_OF_ENTRIES = 3  # products: outputs, gradient of the inputs, gradient of the weight
-
 
 class StepFlops:
     """Counts the operations of a step's forward and backward sweeps, without recomputation.
@@ -20,11 +18,13 @@ class StepFlops:
         of_one = sum(kind.forward_flops + kind.backward_flops for kind in kinds)
         self._at_capacity = micro_batches * of_one
         self._sparse = {name: w for name, w in program.weights.items() if w.is_sparse}
+        self._products = dict.fromkeys(self._sparse, 0)  # operations of each, at capacity
         self._tokens = dict.fromkeys(self._sparse, 0)  # of a step's products with each weight
         for stage in program.stages:
             for position, use in stage.kind.sparse.items():
-                tokens = micro_batches * sum(use.product_tokens)
-                self._tokens[stage.weights[position]] += tokens
+                name = stage.weights[position]
+                self._products[name] += micro_batches * use.flops
+                self._tokens[name] += micro_batches * sum(use.product_tokens)
 
     def of(self, kept: Mapping[str, int], with_dense_gradients: bool = False) -> int:
         """Return the operations of a step.
@@ -35,8 +35,10 @@ class StepFlops:
         """
         total = self._at_capacity
         for name, count in kept.items():
-            weight, of_entry = self._sparse[name], 2 * self._tokens[name]
-            total -= _OF_ENTRIES * of_entry * (weight.capacity - count)
+            weight = self._sparse[name]
+            absent = weight.capacity - count
+            if absent:  # every product has as many operations for each entry
+                total -= self._products[name] * absent // weight.capacity
             if with_dense_gradients and weight.trainable:
-                total += of_entry * (weight.elements - count)
+                total += 2 * self._tokens[name] * (weight.elements - count)
         return total

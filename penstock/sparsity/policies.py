@@ -141,7 +141,7 @@ class GradualMagnitude(SparsityPolicy):
     times: ChangeTimes
 
     def may_change(self, step: int) -> bool:
-        return self.times.is_due(step) or step == self.times.end
+        return self.times.is_due(step) or step == max(1, self.times.end)
 
     def at(self, step: int, masks: Mapping[str, MaskSize]) -> MaskUpdate | None:
         if not self.may_change(step):

@@ -1,6 +1,7 @@
 """Which weights of a model are sparse, by name patterns or by the usual default."""
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from penstock.errors import ConfigError, few
 from penstock.name_patterns import matching
@@ -11,6 +12,7 @@ def sparse_weights(
     patterns: Sequence[str] = (),
     keep_dense: Sequence[str] = (),
     dense_by_default: Collection[str] = (),
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """Return the names of the sparse weights, in the order of `shapes`.
 
@@ -21,14 +23,21 @@ def sparse_weights(
         keep_dense: name patterns of weights that stay dense whatever `patterns` says.
         dense_by_default: names of the embeddings and heads, which the program knows; sparse only if
             `patterns` names them.
+        aliases: the further names of tied weights, and the first name of each; patterns match them
+            too.
 
     Raises:
         ConfigError: a pattern matches no weight, `patterns` matches only weights of one dimension,
             or no weight is left.
     """
     names = list(shapes)
+
+    def named_by(key: str, patterns: Sequence[str]) -> set[str]:
+        others = [other for other, first in aliases.items() if first in shapes]
+        return {aliases.get(name, name) for name in matching(key, patterns, [*names, *others])}
+
     if patterns:
-        named = matching("sparsity.weights", patterns, names)
+        named = named_by("sparsity.weights", patterns)
         chosen = {name for name in named if len(shapes[name]) > 1}
         if not chosen:
             raise ConfigError(
@@ -40,7 +49,7 @@ def sparse_weights(
         chosen = {name for name, shape in shapes.items() if len(shape) == 2}
         chosen -= set(dense_by_default)
     if keep_dense:
-        chosen -= matching("sparsity.keep_dense", keep_dense, names)
+        chosen -= named_by("sparsity.keep_dense", keep_dense)
     if not chosen:
         raise ConfigError(
             "sparsity: expected at least one sparse weight, got none of "

@@ -75,7 +75,8 @@ def prune_model(
         CorruptionError, NonFiniteError, StorageError: as in reading and writing of such folders.
     """
     source = ModelSource.from_hf(folder)
-    names = sparse_weights(source.shapes(), patterns, keep_dense, embeddings_and_heads(source))
+    dense = embeddings_and_heads(source)
+    names = sparse_weights(source.shapes(), patterns, keep_dense, dense, source.aliases)
     shapes = {name: source.shapes()[name] for name in names}
     kept = {
         name: kept_count(name, math.prod(shapes[name]), density)
@@ -103,8 +104,8 @@ class _PrunedWeights:
         """Do nothing: a folder has no pending updates."""
 
     def mask(self, name: str) -> PackedIndex | None:
-        """Return the mask of a pruned weight; None for the others."""
-        return self._pruned(name)[1] if name in self._kept else None
+        """Return the mask of a weight that is pruned, or that was packed; None for the others."""
+        return self._pruned(name)[1] if name in self._kept else self._source.mask(name)
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:
         """Return elements `begin` to `end` of a weight, flat, float32."""

@@ -100,7 +100,7 @@ def write_kind(kind: Kind, graphs: GraphWriter | None) -> dict[str, Any]:
         "draws_dropout": kind.draws_dropout,
         **{name: getattr(kind, name) for name in _NUMBERS},
         "sparse": [
-            [place, use.capacity, list(use.product_tokens), list(use.dense_readers)]
+            [place, use.capacity, list(use.product_tokens), list(use.dense_readers), use.flops]
             for place, use in kind.sparse.items()
         ],
         "graphs": None
@@ -193,8 +193,10 @@ def _read_saved(value: Any) -> SavedTensor:
 
 
 def _read_sparse(value: Any) -> tuple[int, SparseUse]:
-    place, capacity, tokens, readers = fields.items(value, 4)
-    use = SparseUse(fields.number(capacity), fields.numbers(tokens), fields.texts(readers))
+    place, capacity, tokens, readers, flops = fields.items(value, 5)
+    use = SparseUse(
+        fields.number(capacity), fields.numbers(tokens), fields.texts(readers), fields.number(flops)
+    )
     return fields.number(place), use
 
 

@@ -74,3 +74,16 @@ def test_operations_of_all_calls_are_added():
 
 def test_every_kind_of_work_is_one_that_machines_know():
     assert set(_WORK_OF_OPERATORS) <= set(get_args(Work))
+
+
+@pytest.mark.parametrize(("with_weight", "products"), [(True, 3), (False, 2)])
+@pytest.mark.parametrize("name", ["linear_cross_entropy_backward", "linear_cross_entropy_turn"])
+def test_gradients_of_a_frozen_head_have_one_product_less(name, with_weight, products):
+    operator = getattr(torch.ops.penstock, name).default
+
+    def gradients(scale, hidden, weight):
+        labels = torch.zeros(64, dtype=torch.int64)
+        return operator(scale, hidden, weight, None, labels, -100, with_weight)
+
+    costs = costs_of(gradients, (), (64, 32), (500, 32))
+    assert total_flops(costs) == products * 2 * 64 * 32 * 500

@@ -61,6 +61,25 @@ def test_packed_folder_is_read_as_the_dense_one(folder, tmp_path):
     assert size < 0.7 * (tmp_path / "dense" / "model.safetensors").stat().st_size
 
 
+def test_pruning_a_packed_folder_keeps_the_masks_of_the_other_weights(folder, tmp_path):
+    first = prune_model(folder, tmp_path / "first", 0.5, packed=True)
+    further = prune_model(
+        tmp_path / "first", tmp_path / "out", 0.9, patterns=["*.mlp.*"], packed=True
+    )
+    before, after = (ModelSource.from_hf(tmp_path / name) for name in ("first", "out"))
+    others = set(first.kept) - set(further.kept)
+    assert others
+    for name in others:
+        old, new = before.mask(name), after.mask(name)
+        assert old is not None
+        assert new is not None
+        assert np.array_equal(old.mask(), new.mask())
+    values = dict(before.initial_weights(0))
+    for name, weight in after.initial_weights(0):
+        if name not in further.kept:
+            assert torch.equal(weight, values[name])
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_packed_values_have_the_type_that_is_asked_for(folder, tmp_path, dtype):
     prune_model(folder, tmp_path / "dense", 0.8, dtype=dtype)

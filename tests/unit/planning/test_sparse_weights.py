@@ -99,6 +99,8 @@ def test_reachable_sparsities_are_those_of_a_simulated_run():
         {"method": "rigl", "update_every": 750},
         {"method": "gmp", "update_every": 10_000},
         {"method": "gmp", "schedule": {"begin": 0}},
+        {"method": "gmp", "schedule": {"begin": 0, "end": 0, "name": "constant"}},
+        {"method": "gmp", "schedule": {"begin": 0, "end": 0, "name": "constant"}, "densify_at": 1},
         {"method": "static", "densify_at": 12},
         {"method": "rigl", "densify_at": 12},
         {"method": "rigl", "densify_at": 500},
@@ -128,6 +130,10 @@ def test_first_change_is_the_first_step_with_a_change(keys):
         ),
         (
             {"sparsity": 0.99999},
+            r"sparsity: the mask of transformer\.h\.0\.attn\.c_attn\.weight would keep no entry",
+        ),
+        (
+            {"method": "gmp", "sparsity": 0.99999},
             r"sparsity: the mask of transformer\.h\.0\.attn\.c_attn\.weight would keep no entry",
         ),
         (

@@ -69,6 +69,14 @@ def test_gradual_magnitude_goes_from_dense_to_the_sparsity_between_a_quarter_and
         assert not policy.needs_dense_gradients(step)
 
 
+def test_gradual_magnitude_that_ends_before_the_first_step_prunes_at_the_first():
+    policy = gradual_magnitude({"a": 0.1}, 1000, begin=0, end=0, shape="constant")
+    update = policy.at(1, {"a": MaskSize(1000, 1000)})
+    assert update is not None
+    assert [(change.weight, change.drop) for change in update.changes] == [("a", 900)]
+    assert policy.at(2, {"a": MaskSize(1000, 1000)}) is None
+
+
 def test_gradual_magnitude_must_end_within_the_run_and_keep_an_entry():
     with pytest.raises(ConfigError, match="step 1200 is outside the run of 1000 steps"):
         gradual_magnitude({"a": 0.1}, 1000, end=1200)

@@ -30,6 +30,17 @@ def test_the_default_and_patterns(patterns, keep_dense, expected):
     assert sparse_weights(SHAPES, patterns, keep_dense, KEPT_DENSE) == expected
 
 
+def test_patterns_match_the_further_names_of_tied_weights():
+    aliases = {"lm_head.weight": "wte.weight", "h.0.mlp.twin.weight": "h.0.mlp.up.weight"}
+
+    def chosen(patterns, keep_dense=()):
+        return sparse_weights(SHAPES, patterns, keep_dense, KEPT_DENSE, aliases)
+
+    assert chosen(["lm_head.*"]) == ("wte.weight",)
+    assert chosen(["wte.*", "h.0.attn.*"]) == ("wte.weight", "h.0.attn.weight")
+    assert chosen([], ["*.twin.*"]) == ("h.0.attn.weight",)
+
+
 @pytest.mark.parametrize(
     ("patterns", "keep_dense", "message"),
     [
