@@ -51,7 +51,7 @@ def train(
     from penstock.config import check_run, load
 
     settings = load(config, overrides or (), training=True)
-    check_run(settings, fresh=fresh)
+    check_run(settings, recorded_extra, fresh=fresh)
 
     from rich.console import Console
 
@@ -60,6 +60,13 @@ def train(
     view = view_for_command(Console(), settings.logging.every, quiet)
     command = shlex.join(["penstock", "train", str(config), *(overrides or ())])
     _run(settings, view, command)
+
+
+def recorded_extra(folder: Path) -> dict[str, Any] | None:
+    """Return the data kept with the last durable step of a store on flash."""
+    from penstock.store import flash  # imports torch, which a refusal without a store does not need
+
+    return flash.recorded_extra(folder)
 
 
 def _run(settings: Config, view: View, resume_command: str) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config.model_file import read_model_file, with_model_file
 from penstock.config.root import Config
 from penstock.config.schedule import DECAYING
 from penstock.config.sparsity import places_as_steps
@@ -18,6 +19,10 @@ from penstock.errors import ConfigError
 _DECIDING = ("model", "batch", "precision", "optimizer", "freeze")
 # Keys that did not exist when older runs were recorded, with the value that those runs used.
 _LATER = {"optimizer.moments": "fp32"}
+# A model's config.json is recorded by its content; older releases recorded its path here.
+_MODEL_FILE = "model.hf_config"
+# Keys of its content that describe the file, not the model.
+_IGNORED = {f"{_MODEL_FILE}.{key}" for key in ("_name_or_path", "transformers_version")}
 # Keys of `sparsity` that a share of the run may stand for; steps are compared.
 _PLACES = ("schedule.begin", "schedule.end", "update_begin", "update_end", "densify_at")
 
@@ -67,9 +72,29 @@ def check_resumable(config: Config, recorded: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, naming the keys, unless a recorded run can be resumed with this
     configuration.
 
-    `recorded` is the `trajectory` in the run's checkpoint.
+    `recorded` is the `trajectory` in the run's checkpoint. If an older release recorded only the
+    path of the model's config.json, and the file no longer exists, the model is not compared.
     """
-    _refuse(config, differences(recorded, trajectory(config)))
+    then, now = dict(recorded), trajectory(with_model_file(config))
+    place = then.get(_MODEL_FILE)
+    if isinstance(place, str) and _MODEL_FILE not in now:
+        del then[_MODEL_FILE]
+        fields = read_model_file(place)
+        if fields is not None:
+            _flatten(_MODEL_FILE, fields, then)
+        elif any(map(_is_of_model_file, now)):
+            now = {key: value for key, value in now.items() if not _is_of_model_file(key)}
+    elif isinstance(now.get(_MODEL_FILE), str) and any(map(_is_of_model_file, then.keys() - now)):
+        raise ConfigError(
+            f"{_MODEL_FILE}: expected a config.json with a model_type at {now[_MODEL_FILE]}, there "
+            "is none that can be read; restore it, or resume with the run's own copy: penstock "
+            f"train {config.run.dir / 'config.yaml'}"
+        )
+    _refuse(config, differences(then, now))
+
+
+def _is_of_model_file(key: str) -> bool:
+    return key.startswith(f"{_MODEL_FILE}.")
 
 
 def check_same_sparsity(config: Config, recorded: Mapping[str, Any]) -> None:
@@ -104,7 +129,7 @@ def _refuse(config: Config, lines: list[str]) -> None:
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per key that differs between a recorded trajectory and this one."""
     lines = []
-    for key in dict.fromkeys([*recorded, *now]):
+    for key in [key for key in dict.fromkeys([*recorded, *now]) if key not in _IGNORED]:
         old, new = (run.get(key, _LATER.get(key)) for run in (recorded, now))
         if _plain(old) != _plain(new):
             hint = ""

@@ -2,6 +2,7 @@
 
 PyYAML follows YAML 1.1, where `1e-4` is a string, `no` is false and `1:30` is ninety. Here a plain
 scalar has the type of its form: null, true/false, an integer, a number, else a string (YAML 1.2).
+Output is equal in both: a string is quoted if either version would read another type.
 """
 
 import errno
@@ -198,38 +199,57 @@ def _compose(loader: _Loader) -> Any:
     return root
 
 
-def dump(value: Any) -> str:
-    """Return JSON-able values as YAML in their own order."""
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
-
-
 class _Dumper(yaml.SafeDumper):
-    """Lists of plain values on one line; strings in quotes where `_Loader` would not read one."""
+    """Strings are quoted where `_Loader` or a reader of YAML 1.1 would read another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _short_list(dumper: _Dumper, data: list[Any]) -> yaml.Node:
+class _TableDumper(_Dumper):
+    """Lists of plain values on one line."""
+
+
+def _text(dumper: _Dumper, data: str) -> yaml.Node:
+    # PyYAML's other styles do not keep every line break.
+    style = '"' if any(character in data for character in _LINE_BREAKS) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+def _short_list(dumper: _TableDumper, data: list[Any]) -> yaml.Node:
     flow = not any(isinstance(item, list | dict) for item in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-_Dumper.add_representer(list, _short_list)
+_OLDER = yaml.SafeDumper.yaml_implicit_resolvers
+_Dumper.yaml_implicit_resolvers = {  # the first that matches decides: those of `_Loader` come first
+    first: [*_Loader.yaml_implicit_resolvers.get(first, []), *_OLDER.get(first, [])]
+    for first in {**_Loader.yaml_implicit_resolvers, **_OLDER}
+}
+_LINE_BREAKS = "\n\r\x85\u2028\u2029"
+_Dumper.add_representer(str, _text)
+_TableDumper.add_representer(list, _short_list)
+
+
+def dump(value: Any) -> str:
+    """Return JSON-able values as YAML in their own order; `parse` returns equal values."""
+    return _dump(value, _Dumper)
 
 
 def dump_tables(value: Any) -> str:
     """Return JSON-able values as YAML in their own order, each list of plain values on one line."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return _dump(value, _TableDumper)
 
 
 def dump_inline(value: Any) -> str:
     """Return JSON-able values as YAML on one line."""
-    text = yaml.safe_dump(
-        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
-    )
+    text = _dump(value, _Dumper, default_flow_style=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _dump(value: Any, dumper: type[_Dumper], **options: Any) -> str:
+    options = {"sort_keys": False, "allow_unicode": True, "width": 100, **options}
+    return str(yaml.dump(value, Dumper=dumper, **options))
 
 
 def _collect_lines(node: Any, path: KeyPath, lines: dict[KeyPath, int], depth: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.config.cluster import cluster_keys
 from penstock.config.document import read
+from penstock.config.model_file import with_model_file
 from penstock.config.problems import Origin
 from penstock.config.root import Config
 from penstock.errors import ConfigError, did_you_mean
@@ -34,7 +35,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = Fa
 
 
 def to_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | None) -> Config:
-    """Return the configuration that results from `Trainer(config, cluster=...)`."""
+    """Return the configuration that results from `Trainer(config, cluster=...)`.
+
+    It has the content of the file that `model.hf_config` names (`model_file.py`).
+    """
     if isinstance(config, Mapping):
         config = Config.from_mapping(config)
     elif isinstance(config, str | Path):
@@ -44,6 +48,7 @@ def to_config(config: Config | Mapping[str, Any] | str | Path, cluster: str | No
             f"expected a configuration: a mapping or the path of a YAML file; got "
             f"{type(config).__name__}. A model goes into Trainer(configuration, model=...)"
         )
+    config = with_model_file(config)
     if cluster is None:
         return config
     whole = config.to_mapping()

@@ -306,23 +306,18 @@ def resolve_preset(name: str, overrides: Mapping[str, Any] | None = None) -> Res
 
     An override may use the architecture's own name for a field, the name that most Hugging Face
     models use for it (`num_hidden_layers` for GPT-2's `n_layer`), or `dropout` for every dropout at
-    once. If only the width is changed, the inner width keeps the preset's ratio to it.
+    once. Unless it is given, the inner width keeps the preset's ratio to the width (of a Llama
+    rounded up to a multiple of 256). Unless the number of key-value heads is given, each keeps the
+    preset's number of heads.
 
     Raises:
-        ConfigError: an unknown preset or field, or a field that is given twice.
+        ConfigError: an unknown preset or field, a field that is given twice, or widths and heads
+            that do not fit together.
     """
     preset = find_preset(name)
     architecture = ARCHITECTURES[preset.model_type]
     given = _canonical(preset, architecture, overrides or {})
-    config = {**preset.config, **given}
-    width, inner, heads = _SHAPE_FIELDS[preset.model_type]
-    if given.get(width) and inner not in given and preset.config[width] * 4 == preset.config[inner]:
-        config[inner] = 4 * config[width]
-    if config[width] % config[heads] and config.get("head_dim") is None:
-        raise ConfigError(
-            f"{name}: {width} {config[width]} is not a multiple of {heads} {config[heads]}; "
-            f"set both"
-        )
+    config = _with_shapes(preset, given)
     if preset.model_type == "gpt2" and "eos_token_id" not in given:
         # GPT-2's <|endoftext|>, unless another vocabulary has no such token.
         token = 50256 if config["vocab_size"] > 50256 else None
@@ -336,6 +331,51 @@ _SHAPE_FIELDS = {
     "llama": ("hidden_size", "intermediate_size", "num_attention_heads"),
     "bert": ("hidden_size", "intermediate_size", "num_attention_heads"),
 }
+# As `multiple_of` in the code of Llama 1 and 2; the other families have exactly four times the
+# width.
+_INNER_MULTIPLE = {"llama": 256}
+_KEY_VALUE_HEADS = "num_key_value_heads"
+
+
+def _with_shapes(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration, with the inner width and key-value heads that follow from the width
+    and the heads."""
+    width, inner, heads = _SHAPE_FIELDS[preset.model_type]
+    before, config = preset.config, {**preset.config, **given}
+    for name in (width, heads, _KEY_VALUE_HEADS):
+        value = config.get(name, 1)
+        is_unset = name == _KEY_VALUE_HEADS and value is None  # then it equals the heads
+        if not is_unset and (type(value) is not int or value < 1):
+            raise ConfigError(f"{preset.name}: expected {name} of 1 or more, got {value!r}")
+    if inner not in given and config[width] != before[width]:
+        multiple = _INNER_MULTIPLE.get(preset.model_type, 1)
+        exact = config[width] * before[inner]
+        config[inner] = multiple * -(-exact // (multiple * before[width]))
+    if _KEY_VALUE_HEADS in before and _KEY_VALUE_HEADS not in given:
+        each = before[heads] // before[_KEY_VALUE_HEADS]
+        if config[heads] % each:
+            raise ConfigError(
+                f"{preset.name}: {heads} {config[heads]} is not a multiple of {each}, the number "
+                f"of heads for each key-value head of {preset.name}; set {_KEY_VALUE_HEADS} too"
+            )
+        config[_KEY_VALUE_HEADS] = config[heads] // each
+    _require_divisible(preset.name, config, width, heads)
+    return config
+
+
+def _require_divisible(name: str, config: Mapping[str, Any], width: str, heads: str) -> None:
+    """Refuse heads that do not divide the width, or are not divided by the key-value heads."""
+    if config[width] % config[heads]:
+        raise ConfigError(
+            f"{name}: {width} {config[width]} is not a multiple of {heads} {config[heads]}; "
+            "set both"
+        )
+    shared = config.get(_KEY_VALUE_HEADS)
+    if shared is not None and config[heads] % shared:
+        raise ConfigError(
+            f"{name}: {heads} {config[heads]} is not a multiple of {_KEY_VALUE_HEADS} {shared}; "
+            "set both"
+        )
 
 
 def _canonical(

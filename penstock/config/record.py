@@ -1,11 +1,12 @@
 """The record of the configuration in a run's folder, `RUN/config.yaml`, and the rules for resuming.
 
-A run with a checkpoint resumes only under a configuration that leads to the same bits. A folder
-without a checkpoint contains nothing that could be lost, and training starts from step 0.
+A run with a trained step resumes only under a configuration that leads to the same bits. A folder
+without one contains nothing that could be lost, and training starts from step 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -18,6 +19,8 @@ from penstock.io import durable, read_plain
 
 FILE_NAME = "config.yaml"
 _SEAL = b"# checksum of the lines above: "
+RecordedExtra = Callable[[Path], Mapping[str, Any] | None]
+"""`penstock.store.flash.recorded_extra`, which modules of `penstock.config` cannot import."""
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -25,10 +28,12 @@ def has_checkpoint(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("step-*/state.json"))
 
 
-def check_run(config: Config, fresh: bool = False) -> bool:
+def check_run(config: Config, recorded_extra: RecordedExtra, fresh: bool = False) -> bool:
     """Return whether training would resume; raise `ConfigError` if it must not start.
 
-    With `fresh` the run's folder must be new or empty: existing files are never deleted.
+    `recorded_extra` returns the data kept with the last durable step of a store on flash, and is
+    called only if there is a store. With `fresh` the run's folder must be new or empty: existing
+    files are never deleted.
     """
     folder = config.run.dir
     if folder.exists() and not folder.is_dir():
@@ -39,11 +44,18 @@ def check_run(config: Config, fresh: bool = False) -> bool:
             f"{_contents(folder)}; move it away, or choose another with run.dir=FOLDER"
         )
     flash = config.store.flash.path
-    if not has_checkpoint(folder) and not (flash is not None and _holds_store(flash)):
+    if not has_checkpoint(folder) and not (
+        flash is not None and _is_trained(flash, recorded_extra)
+    ):
         return False
     if (folder / FILE_NAME).exists():
         check_resumable(config, trajectory(load_run(folder)))
     return True
+
+
+def _is_trained(flash: Path, recorded_extra: RecordedExtra) -> bool:
+    """Return whether a store on flash has a trained step; initial weights have no trajectory."""
+    return _holds_store(flash) and "trajectory" in (recorded_extra(flash) or {})
 
 
 def _holds_store(folder: Path) -> bool:

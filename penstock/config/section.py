@@ -22,6 +22,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # of the mappings in `model`, which are not checked
         validate_default=False,
         hide_input_in_errors=True,
     )

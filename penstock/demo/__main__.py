@@ -20,7 +20,7 @@ from rich.console import Console
 
 from penstock.cli import output
 from penstock.cli.output import surviving_loss
-from penstock.cli.train import GracefulStop, naming_command
+from penstock.cli.train import GracefulStop, naming_command, recorded_extra
 from penstock.config import Config, check_run, load, load_run
 from penstock.errors import ConfigError, PenstockError, ProgramError
 from penstock.progress import View, view_for_command
@@ -95,7 +95,7 @@ def demo_config(overrides: Sequence[str]) -> Config:
     config = Config.from_mapping(recipe, overrides)
     if (config.run.dir / "checkpoints" / "index.json").exists():
         config = load_run(config.run.dir, overrides)
-    check_run(config)
+    check_run(config, recorded_extra)
     return config
 
 

@@ -126,3 +126,62 @@ def test_a_field_given_twice_is_refused() -> None:
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ConfigError, match="n_embd 100 is not a multiple of n_head 12"):
         resolve_preset("gpt2", {"n_embd": 100})
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "inner", "shared"),
+    [
+        ("llama-7b", {"hidden_size": 512, "num_attention_heads": 8}, 1536, 8),
+        ("llama-7b", {"num_attention_heads": 64}, 11008, 64),
+        ("llama-7b", {"hidden_size": 8192}, 22016, 32),
+        ("llama-70b", {"hidden_size": 1024, "num_attention_heads": 16}, 3584, 2),
+        ("llama-3-8b", {"hidden_size": 5120, "num_attention_heads": 40}, 17920, 10),
+        ("llama-3-8b", {"num_attention_heads": 64, "num_key_value_heads": 2}, 14336, 2),
+        ("llama-7b", {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}, 96, 4),
+    ],
+)
+def test_llama_widths_and_key_value_heads_follow(preset, changes, inner, shared):
+    config = resolve_preset(preset, changes).config
+    assert config["intermediate_size"] == inner
+    assert config["num_key_value_heads"] == shared
+
+
+@pytest.mark.parametrize("preset", ["llama-7b", "tinyllama-1.1b", "gpt2", "bert-base"])
+def test_model_with_another_width_and_number_of_heads_computes(preset):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    changes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 1}
+    resolved = resolve_preset(preset, {**changes, "vocab_size": 100})
+    kind = AutoModelForMaskedLM if resolved.task == "masked_lm" else AutoModelForCausalLM
+    model = kind.from_config(AutoConfig.for_model(resolved.model_type, **resolved.config))
+    assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 100)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "message"),
+    [
+        (
+            "llama-7b",
+            {"num_key_value_heads": 5},
+            "llama-7b: num_attention_heads 32 is not a multiple of num_key_value_heads 5; set both",
+        ),
+        (
+            "tinyllama-1.1b",
+            {"num_attention_heads": 4},
+            "tinyllama-1.1b: num_attention_heads 4 is not a multiple of 8, the number of heads for "
+            "each key-value head of tinyllama-1.1b; set num_key_value_heads too",
+        ),
+        (
+            "llama-7b",
+            {"num_attention_heads": 24},
+            "llama-7b: hidden_size 4096 is not a multiple of num_attention_heads 24; set both",
+        ),
+        ("gpt2", {"n_head": 0}, "gpt2: expected n_head of 1 or more, got 0"),
+        ("gpt2", {"n_embd": "wide"}, "gpt2: expected n_embd of 1 or more, got 'wide'"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(preset, changes, message):
+    with pytest.raises(ConfigError) as raised:
+        resolve_preset(preset, changes)
+    assert str(raised.value) == message

@@ -20,6 +20,10 @@ def made(**sections):
     return Config.from_mapping({"model": "gpt2", **sections})
 
 
+def no_store(folder):
+    raise AssertionError(f"{folder} was opened")
+
+
 def with_checkpoint(config):
     """Leave what a run with a finished checkpoint leaves, as far as the configuration sees it."""
     write_record(config)
@@ -104,7 +108,7 @@ def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
     with_checkpoint(made(run=run))
     changed = made(run={**run, "steps": 200}, batch={"size": 16}, engines=2)
     with pytest.raises(ConfigError) as raised:
-        check_run(changed)
+        check_run(changed, no_store)
     assert str(raised.value) == (
         f"{tmp_path} holds a run whose configuration differs in keys that decide the result:\n  "
         "batch.size: 32 in the run, 16 now\n  optimizer.schedule.decay_steps: 100 in the run, 200 "
@@ -115,24 +119,24 @@ def test_a_refusal_to_resume_names_the_keys_and_both_values(tmp_path):
 
 def test_a_run_resumes_where_the_result_stays_the_same(tmp_path):
     config = made(run={"dir": str(tmp_path)})
-    assert check_run(config) is False
+    assert check_run(config, no_store) is False
     with_checkpoint(config)
-    assert check_run(made(run={"dir": str(tmp_path)}, engines=2)) is True
+    assert check_run(made(run={"dir": str(tmp_path)}, engines=2), no_store) is True
 
 
 def test_folder_without_checkpoint_accepts_any_configuration(tmp_path):
     write_record(made(run={"dir": str(tmp_path)}))
-    assert check_run(made(run={"dir": str(tmp_path)}, precision="bf16")) is False
+    assert check_run(made(run={"dir": str(tmp_path)}, precision="bf16"), no_store) is False
 
 
 def test_fresh_accepts_a_new_or_empty_folder_and_deletes_nothing(tmp_path):
     config = made(run={"dir": str(tmp_path / "run")})
-    assert check_run(config, fresh=True) is False
+    assert check_run(config, no_store, fresh=True) is False
     (tmp_path / "run").mkdir()
-    assert check_run(config, fresh=True) is False
+    assert check_run(config, no_store, fresh=True) is False
     write_record(config)
     with pytest.raises(ConfigError) as raised:
-        check_run(config, fresh=True)
+        check_run(config, no_store, fresh=True)
     assert str(raised.value) == (
         f"run.dir: expected a new or empty folder with --fresh, but {tmp_path}/run holds "
         "config.yaml; move it away, or choose another with run.dir=FOLDER"
@@ -172,6 +176,20 @@ def test_a_run_of_sgd_keeps_the_weight_decay_that_was_recorded(tmp_path):
     run = {"dir": str(tmp_path)}
     with_checkpoint(made(optimizer={"name": "sgd", "weight_decay": 0.1}, run=run))
     assert load_run(tmp_path).optimizer.weight_decay == 0.1
-    assert check_run(load_run(tmp_path))
+    assert check_run(load_run(tmp_path), no_store)
     with pytest.raises(ConfigError, match=r"optimizer\.weight_decay: 0\.1 in the run, 0\.0 now"):
-        check_run(made(optimizer={"name": "sgd"}, run=run))
+        check_run(made(optimizer={"name": "sgd"}, run=run), no_store)
+
+
+def test_store_on_flash_without_a_trained_step_accepts_any_configuration(tmp_path):
+    store = {"flash": {"path": str(tmp_path / "flash")}}
+    run = {"dir": str(tmp_path / "run")}
+    slower = made(store=store, run=run, optimizer={"learning_rate": 1e-5})
+    write_record(made(store=store, run=run))
+    assert check_run(slower, no_store) is False
+    (tmp_path / "flash").mkdir()
+    (tmp_path / "flash" / "journal").touch()
+    for untrained in (None, {"weights": None, "start": {}}):
+        assert check_run(slower, lambda folder, extra=untrained: extra) is False
+    with pytest.raises(ConfigError, match=r"learning_rate: 0\.0003 in the run, 1e-05 now"):
+        check_run(slower, lambda folder: {"trajectory": {}})
