@@ -13,9 +13,11 @@ from penstock.data.sampling import (
 )
 from penstock.data.sources import find_files as find_files
 from penstock.data.tokenizers import (
+    BYTE_VOCABULARY as BYTE_VOCABULARY,
     ByteTokenizer as ByteTokenizer,
     Tokenizer as Tokenizer,
     encodes_as as encodes_as,
     export_tokenizer as export_tokenizer,
     load_tokenizer as load_tokenizer,
+    train_size as train_size,
 )

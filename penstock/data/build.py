@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.data.built_from import BuiltFrom
-from penstock.data.manifest import MANIFEST_NAME, VERSIONS, Content, Manifest
+from penstock.data.manifest import CONTENTS, MANIFEST_NAME, Content, Manifest
 from penstock.data.packing import Packer, RecordPacker, TextPacker, hash_share
 from penstock.data.publish import published_folder
 from penstock.data.shards import CHUNK_BYTES, SHARD_BYTES
@@ -172,10 +172,10 @@ def _notes_on(encoder: Tokenizer, size: int | None) -> Iterator[str]:
 
 
 def _check_arguments(validation: float, seed: int, content: str) -> None:
-    if content not in VERSIONS:
+    if content not in CONTENTS:
         raise ConfigError(
-            f"content: expected {' or '.join(VERSIONS)}, got {content!r}"
-            f"{did_you_mean(content, VERSIONS)}"
+            f"content: expected {' or '.join(CONTENTS)}, got {content!r}"
+            f"{did_you_mean(content, CONTENTS)}"
         )
     if not 0 <= validation < 1:
         raise ConfigError(

@@ -114,6 +114,16 @@ class TokenDataset:
         """UTF-8 bytes of text per token, on average, including end-of-document tokens."""
         return self.manifest.text_bytes / sum(s.tokens for s in self.manifest.splits.values())
 
+    def text_bytes(self, split: str) -> int | None:
+        """Return the UTF-8 bytes of the text of `split`.
+
+        None for data sets that an older release built with two splits: they contain only the sum.
+        """
+        self._split(split)
+        if len(self._splits) == 1:
+            return self.manifest.text_bytes
+        return dict(self.manifest.splits)[split].text_bytes  # type: ignore[index]
+
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that produced the tokens."""
         return dataset_tokenizer(self.path)

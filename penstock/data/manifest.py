@@ -9,14 +9,17 @@ itself. Nothing else in the folder is ever read, except `tokenizer.json`, which 
 `built_from.json`, which only records the inputs.
 
 In a data set of records every document is a prompt and its completion, and besides its end the
-index contains the number of its prompt tokens (uint64, at least 1, less than the document). Such a
-data set has version 2 and says `content: records`. Plain text keeps version 1, which has no
-`content`, so that its files are byte-identical to those of releases before records.
+index contains the number of its prompt tokens (uint64, at least 1, less than the document).
+
+Version 3 contains `content` and the text bytes of every split. Versions 1 (plain text, without
+`content`) and 2 (records) have only the text bytes of the whole data set. The files of tokens are
+the same in all versions, and so is the fingerprint, which leaves the additions of version 3 out: a
+run that began on a data set of version 1 also accepts the same data set built again.
 """
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -38,8 +41,10 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Split = Literal["train", "validation"]
 TokenType = Literal["uint16", "uint32"]
 Content = Literal["text", "records"]
-Version = Literal[1, 2]
-VERSIONS: dict[Content, Version] = {"text": 1, "records": 2}
+CONTENTS: tuple[Content, ...] = get_args(Content)
+Version = Literal[1, 2, 3]
+VERSION: Version = 3
+_OLDER_VERSIONS: dict[Content, Version] = {"text": 1, "records": 2}
 
 
 class _ManifestPart(BaseModel):
@@ -64,10 +69,14 @@ class ShardRecord(_ManifestPart):
 
 
 class SplitRecord(_ManifestPart):
-    """One split: an unbroken sequence of tokens, cut into shards."""
+    """One split: an unbroken sequence of tokens, cut into shards.
+
+    `text_bytes` are the UTF-8 bytes of its text, None in versions 1 and 2.
+    """
 
     tokens: Count
     documents: Count
+    text_bytes: Count | None = None
     shards: list[ShardRecord]
 
 
@@ -111,8 +120,15 @@ class Manifest(_ManifestPart):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":
-        if self.version != VERSIONS[self.content]:
+        if self.version not in (VERSION, _OLDER_VERSIONS[self.content]):
             raise ValueError(f"a data set of {self.content} cannot have version {self.version}")
+        text_bytes = [split.text_bytes for split in self.splits.values()]
+        if self.version != VERSION and any(count is not None for count in text_bytes):
+            raise ValueError(f"version {self.version} has no text_bytes of a split")
+        if self.version == VERSION and None in text_bytes:
+            raise ValueError("a split has no text_bytes")
+        if self.version == VERSION and sum(filter(None, text_bytes)) != self.text_bytes:
+            raise ValueError("the text_bytes of the splits do not add up to those of the data set")
         if self.dtype == "uint16" and self.vocab_size > 2**16:
             raise ValueError("a vocabulary beyond 65536 does not fit uint16")
         if self.tokenizer.end_of_document >= self.vocab_size:
@@ -150,15 +166,13 @@ def checksum_of(content: dict[str, Any]) -> str:
 def dump_manifest(manifest: Manifest) -> str:
     """Return the text of `dataset.json`: the manifest and then its own checksum."""
     content = manifest.model_dump(mode="json")
-    if manifest.content == "text":
-        del content["content"]
     return json.dumps(content | {"checksum": checksum_of(content)}, indent=1) + "\n"
 
 
 def load_manifest(folder: Path) -> tuple[Manifest, str]:
-    """Read `dataset.json` in `folder`; return the manifest and its checksum.
+    """Read `dataset.json` in `folder`; return the manifest and the fingerprint of the data set.
 
-    The checksum covers the checksums of all files, so it identifies the data set's content.
+    The fingerprint covers the checksums of all files, so it identifies the data set's content.
 
     Raises:
         DataError: this release does not support the format version, or the file cannot be read.
@@ -178,11 +192,10 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
         raise CorruptionError(f"{path} is not JSON ({error}); {advice}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CorruptionError(f"{path} does not describe a Penstock data set; {advice}")
-    if content.get("version") not in VERSIONS.values():
-        known = " and ".join(str(version) for version in VERSIONS.values())
+    if content.get("version") not in get_args(Version):
         raise DataError(
             f"{path} has format version {content.get('version')}, this release of Penstock reads "
-            f"versions {known}; build the data set again with this release"
+            f"versions 1 to {VERSION}; build the data set again with this release"
         )
     expected = content.pop("checksum", None)
     try:
@@ -194,9 +207,23 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
             f"{path} does not match its checksum: {actual}, expected {expected}; {advice}"
         )
     try:
-        return Manifest.model_validate(content), actual
+        manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         reason = f"{place}: {first['msg']}" if place else first["msg"]
         raise CorruptionError(f"{path} breaks the format ({reason}); {advice}") from None
+    return manifest, actual if manifest.version < VERSION else _older_checksum(content, manifest)
+
+
+def _older_checksum(content: dict[str, Any], manifest: Manifest) -> str:
+    """Return the checksum that the data set has in version 1 or 2."""
+    version = _OLDER_VERSIONS[manifest.content]
+    splits = {
+        name: {key: value for key, value in split.items() if key != "text_bytes"}
+        for name, split in content["splits"].items()
+    }
+    older = content | {"version": version, "splits": splits}
+    if manifest.content == "text":
+        older.pop("content", None)
+    return checksum_of(older)

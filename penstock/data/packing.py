@@ -7,9 +7,11 @@ first document is always in the training split.
 """
 
 from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import xxhash
@@ -17,7 +19,7 @@ import xxhash
 from penstock.data.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
-    VERSIONS,
+    VERSION,
     Content,
     Manifest,
     Split,
@@ -26,7 +28,7 @@ from penstock.data.manifest import (
     TokenType,
     dump_manifest,
 )
-from penstock.data.shards import DataSetFile, SplitWriter, cut_tail
+from penstock.data.shards import DataSetFile, SplitWriter, cut_tail, read_tokens
 from penstock.data.sources import Pair, TextPiece
 from penstock.data.tokenizers import ByteTokenizer, Tokenizer
 from penstock.errors import DataError
@@ -37,7 +39,7 @@ BATCH_PARTS = 4096
 
 HeldOutBy = Literal["document", "tail", "none"]
 _Part = TypeVar("_Part", TextPiece, Pair)
-_Record = tuple[np.ndarray, int]  # all its tokens; the number of prompt tokens
+_Record = tuple[np.ndarray, int, int]  # all its tokens; the number of prompt tokens; text bytes
 
 
 def hash_share(seed: int, number: int) -> float:
@@ -84,7 +86,7 @@ class Packer(ABC, Generic[_Part]):
             for split in ("train", "validation")
         }
         self._documents = 0
-        self._text_bytes = 0
+        self._text_bytes: dict[Split, int] = {"train": 0, "validation": 0}
 
     def add(self, parts: Iterable[_Part]) -> None:
         """Tokenise and write all `parts`."""
@@ -103,9 +105,13 @@ class Packer(ABC, Generic[_Part]):
         if not self._documents:
             raise DataError(self._empty_input(where))
         splits, by = self._finish_splits()
+        splits = {
+            name: split.model_copy(update={"text_bytes": self._text_bytes[name]})
+            for name, split in splits.items()
+        }
         manifest = Manifest(
             format="penstock-dataset",
-            version=VERSIONS[self.content],
+            version=VERSION,
             content=self.content,
             vocab_size=self._tokenizer.vocab_size,
             dtype=self._dtype,
@@ -113,7 +119,7 @@ class Packer(ABC, Generic[_Part]):
             seed=self._seed,
             validation_fraction=float(self._validation),
             validation_by=by,
-            text_bytes=self._text_bytes,
+            text_bytes=sum(self._text_bytes.values()),
             tokenizer=self._write_tokenizer(),
             splits=splits,
         )
@@ -178,20 +184,50 @@ class TextPacker(Packer[TextPiece]):
     content: Content = "text"
     _pending = 0  # tokens of the document that is being written
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Where each piece of the training split begins, in tokens and in text bytes, as long as no
+        # document is held out: the text bytes of a tail are found from them.
+        self._piece_tokens, self._piece_bytes = array("Q"), array("Q")
+
     def _characters(self, part: TextPiece) -> int:
         return len(part.text)
 
     def _write(self, batch: Sequence[TextPiece]) -> None:
         for piece, ids in zip(batch, self._encode(batch, lambda p: p.text), strict=True):
-            writer = self._writers[self._split_of_document()]
+            split = self._split_of_document()
+            writer = self._writers[split]
+            if split == "train":
+                self._note_piece()
             writer.append(ids)
             self._pending += ids.size
-            self._text_bytes += len(piece.text.encode())
+            self._text_bytes[split] += len(piece.text.encode())
             if piece.ends_document and self._pending:
                 writer.append(self._end)
                 writer.end_document()
                 self._documents += 1
                 self._pending = 0
+
+    def _note_piece(self) -> None:
+        """Note the begin of a piece of the training split, if its end may become a tail."""
+        if self._validation and not self._writers["validation"].documents:
+            self._piece_tokens.append(self._writers["train"].tokens)
+            self._piece_bytes.append(self._text_bytes["train"])
+
+    def _text_bytes_before(self, position: int, train: SplitRecord) -> int:
+        """Return the text bytes of the first `position` tokens of the whole training split.
+
+        Only the piece around the position is read. Where the tokenizer gives it another length, the
+        bytes of the piece are divided in proportion.
+        """
+        self._note_piece()  # the end
+        number = bisect_right(self._piece_tokens, position) - 1
+        start, stop = self._piece_tokens[number : number + 2]
+        before, after = self._piece_bytes[number : number + 2]
+        ids = read_tokens(self._folder, train, start, stop)
+        whole = self._tokenizer.text_bytes(ids)
+        part = self._tokenizer.text_bytes(ids[: position - start])
+        return before + ((after - before) * part // whole if whole else 0)
 
     def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]:
         splits: dict[Split, SplitRecord] = {"train": self._writers["train"].finish()}
@@ -200,12 +236,12 @@ class TextPacker(Packer[TextPiece]):
         if self._validation and not writer.documents:
             by = "tail"
             tail = max(1, int(splits["train"].tokens * self._validation))
+            kept = splits["train"].tokens - tail
+            kept_bytes = self._text_bytes_before(kept, splits["train"])
+            all_bytes = sum(self._text_bytes.values())
+            self._text_bytes = {"train": kept_bytes, "validation": all_bytes - kept_bytes}
             splits["train"] = cut_tail(
-                self._folder,
-                splits["train"],
-                splits["train"].tokens - tail,
-                writer,
-                self._chunk_bytes,
+                self._folder, splits["train"], kept, writer, self._chunk_bytes
             )
             have = "is one document" if self._documents == 1 else f"are {self._documents} documents"
             self.notes.append(
@@ -251,8 +287,8 @@ class RecordPacker(Packer[Pair]):
             ready: _Record | None = (
                 np.concatenate([before, completion, self._end]),
                 before.size,
+                len(pair.prompt.encode()) + len(pair.completion.encode()),
             )
-            self._text_bytes += len(pair.prompt.encode()) + len(pair.completion.encode())
             split = self._split_of_document()
             self._documents += 1
             if split == "train":
@@ -260,9 +296,10 @@ class RecordPacker(Packer[Pair]):
             if ready is not None:
                 self._put(split, *ready)
 
-    def _put(self, split: Split, tokens: np.ndarray, prompt_tokens: int) -> None:
+    def _put(self, split: Split, tokens: np.ndarray, prompt_tokens: int, text_bytes: int) -> None:
         self._writers[split].append(tokens)
         self._writers[split].end_document(prompt_tokens)
+        self._text_bytes[split] += text_bytes
 
     def _finish_splits(self) -> tuple[dict[Split, SplitRecord], HeldOutBy]:
         assert self._last is not None, "the first record always trains"

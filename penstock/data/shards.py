@@ -182,6 +182,20 @@ def cut_tail(
     )
 
 
+def read_tokens(folder: Path, split: SplitRecord, start: int, stop: int) -> np.ndarray:
+    """Return tokens `start` to `stop` of a split that this process has just written, unverified."""
+    parts = []
+    base = 0
+    for shard in split.shards:
+        begin, end = max(start - base, 0), min(stop - base, shard.tokens)
+        if begin < end:
+            token = np.dtype(f"<u{shard.data.size_bytes // shard.tokens}")
+            path = folder / shard.data.file
+            parts.append(np.fromfile(path, token, end - begin, offset=begin * token.itemsize))
+        base += shard.tokens
+    return np.concatenate(parts)
+
+
 def _move_rest(
     folder: Path, shard: ShardRecord, start: int, here: int, writer: SplitWriter
 ) -> None:

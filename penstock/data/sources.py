@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from glob import glob as expand_pattern, has_magic
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def find_files(
 ) -> list[Path]:
     """Return the files to read: the inputs in their order, folders walked in sorted order.
 
+    Each file is returned once, at its first place, also if several inputs or links lead to it: the
+    documents of a file that is read twice could be both trained on and held out.
+
     Args:
         inputs: files, folders and patterns such as `texts/*.txt` (`**` for any depth). In folders,
             names that begin with a dot are skipped.
@@ -87,25 +91,20 @@ def find_files(
     Raises:
         DataError: an input does not exist, is neither file nor folder, or there is no file at all.
     """
-    found: list[Path] = []
     named = [path for one in inputs for path in _expand(os.fspath(one))]
+    real_folder = cache(os.path.realpath)  # a walk through each folder's parents, not each file's
+    found: dict[str, Path] = {}  # by real path
     for path in named:
-        if path.is_dir():
-            found += _walk(path, glob, exclude)
-        elif path.is_file():
-            found.append(path)
-        elif not os.path.lexists(path):
-            siblings: list[str] = []
-            with contextlib.suppress(OSError):
-                siblings = [entry.name for entry in path.parent.iterdir()]
-            raise DataError(f"input {path} does not exist{did_you_mean(path.name, siblings)}")
-        else:
-            raise DataError(f"input {path} is neither a file nor a folder")
+        for file in _files_of(path, glob, exclude):
+            folder, name = os.path.split(file)
+            is_link = os.path.islink(file)
+            real = os.path.realpath(file) if is_link else os.path.join(real_folder(folder), name)
+            found.setdefault(real, file)
     if not found:
         pattern = f" that match {glob!r}" if glob else ""
         where = ", ".join(str(path) for path in named) or "an empty list of inputs"
         raise DataError(f"found no files{pattern} in {where}")
-    return found
+    return list(found.values())
 
 
 def _expand(one: str) -> list[Path]:
@@ -113,6 +112,20 @@ def _expand(one: str) -> list[Path]:
     if os.path.lexists(one) or not has_magic(one):
         return [Path(one)]
     return [Path(match) for match in sorted(expand_pattern(one, recursive=True))] or [Path(one)]
+
+
+def _files_of(path: Path, glob: str | None, exclude: Sequence[str]) -> Iterable[Path]:
+    """The file at `path`, or the files inside the folder at `path`."""
+    if path.is_dir():
+        return _walk(path, glob, exclude)
+    if path.is_file():
+        return [path]
+    if os.path.lexists(path):
+        raise DataError(f"input {path} is neither a file nor a folder")
+    siblings: list[str] = []
+    with contextlib.suppress(OSError):
+        siblings = [entry.name for entry in path.parent.iterdir()]
+    raise DataError(f"input {path} does not exist{did_you_mean(path.name, siblings)}")
 
 
 def _walk(folder: Path, glob: str | None, exclude: Sequence[str]) -> Iterator[Path]:

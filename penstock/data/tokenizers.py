@@ -51,6 +51,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
 
+    def text_bytes(self, ids: np.ndarray) -> int:
+        """Return the UTF-8 bytes of the text of `ids`; an end of a document has none.
+
+        `ids` may begin or end inside a character.
+        """
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name (`[MASK]`), or None."""
 
@@ -78,6 +84,10 @@ class ByteTokenizer:
             for part in parts
         ]
         return END_OF_TEXT.join(texts)
+
+    def text_bytes(self, ids: np.ndarray) -> int:
+        """Return the number of `ids` that are bytes."""
+        return int(np.count_nonzero(ids != self.end_of_document))
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the end of text; no other token has a name."""
@@ -133,6 +143,26 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self._contained.decode(_checked(ids, self))
+
+    def text_bytes(self, ids: np.ndarray) -> int:
+        """Return the UTF-8 bytes of the text of `ids`; an end of a document has none.
+
+        `ids` may begin or end inside a character. The result is exact for byte-level tokens. For
+        other tokens it is the length of the decoded text, which may differ from the original.
+        """
+        from tokenizers import decoders
+
+        kept = ids[ids != self.end_of_document]
+        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            return len(self.decode(kept).encode())
+        added = self._tokenizer.get_added_tokens_decoder()
+        total = 0
+        for number, count in zip(*np.unique_counts(kept), strict=True):
+            if int(number) in added:
+                total += len(added[int(number)].content.encode()) * int(count)
+            else:  # each character of the token's name stands for one byte
+                total += len(self._tokenizer.id_to_token(int(number)) or "") * int(count)
+        return total
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name, or None."""

