@@ -84,18 +84,23 @@ def root(
         process_memory.require_address_space(_LEAST_ADDRESS_SPACE_BYTES)
 
 
-app.command("init")(init.init)
-app.command("train")(train.train)
-app.command("scale")(scale.scale)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("export")(export.export)
-app.command("prune")(prune.prune)
-app.command("inspect")(inspect.inspect)
-app.command("program")(program.program)
+# The lines of `penstock --help` are whole at 80 columns: those of the docstrings would be cut.
+app.command("init", short_help="Write a configuration that explains every key.")(init.init)
+app.command("train", short_help="Train a model.")(train.train)
+app.command("scale", short_help="Change the number of engines of a run.")(scale.scale)
+app.command("eval", short_help="Evaluate a run on its held-out data.")(evaluate.evaluate)
+app.command("generate", short_help="Generate text with the model of a run.")(generate.generate)
+app.command("export", short_help="Write the model of a run as a Hugging Face folder.")(
+    export.export
+)
+app.command("prune", short_help="Write a model with its smallest entries at zero.")(prune.prune)
+app.command("inspect", short_help="Verify the files of a run and print its progress.")(
+    inspect.inspect
+)
+app.command("program", short_help="Show the stages of a model and their sizes.")(program.program)
 app.add_typer(plan.app, name="plan")
 app.add_typer(wafer.app, name="wafer")
-app.command("calibrate")(calibrate.calibrate)
+app.command("calibrate", short_help="Measure this host, for `penstock plan`.")(calibrate.calibrate)
 app.add_typer(data.app, name="data")
 
 

@@ -46,6 +46,13 @@ Pictures = Annotated[
         "NAME.png, or NAME.gif for an animation.",
     ),
 ]
+Best = Annotated[
+    bool,
+    typer.Option(
+        "--best",
+        help="Use the checkpoint with the lowest held-out loss instead of the newest state.",
+    ),
+]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Cores = Annotated[
     str,

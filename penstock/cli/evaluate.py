@@ -1,9 +1,12 @@
 """`penstock eval`: what a run makes of its held-out data."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from penstock.cli.arguments import Best
 
 
 def evaluate(
@@ -16,6 +19,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Batches of batch.size sequences; default evaluation.batches."),
     ] = None,
+    best: Best = False,
 ) -> None:
     """Evaluate the newest checkpoint of RUN on its held-out text or records."""
     from penstock.config import load_run
@@ -26,16 +30,15 @@ def evaluate(
 
     from penstock.training import Trainer
 
-    trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True)
-    result = trainer.evaluate(batches)
-    found = Evaluated.of(result, trainer.step, 0.0, best=False)
+    trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True, best=best)
+    with closing(trainer):
+        result = trainer.evaluate(batches)
+        step = trainer.step
+    found = Evaluated.of(result, step, 0.0, best=False)
     if "perplexity" not in result:  # not of a language model
-        typer.echo(
-            f"step {trainer.step}  {show_evaluation(found, digits=6)}  ({result['tokens']} rows)"
-        )
+        typer.echo(f"step {step}  {show_evaluation(found, digits=6)}  ({result['tokens']} rows)")
         return
     records = f" of {result['records']} records" if "records" in result else ""
     typer.echo(
-        f"step {trainer.step}  {show_evaluation(found, digits=6)}  "
-        f"({result['tokens']} tokens{records})"
+        f"step {step}  {show_evaluation(found, digits=6)}  ({result['tokens']} tokens{records})"
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.arguments import Best
 from penstock.progress import show_bytes
 
 
@@ -35,6 +36,7 @@ def export(
             "reads it (model.hf).",
         ),
     ] = False,
+    best: Best = False,
 ) -> None:
     """Write the newest state of RUN as a Hugging Face folder: safetensors, tokenizer and JSON.
 
@@ -58,9 +60,19 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists and was not changed; choose a new folder")
 
-    from penstock.training import export_run
+    from penstock.training import describe_base, export_run
 
-    export_run(settings, out, dtype.value, shard_bytes, only_adapters=adapters, packed=packed)
+    export_run(
+        settings,
+        out,
+        dtype.value,
+        shard_bytes,
+        only_adapters=adapters,
+        packed=packed,
+        best=best,
+    )
     files = sorted(out.iterdir())
     written = show_bytes(sum(file.stat().st_size for file in files))
     typer.echo(f"wrote {out}: {', '.join(file.name for file in files)} ({written})")
+    if adapters:
+        typer.echo(describe_base(settings))

@@ -67,6 +67,9 @@ def figure(
     else:
         assert config is not None
         settings = configuration(config, overrides)
-        draw_timing(paths, planner.plan(settings, described))
+        prediction = planner.plan(settings, described)
+        if prediction.length_note is not None:
+            typer.echo(f"note: {prediction.length_note}", err=True)
+        draw_timing(paths, prediction)
     for path in paths:
         typer.echo(f"{path}: {_FIGURES[name]}")

@@ -1,9 +1,12 @@
 """`penstock generate`: let a trained model write."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from penstock.cli.arguments import Best
 
 
 def generate(
@@ -17,6 +20,7 @@ def generate(
         int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")
     ] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    best: Best = False,
 ) -> None:
     """Generate text with the newest checkpoint of RUN, and print each token at once."""
     from penstock.config import load_run
@@ -28,14 +32,16 @@ def generate(
 
     from penstock.training import Trainer
 
-    typer.echo(prompt, nl=False)
-    pieces = Trainer(settings, must_exist=True, cluster="none", quiet=True).generate(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k or None,
-        seed=seed,
-    )
-    for piece in pieces:
-        typer.echo(piece, nl=False)
-    typer.echo()
+    trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True, best=best)
+    with closing(trainer):
+        typer.echo(prompt, nl=False)
+        pieces = trainer.generate(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k or None,
+            seed=seed,
+        )
+        for piece in pieces:
+            typer.echo(piece, nl=False)
+        typer.echo()

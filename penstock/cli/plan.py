@@ -80,7 +80,7 @@ def plan(
     """Predict the run of CONFIG: memory, time of a step and of the run, traffic, cost.
 
     Decisions and refusals are those of `penstock train`. Nothing is trained, and no weights are
-    created.
+    created. Pictures: `penstock plan figure --help`.
     """
     settings = configuration(config, overrides)
     with quick_imports():
@@ -181,9 +181,10 @@ def _sweep(
     points = run_sweep(settings, sweep, plan_on)
     if json_output:
         for point in points:
-            figures = (
-                {"problem": point.problem} if point.prediction is None else row(point.prediction)
-            )
+            found = point.prediction
+            figures: dict[str, Any] = {"problem": point.problem}
+            if found is not None:
+                figures = {**row(found), "sequence_length_note": found.length_note}
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:
         _print_table(console, sweep.key, points)

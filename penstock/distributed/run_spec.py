@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -19,11 +19,14 @@ from penstock.distributed.protocol import (
     sparse_chunks,
 )
 from penstock.engine import thread_count
-from penstock.models import KEPT
+from penstock.models import KEPT, configuration_fields
 from penstock.planning import ExecutionPlan
 from penstock.program import Program, WeightSpec
 from penstock.step_schedule import ByStep, Operation, StepSchedule
 from penstock.store import Holding, ShardMap
+
+if TYPE_CHECKING:
+    from penstock.models import ModelSource
 
 Placement = Mapping[str, Sequence[tuple[int, int, int]]]
 """The shards that hold each weight: shard, first element, last element + 1, in order."""
@@ -47,18 +50,23 @@ class RunSpec:
     has_shard_processes: bool
 
     @classmethod
-    def of(cls, config: Config, layout: ExecutionPlan) -> RunSpec:
-        """Return the specification of a run."""
+    def of(cls, config: Config, layout: ExecutionPlan, model: ModelSource) -> RunSpec:
+        """Return the specification of a run of `model`, as this process has read it."""
         program, schedules = layout.program, layout.schedule_of
         shards, replicas = config.store.shards, config.store.replicas
         transfers = transfers_by_step(program, schedules, shards)
         return cls(
             transfers,
             engine_digest(
-                program, transfers, layout.device, layout.products, sparse_record(layout)
+                program,
+                transfers,
+                layout.device,
+                layout.products,
+                sparse_record(layout),
+                configuration_fields(model.hf_config),
             ),
             shard_digest(program, transfers),
-            terms_of(config, layout),
+            terms_of(config, layout, model),
             list(ShardMap.of(program, shards).parts(program)),
             [[1 + shard + r * shards for r in range(replicas)] for shard in range(shards)],
             config.cluster.shards == "apart",
@@ -154,16 +162,21 @@ def engine_digest(
     device: str,
     products: str,
     sparse: Sequence[Mapping[str, Any]] | None = None,
+    model: Mapping[str, str] | None = None,
 ) -> str:
     """Return the digest that engines share: `shard_digest`, the stages' operations, products.
 
     **Arguments:** `sparse` are the choices of the products of sparse weights, if there are any.
+    `model` are the fields of the model's configuration, if it has one: operations do not contain
+    the values of buffers, such as those of rotary embeddings, which depend on the configuration.
     """
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
     state.update(repr((device, products, computed)).encode())
     if sparse is not None:
         state.update(json.dumps(sparse, sort_keys=True).encode())
+    if model is not None:
+        state.update(json.dumps(model, sort_keys=True).encode())
     return state.hexdigest()
 
 
@@ -173,7 +186,7 @@ def sparse_record(layout: ExecutionPlan) -> list[dict[str, Any]] | None:
     return None if shared is None else shared.products.as_record()
 
 
-def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
+def terms_of(config: Config, layout: ExecutionPlan, model: ModelSource) -> dict[str, Any]:
     """Return the terms as plain data, from which `main.py` builds an engine or a shard."""
     return {
         "config": config.to_mapping(),
@@ -189,7 +202,9 @@ def terms_of(config: Config, layout: ExecutionPlan) -> dict[str, Any]:
         "engine_peak": layout.shares.engine_peak,
         "engine_host": layout.shares.engine_host,
         "store_bytes": layout.shares.store,
-        "kept": _kept_files(config),
+        "kept": _kept_files(config, model),
+        "model": configuration_fields(model.hf_config),
+        "buffer_seed": model.buffer_seed,
         "sparse": dict(layout.program.capacities),
         "sparse_products": sparse_record(layout),
         # Equal on all hosts: PyTorch splits sums over rows by its number of threads.
@@ -212,6 +227,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "engine_host": (int,),
     "store_bytes": (int,),
     "kept": (str, type(None)),
+    "model": (dict, type(None)),
+    "buffer_seed": (int,),
     "sparse": (dict,),
     "sparse_products": (list, type(None)),
     "threads": (int,),
@@ -225,7 +242,11 @@ def are_terms(value: object) -> bool:
     )
 
 
-def _kept_files(config: Config) -> str | None:
-    """Return the folder with the run's copy of files of `model.hf`, which may be removed."""
-    kept = (config.run.dir / KEPT).absolute()
-    return str(kept) if kept.is_dir() else None
+def _kept_files(config: Config, model: ModelSource) -> str | None:
+    """Return the run's copy of files of `model.hf`, if this process has read the model from it.
+
+    A copy that an interrupted start has left may be of another model, and is replaced while workers
+    read.
+    """
+    kept = config.run.dir / KEPT
+    return str(kept.absolute()) if model.folder == kept else None

@@ -12,6 +12,7 @@ from penstock.models.kept_folder import (
     keep_small_files as keep_small_files,
     verify_kept as verify_kept,
 )
+from penstock.models.resolved_configuration import configuration_fields as configuration_fields
 
 if TYPE_CHECKING:
     from penstock.models.embeddings import embeddings_and_heads as embeddings_and_heads

@@ -90,6 +90,10 @@ class Built:
         """Return None: a module's weights are dense."""
         return None
 
+    def draws(self, names: Iterable[str]) -> bool:
+        """Return False: a module that is built has values, whatever the seed."""
+        return False
+
     def _value(self, name: str) -> torch.Tensor:
         tensor = self._values[name].detach()
         value = tensor.float() if name in self._raised else tensor

@@ -123,6 +123,11 @@ class Deferred:
         """Return None: a constructor makes no masks."""
         return None
 
+    def draws(self, names: Iterable[str]) -> bool:
+        """Return whether the constructor draws random numbers for these tensors."""
+        storages = {self._windows[name].storage for name in names}
+        return any(step.operation.draw for step in plan(self._operations, storages))
+
     def _replay(self, seed: int, wanted: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         names_of: dict[int, list[str]] = {}
         for name in wanted:

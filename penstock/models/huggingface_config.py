@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -101,6 +106,11 @@ def make_config(
             "of different models"
         )
     return config
+
+
+def config_of(module: nn.Module) -> Any:
+    """Return the configuration of a model of `transformers`; None for another module."""
+    return module.config if isinstance(module, PreTrainedModel) else None
 
 
 # Far deeper than any known network; a layer takes some 50 ms to trace.

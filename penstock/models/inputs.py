@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.errors import ConfigError
+
 SEQUENCE = "sequence_length"
 
 
@@ -47,3 +49,25 @@ def specs_of(inputs: Inputs) -> dict[str, InputSpec]:
         name: InputSpec.like(value) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
+
+
+def custom_specs(
+    inputs: Inputs | None, targets: Inputs | None, *, has_loss: bool
+) -> tuple[dict[str, InputSpec], dict[str, InputSpec]]:
+    """Return the specs of a custom model's inputs, and of the targets of its loss.
+
+    Without a loss function, the targets are inputs too.
+
+    Raises:
+        ConfigError: a name is both an input and a target.
+    """
+    given = specs_of(inputs) if inputs is not None else {"input_ids": TOKENS}
+    if targets is not None:
+        labels = specs_of(targets)
+    else:
+        labels = {"labels": TOKENS} if inputs is None else {}
+    if not has_loss:
+        given, labels = {**given, **labels}, {}
+    if both := given.keys() & labels.keys():
+        raise ConfigError(f"{', '.join(sorted(both))} cannot be both an input and a target")
+    return given, labels

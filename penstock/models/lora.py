@@ -193,6 +193,12 @@ class AdaptedOrigin:
         """Return the mask that a weight of the base has at its origin."""
         return None if name in self._down or name in self._up else self._base.mask(name)
 
+    def draws(self, names: Iterable[str]) -> bool:
+        """Return whether tensors depend on the seed; the weights A of all adapters do."""
+        wanted = list(names)
+        rest = [name for name in wanted if name not in self._down and name not in self._up]
+        return any(name in self._down for name in wanted) or self._base.draws(rest)
+
     def _fresh(self, seed: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             if name in self._up:

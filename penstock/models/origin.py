@@ -42,3 +42,7 @@ class WeightSource(Protocol):
     def mask(self, name: str) -> "PackedIndex | None":
         """Return the mask that a weight has at its origin, a packed folder; else None."""
         ...
+
+    def draws(self, names: Iterable[str]) -> bool:
+        """Return whether the values of these tensors may depend on the seed."""
+        ...

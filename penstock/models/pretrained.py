@@ -74,6 +74,10 @@ class Pretrained:
         finally:
             self.files.close()
 
+    def draws(self, names: Iterable[str]) -> bool:
+        """Return whether tensors without a file depend on the seed."""
+        return self._deferred.draws(name for name in names if name not in self._origins)
+
     def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
         wanted = set(names)

@@ -5,7 +5,6 @@ exported. `initial_weights` yields the weights one after the other, so GPT-3 175
 on a laptop. All public names are those of the `state_dict()` of the user's model.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,21 +15,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.config import resolve_preset
-from penstock.errors import CompileError, ConfigError, PenstockError, did_you_mean
+from penstock.errors import ConfigError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
 from penstock.models.built_model import Built
-from penstock.models.deferred import record
+from penstock.models.causality import refuse_later_tokens
+from penstock.models.factory import recorded_factory
 from penstock.models.huggingface_config import (
+    config_of,
     find_task,
     make_config,
     read_config,
     recorded,
     refuse_unreadable,
 )
-from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, specs_of
+from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, custom_specs
+from penstock.models.longest_sequence import longest_sequence
 from penstock.models.lora import Adapter, adapt
 from penstock.models.modes import put_in_train_mode
 from penstock.models.origin import WeightSource
+from penstock.models.persistent_buffers import persistent_buffers
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
 from penstock.models.task_losses import (
@@ -65,6 +68,7 @@ class ModelSource:
         inputs: the specs of all inputs of `module`, in order.
         targets: names of those inputs that `logits_module` does not take.
         weight_prefix: prefix of names in an export of `module`.
+        buffer_seed: seed of random values of buffers (`with_buffer_seed`).
         vocab_size, max_sequence_length: for language models; None if unknown.
         hf_config: the `transformers` configuration, or None.
         folder: the Hugging Face folder of the model, with its tokenizer, or None.
@@ -86,6 +90,7 @@ class ModelSource:
     hf_config: Any
     _origin: WeightSource = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
+    buffer_seed: int = 0
     folder: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     from_library: bool = False
@@ -189,9 +194,30 @@ class ModelSource:
         """Return the mask of a weight of a packed folder; None for other weights."""
         return self._origin.mask(name)
 
-    def buffers(self, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Values of all buffers, and of tensors that are plain attributes of modules."""
-        return dict(self._origin.materialise(seed, self._origin.names.buffers))
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Values of all buffers, and of tensors that are plain attributes of modules.
+
+        They are those of the plain model built after `torch.manual_seed(buffer_seed)`.
+        """
+        return dict(self._origin.materialise(self.buffer_seed, self._origin.names.buffers))
+
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """Values of the buffers in the model's `state_dict()`, under all their names.
+
+        Empty for the model of a folder, whose buffers a resumed run does not read again.
+        """
+        names = persistent_buffers(self._origin) if self.folder is None else {}
+        values = dict(self._origin.materialise(self.buffer_seed, set(names.values())))
+        return {name: values[first] for name, first in names.items()}
+
+    @property
+    def has_random_buffers(self) -> bool:
+        """Whether values of buffers may depend on `buffer_seed`."""
+        return self._origin.draws(self._origin.names.buffers)
+
+    def with_buffer_seed(self, seed: int) -> "ModelSource":
+        """Return the same model with another seed for its buffers; tensors are shared."""
+        return replace(self, buffer_seed=seed)
 
     def weights_fingerprint(self) -> str | None:
         """Return a fingerprint of a folder of weights; None for other models."""
@@ -293,6 +319,7 @@ class ModelSource:
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
         source = _language_model(made.model_type, recorded(made, task), task, made)
+        _refuse_later_tokens(source)
         return replace(source, from_library=True)
 
     @classmethod
@@ -326,6 +353,7 @@ class ModelSource:
         task = find_task(made)
         origin = Pretrained(recorded(made, task), files, ignore)
         source = _language_model(made.model_type, origin, task, made)
+        _refuse_later_tokens(source)
         return replace(source, folder=folder, from_library=True, _files=files)
 
     @classmethod
@@ -353,22 +381,7 @@ class ModelSource:
             ConfigError: no such module or function, or unknown arguments.
             CompileError: the function fails or cannot be replayed.
         """
-        factory = load_reference(reference)
-        arguments = dict(args or {})
-        try:
-            inspect.signature(factory).bind(**arguments)
-        except TypeError as error:
-            raise ConfigError(f"{reference} does not take these args: {error}") from None
-        except ValueError:
-            pass  # builtins have no signature; the call reports the error
-        try:
-            origin = record(lambda: factory(**arguments))
-        except PenstockError:
-            raise
-        except Exception as error:
-            kind = type(error).__name__
-            raise CompileError(f"{reference} failed to build a model: {kind}: {error}") from error
-        return _from_origin(origin, **options)
+        return _from_origin(recorded_factory(reference, args or {}), **options)
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> "ModelSource":
@@ -416,7 +429,6 @@ def _language_model(
     inputs = {"input_ids": TOKENS, "labels": TOKENS}
     if hugging_face and not causal:
         inputs = {"input_ids": TOKENS, "attention_mask": TOKENS, "labels": TOKENS}
-    positions = max_sequence_length or getattr(config, "max_position_embeddings", None)
     return ModelSource(
         name=name,
         task=task,
@@ -429,10 +441,15 @@ def _language_model(
         inputs=inputs,
         targets=("labels",),
         vocab_size=vocab_size or getattr(config, "vocab_size", None),
-        max_sequence_length=positions,
+        max_sequence_length=max_sequence_length or longest_sequence(origin.module, config),
         hf_config=config,
         _origin=origin,
     )
+
+
+def _refuse_later_tokens(source: ModelSource) -> None:
+    if source.task == "causal_lm":
+        refuse_later_tokens(source.logits_module, source._origin, source.hf_config)
 
 
 def _from_origin(
@@ -448,7 +465,7 @@ def _from_origin(
     """The source of a user's module; the arguments are those of `ModelSource.from_module`."""
     module = origin.module
     name = type(module).__name__
-    config = _transformers_config(module)
+    config = config_of(module)
     if task is None:
         own = loss is None and inputs is None and config is not None
         task = find_task(config) if own else "custom"
@@ -459,18 +476,12 @@ def _from_origin(
     if task != "custom":
         if loss is not None or inputs is not None or targets is not None:
             raise ConfigError(f"loss, inputs and targets go with task: custom, not with {task}")
-        return _language_model(name, origin, task, config, vocab_size, max_sequence_length)
+        source = _language_model(name, origin, task, config, vocab_size, max_sequence_length)
+        _refuse_later_tokens(source)
+        return source
     if isinstance(loss, str):
         loss = load_reference(loss)
-    given = specs_of(inputs) if inputs is not None else {"input_ids": TOKENS}
-    if targets is not None:
-        labels = specs_of(targets)
-    else:
-        labels = {"labels": TOKENS} if inputs is None else {}
-    if loss is None:
-        given, labels = {**given, **labels}, {}
-    if both := given.keys() & labels.keys():
-        raise ConfigError(f"{', '.join(sorted(both))} cannot be both an input and a target")
+    given, labels = custom_specs(inputs, targets, has_loss=loss is not None)
     put_in_train_mode(module)
     objective = CustomLoss(module, loss, labels)
     return ModelSource(
@@ -483,13 +494,7 @@ def _from_origin(
         inputs={**given, **labels},
         targets=tuple(labels),
         vocab_size=vocab_size or getattr(config, "vocab_size", None),
-        max_sequence_length=max_sequence_length or getattr(config, "max_position_embeddings", None),
+        max_sequence_length=max_sequence_length or longest_sequence(module, config),
         hf_config=config,
         _origin=origin,
     )
-
-
-def _transformers_config(module: nn.Module) -> Any:
-    from transformers import PreTrainedModel
-
-    return module.config if isinstance(module, PreTrainedModel) else None

@@ -119,13 +119,16 @@ def source_of(
     is_resumed: bool,
     notice: Callable[[str], None],
     needs_base: bool = False,
+    buffer_seed: int | None = None,
 ) -> ModelSource:
     """Return the model that a run trains, given or configured, with its adapters.
 
     A run that `is_resumed` has its own copy of weights and small files. A run that `needs_base` has
-    checkpoints that omit frozen weights, so the base folder is needed.
+    checkpoints that omit frozen weights, so the base folder is needed. `buffer_seed` is the seed
+    that a run has recorded for its buffers; that of a new run is `run.seed`.
     """
     source = _base_of(config, model, is_resumed, needs_base)
+    source = source.with_buffer_seed(config.run.seed if buffer_seed is None else buffer_seed)
     for note in () if is_resumed else source.notes:
         notice(note)
     return with_adapters(source, config.lora)

@@ -22,6 +22,8 @@ class ModelFacts(Protocol):
     @property
     def name(self) -> str: ...
     @property
+    def task(self) -> str: ...
+    @property
     def inputs(self) -> Mapping[str, InputSpec]: ...
     @property
     def max_sequence_length(self) -> int | None: ...
@@ -68,6 +70,7 @@ class RememberedModel:
 
     key: str
     name: str
+    task: str
     input_names: tuple[str, ...]
     max_sequence_length: int | None
     weights: Mapping[str, tuple[int, ...]]
@@ -87,6 +90,7 @@ class RememberedModel:
         return cls(
             key,
             model.name,
+            model.task,
             tuple(model.inputs),
             model.max_sequence_length,
             model.shapes(),

@@ -8,6 +8,7 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.machines import GpuCluster
 from penstock.prediction.gpu_cluster import Degrees, Division, ModelFigures
 from penstock.prediction.parallel_search import best_division, fewest_gpus
+from penstock.prediction.planned_length import most_tokens
 from penstock.prediction.run_price import RunPrice, price_of_gpus
 from penstock.progress import show_bytes, show_count, show_duration
 
@@ -25,6 +26,7 @@ class GpuRun:
         cluster: on which it runs.
         figures: of the model.
         division: among the GPUs: the one with the shortest step.
+        length_note: why training may take shorter sequences; None if their length is known.
     """
 
     config: Config
@@ -32,6 +34,7 @@ class GpuRun:
     cluster: GpuCluster
     figures: ModelFigures
     division: Division
+    length_note: str | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -84,6 +87,7 @@ class GpuRun:
             "degrees": vars(self.division.degrees),
             "batch_size": self.config.batch.size,
             "sequence_length": self.figures.sequence_length,
+            "sequence_length_note": self.length_note,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "run_seconds": self.run_seconds,
@@ -106,6 +110,7 @@ class GpuRun:
             f"{self.model}, {show_count(self.figures.parameters)} parameters, "
             f"{self.config.precision}, on {found.gpus:,} GPUs of {self.cluster.name}"
             f"{f' ({title})' if title else ''}",
+            *([most_tokens(self.figures.sequence_length)] if self.length_note else []),
             f"The best division: {describe(found.degrees)}.",
             f"Memory of the fullest GPU: {show_bytes(self.engine_bytes)} of "
             f"{show_bytes(found.limit_bytes)}.",

@@ -8,7 +8,7 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Config
@@ -27,6 +27,7 @@ from penstock.planning import (
 )
 from penstock.prediction.gpu_run import GpuRun, gpu_run
 from penstock.prediction.model_figures import figures_of
+from penstock.prediction.planned_length import PlannedLength, planned_length
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 _DESCRIBED = "described"  # the target of engines that are known by their description alone
 _PROCESSOR = Processor("x86_64", "GenuineIntel")  # of a described machine's host
-_SEQUENCE = 1  # tokens per sample of a model without a sequence
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Planner:
     ) -> None:
         self._notice = notice
         self._noticed: set[str] = set()
+        self._lengths: dict[tuple[str, int], PlannedLength] = {}  # by data section and model
         self._outlined = OutlinedModels(self._record, _compile_source, remember=remember)
 
     def plan(
@@ -87,18 +88,19 @@ class Planner:
             )
         config = _as_on(machine, config)
         source = self._outlined.model(config)
+        length = self._length(config, source)
         plan = plan_execution(
             config,
             source,
             "cpu" if machine.engine.is_host else _DESCRIBED,
-            self._length(config, source),
+            length.tokens,
             notice=self._notice_once,
             read_machine=lambda devices: self._holding(
                 source, Machine.here(devices) if is_here else _machine_of(machine)
             ),
             compile_source=self._outlined.program,
         )
-        return predict(config, plan, machine)
+        return replace(predict(config, plan, machine), length_note=length.note)
 
     def plan_on_gpus(
         self, config: Config, cluster: GpuCluster, seconds: float | None = None
@@ -117,9 +119,11 @@ class Planner:
         source = self._outlined.model(config)
         length = self._length(config, source)
         program = self._program(config, source, 1)
-        heads = getattr(source.hf_config, "num_attention_heads", None)
-        figures = figures_of(program, config, 1, length, heads if isinstance(heads, int) else 1)
-        return gpu_run(config, source.name, figures, cluster, seconds)
+        known = getattr(source.hf_config, "num_attention_heads", None)
+        heads = known if isinstance(known, int) else 1
+        figures = figures_of(program, config, 1, length.tokens, heads)
+        found = gpu_run(config, source.name, figures, cluster, seconds)
+        return replace(found, length_note=length.note)
 
     def memory(self, config: Config) -> ModelMemory:
         """Return the memory that a model needs on any machine.
@@ -155,15 +159,22 @@ class Planner:
 
         return builders.source_of(config, None, False, self._notice_once)
 
-    def _length(self, config: Config, source: ModelFacts) -> int:
-        return config.data.sequence_length or source.max_sequence_length or _SEQUENCE
+    def _length(self, config: Config, source: ModelFacts) -> PlannedLength:
+        """Return the tokens per sequence; each data set is read once."""
+        key = f"{config.data_dir} {config.data}", id(source)
+        if key not in self._lengths:
+            self._lengths[key] = planned_length(config, source)
+        found = self._lengths[key]
+        if found.note is not None:
+            self._notice_once(found.note)
+        return found
 
     def _program(self, config: Config, source: ModelFacts, micro_batch: int) -> Program:
         """Return the program as `plan_execution` compiles it for a described engine."""
         return self._outlined.program(
             source,
             micro_batch=micro_batch,
-            length=self._length(config, source),
+            length=self._length(config, source).tokens,
             precision=config.precision,
             device=_DESCRIBED,
             products=target_of(_DESCRIBED).products_as_recorded(None, _PROCESSOR),

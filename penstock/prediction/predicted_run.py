@@ -59,6 +59,7 @@ class Prediction:
         step_seconds: of that step.
         dense_step_seconds: of a step that computes the gradient of every element of the sparse
             weights; None if no step does.
+        length_note: why training may take shorter sequences; None if their length is known.
     """
 
     config: Config
@@ -69,6 +70,7 @@ class Prediction:
     spans: tuple[Span, ...]
     step_seconds: float
     dense_step_seconds: float | None = None
+    length_note: str | None = None
 
     @property
     def tokens(self) -> int:

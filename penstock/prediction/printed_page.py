@@ -10,6 +10,7 @@ from rich.text import Text
 
 from penstock.calibration import ENOUGH_RUNS, is_kept
 from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
+from penstock.prediction.planned_length import most_tokens
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 from penstock.progress import (
     show_bytes,
@@ -56,7 +57,10 @@ def _title(prediction: Prediction) -> str:
 
 def _fits(prediction: Prediction) -> str:
     need, limit = sum(prediction.plan.memory.values()), prediction.plan.memory_limit
-    return f"\nIt fits: {show_bytes(need)} of {show_bytes(limit)} of the host's memory."
+    text = f"\nIt fits: {show_bytes(need)} of {show_bytes(limit)} of the host's memory."
+    if prediction.length_note is None:
+        return text
+    return f"{text}\n{most_tokens(prediction.plan.sequence_length)}"
 
 
 def _memory(prediction: Prediction) -> Table:
@@ -237,6 +241,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,
         "sequence_length": plan.sequence_length,
+        "sequence_length_note": prediction.length_note,
         "recomputed_stages": len(plan.plan.recompute),
         "least_engines": plan.least_engines,
         "memory_bytes": dict(plan.memory),

@@ -27,7 +27,7 @@ class LiveView(View):
         self._lines.close()
 
     def __call__(self, event: Event) -> None:
-        self._progress(event)
+        self._progress = self._progress.after(event)
         if isinstance(event, (Evaluated, *ALWAYS_SHOWN)):
             self._lines.print(
                 "".join(f"{line}\n" for line in event_lines(event, self._progress.loss_unit))

@@ -46,7 +46,7 @@ class LineView(View):
         self._progress = Progress()
 
     def __call__(self, event: Event) -> None:
-        self._progress(event)
+        self._progress = self._progress.after(event)
         started = self._progress.started
         if isinstance(event, StepDone):
             if started is None or self._quiet:
@@ -124,6 +124,11 @@ def show_evaluation(event: Evaluated, digits: int = 4) -> str:
     return f"loss {show_held_out_loss(event, digits)}{perplexity}{shares}"
 
 
+def show_best(loss: float, step: int | None) -> str:
+    """Return the best held-out loss, with its step if it is known."""
+    return f"{loss:.4f}" if step is None else f"{loss:.4f} at step {step}"
+
+
 def _is_of_text(event: Evaluated) -> bool:
     return event.accuracy is not None
 
@@ -180,6 +185,8 @@ def started_lines(run: RunStarted) -> list[str]:
     if run.steps_per_epoch is not None:
         epochs = f", {run.steps / run.steps_per_epoch:.2f} epochs of the training data"
     resumed = f", resumed from step {run.resumed_from}" if run.resumed_from else ""
+    if run.best_loss is not None:
+        resumed += f", best held-out loss so far {show_best(run.best_loss, run.best_step)}"
     sparse = ""
     if run.sparse_weights:
         absent = 1 - run.sparse_entries / run.sparse_elements

@@ -39,7 +39,7 @@ class NotebookView(View):
             self._show()
 
     def __call__(self, event: Event) -> None:
-        self._progress(event)
+        self._progress = self._progress.after(event)
         if isinstance(event, StepDone):
             if self._progress.started is None:
                 return  # a step outside of `train`

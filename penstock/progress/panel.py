@@ -22,6 +22,7 @@ from penstock.progress.figures import (
 from penstock.progress.log import (
     flash_traffic,
     parameters,
+    show_best,
     show_held_out_loss,
     show_loss,
     sparsity_of,
@@ -69,11 +70,12 @@ def _rows(progress: Progress, started: RunStarted) -> Iterator[tuple[str, str | 
         loss = show_loss(last.loss, started.loss_unit)
         yield "loss", Text.assemble((loss, "bold"), "  ", (chart, "cyan"))
     if progress.evaluated is not None:
-        found, best = progress.evaluated, progress.best or progress.evaluated
+        found = progress.evaluated
         yield "held out", show_held_out_loss(found)
         if found.accuracy is not None:
             yield "", show_shares(found.accuracy, found.exact_match).strip()
-        yield "best", f"{best.loss:.4f} at step {best.step}"
+    if progress.best_loss is not None:
+        yield "best", show_best(progress.best_loss, progress.best_step)
     if last is not None:
         yield from _step_rows(progress, started, last)
     if progress.saved is not None:

@@ -1,8 +1,15 @@
-"""Values that views derive from events: recent speeds, time left, epochs, the losses so far."""
+"""Values that views derive from events: recent speeds, time left, epochs, the losses so far.
+
+The training thread records events while the thread of a view draws. Progress is therefore
+immutable: an event gives a new `Progress`, and a view replaces its reference. No lock is needed,
+and a terminal that blocks the drawing thread does not delay a step.
+"""
+
+from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from penstock.telemetry import Evaluated, Event, RunStarted, Saved, StepDone
 
@@ -14,61 +21,81 @@ _FIRST_STEPS = 2
 _MOST_POINTS = 1024
 
 
+@dataclass(frozen=True)
 class LossHistory:
-    """Losses of all steps in bounded memory: `means` over equal numbers of steps, oldest first."""
+    """Losses of all steps in bounded memory: `means` over equal numbers of steps, oldest first.
 
-    def __init__(self) -> None:
-        self.means: list[float] = []
-        self._steps_per_point = 1
-        self._pending: list[float] = []  # of the unfinished point
+    The last `pending_steps` steps, with losses of `pending_sum` in total, are no point yet.
+    """
 
-    def add(self, loss: float) -> None:
-        """Add the loss of the next step."""
-        self._pending.append(loss)
-        if len(self._pending) < self._steps_per_point:
-            return
-        self.means.append(_mean(self._pending))
-        self._pending.clear()
-        if len(self.means) == _MOST_POINTS:
-            self.means = [_mean(self.means[i : i + 2]) for i in range(0, _MOST_POINTS, 2)]
-            self._steps_per_point *= 2
+    means: tuple[float, ...] = ()
+    steps_per_point: int = 1
+    pending_sum: float = 0.0
+    pending_steps: int = 0
+
+    def after(self, loss: float) -> LossHistory:
+        """Return the history with the loss of the next step."""
+        total, steps = self.pending_sum + loss, self.pending_steps + 1
+        if steps < self.steps_per_point:
+            return replace(self, pending_sum=total, pending_steps=steps)
+        means, steps_per_point = (*self.means, total / steps), self.steps_per_point
+        if len(means) == _MOST_POINTS:
+            means = tuple(_mean(means[i : i + 2]) for i in range(0, _MOST_POINTS, 2))
+            steps_per_point *= 2
+        return LossHistory(means, steps_per_point)
 
 
+@dataclass(frozen=True)
 class Progress:
-    """The progress of a run. **Arguments:** `clock` returns seconds."""
+    """The progress of a run after its last event; `clock` returns seconds.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.started: RunStarted | None = None
-        self.last: StepDone | None = None
-        self.mask_change: StepDone | None = None  # the last step that changed masks
-        self.evaluated: Evaluated | None = None
-        self.best: Evaluated | None = None
-        self.saved: Saved | None = None
-        self.losses = LossHistory()
-        self._steps = 0  # since the run, or this part of a resumed run, began
-        self._clock = clock
-        self._began = clock()
-        self._recent: deque[StepDone] = deque(maxlen=_RECENT_STEPS)
+    `mask_change` is the last step that changed masks. `best_loss` is the best held-out loss of the
+    whole run, also before a resume, and `best_step` its step; None if unknown. `steps` counts the
+    steps since the run, or this part of a resumed run, began at `began`.
+    """
 
-    def __call__(self, event: Event) -> None:
+    clock: Callable[[], float] = time.monotonic
+    started: RunStarted | None = None
+    began: float = 0.0
+    last: StepDone | None = None
+    mask_change: StepDone | None = None
+    evaluated: Evaluated | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    saved: Saved | None = None
+    losses: LossHistory = field(default_factory=LossHistory)
+    recent: tuple[StepDone, ...] = ()
+    steps: int = 0
+
+    def after(self, event: Event) -> Progress:
+        """Return the progress after another event."""
         if isinstance(event, RunStarted):
-            self.started, self._began = event, self._clock()
-            self.last, self.losses, self._steps = None, LossHistory(), 0
-            self.mask_change = None
-            self._recent.clear()
-        elif isinstance(event, StepDone):
-            self.last = event
-            self.mask_change = event if event.changed_entries else self.mask_change
-            self.losses.add(event.loss)
-            self._steps += 1
-            if self._steps == _FIRST_STEPS + 1:
-                self._recent.clear()
-            self._recent.append(event)
-        elif isinstance(event, Evaluated):
-            self.evaluated = event
-            self.best = event if event.best else self.best
-        elif isinstance(event, Saved):
-            self.saved = event
+            return Progress(
+                self.clock,
+                started=event,
+                began=self.clock(),
+                evaluated=self.evaluated,
+                best_loss=event.best_loss,
+                best_step=event.best_step,
+                saved=self.saved,
+            )
+        if isinstance(event, StepDone):
+            recent = () if self.steps == _FIRST_STEPS else self.recent
+            return replace(
+                self,
+                last=event,
+                mask_change=event if event.changed_entries else self.mask_change,
+                losses=self.losses.after(event.loss),
+                recent=(*recent, event)[-_RECENT_STEPS:],
+                steps=self.steps + 1,
+            )
+        if isinstance(event, Evaluated) and event.best:
+            return replace(self, evaluated=event, best_loss=event.loss, best_step=event.step)
+        if isinstance(event, Evaluated):
+            return replace(self, evaluated=event)
+        if isinstance(event, Saved):
+            return replace(self, saved=event)
+        return self
 
     @property
     def loss_unit(self) -> str:
@@ -78,27 +105,27 @@ class Progress:
     @property
     def seconds_per_step(self) -> float:
         """Mean over recent steps, without the first two as soon as there are others."""
-        return sum(s.seconds for s in self._recent) / max(len(self._recent), 1)
+        return sum(s.seconds for s in self.recent) / max(len(self.recent), 1)
 
     @property
     def tokens_per_second(self) -> float:
         """Mean over recent steps; counts rows for a model without tokens."""
-        return self._per_second(sum(s.tokens for s in self._recent))
+        return self._per_second(sum(s.tokens for s in self.recent))
 
     @property
     def streamed_per_second(self) -> float:
         """Bytes of weights per second, over recent steps."""
-        return self._per_second(sum(s.streamed_bytes for s in self._recent))
+        return self._per_second(sum(s.streamed_bytes for s in self.recent))
 
     @property
     def seconds_elapsed(self) -> float:
         """Seconds since this run, or this part of a resumed run, began."""
-        return self._clock() - self._began
+        return self.clock() - self.began
 
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds of the remaining steps; None in the first two steps and at the end."""
-        if self.started is None or self.last is None or self._steps <= _FIRST_STEPS:
+        if self.started is None or self.last is None or self.steps <= _FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step
         return steps * self.seconds_per_step if steps else None
@@ -112,7 +139,7 @@ class Progress:
         return step / self.started.steps_per_epoch
 
     def _per_second(self, amount: float) -> float:
-        return amount / max(sum(s.seconds for s in self._recent), 1e-9)
+        return amount / max(sum(s.seconds for s in self.recent), 1e-9)
 
 
 def _mean(values: Sequence[float]) -> float:

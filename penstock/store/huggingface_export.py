@@ -34,6 +34,7 @@ def export_huggingface(
     config: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     files: Sequence[Path] = (),
+    buffers: Mapping[str, torch.Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write a store's weights as a Hugging Face model folder.
@@ -45,33 +46,53 @@ def export_huggingface(
         dtype: float32, bfloat16 or float16, the type of the written weights (rounded, ties to
             even).
         files: copied into the folder under their own names, for example the tokenizer's.
+        buffers: further tensors, written with their own types.
         max_shard_bytes: greatest size of the tensors in one file.
 
     Returns:
         The weight files.
 
     Raises:
-        ConfigError: the folder is in use, the data type is not supported, or a weight does not fit
-            it.
+        ConfigError: the folder is in use, a data type is not supported, or a weight does not fit
+            its type.
         NonFiniteError: a weight holds NaN or infinity.
         StorageError: the disk is full, read-only or failing; no partial file remains.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
     weights.flush()
+    buffers = buffers or {}
+    _refuse_unknown_types(buffers)
     entries = [tensor_file.Entry(name, dtype, shape) for name, shape in weights.shapes.items()]
+    entries += [tensor_file.Entry(n, b.dtype, tuple(b.shape)) for n, b in buffers.items()]
+    parameters = sum(math.prod(shape) for shape in weights.shapes.values())
     shards = _shards(entries, max_shard_bytes)
     names = _shard_names(len(shards))
-    documents = _documents(config, dtype, entries, shards, names)
+    documents = _documents(config, dtype, parameters, shards, names)
+
+    def pieces(entry: tensor_file.Entry) -> Iterator[np.ndarray]:
+        if entry.name in buffers:
+            return tensor_file.pieces_of(buffers[entry.name])
+        return _pieces(weights, entry)
+
     needed_bytes = sum(tensor_file.file_bytes(shard) for shard in shards)
     with appearing_folder(folder, needed_bytes) as temporary:
         for name, shard in zip(names, shards, strict=True):
-            tensor_file.write(temporary / name, shard, lambda entry: _pieces(weights, entry))
+            tensor_file.write(temporary / name, shard, pieces)
         for name, document in documents.items():
             durable.write_file(temporary / name, json.dumps(document, indent=2).encode() + b"\n")
         for path in files:
             durable.write_file(temporary / path.name, path.read_bytes())
     return [folder / name for name in names]
+
+
+def _refuse_unknown_types(buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in buffers.items():
+        if not tensor_file.can_write(buffer.dtype):
+            raise ConfigError(
+                f"buffer {name}: expected a data type of safetensors, found {buffer.dtype}; "
+                "register it with persistent=False, or store it as another type"
+            )
 
 
 def _shards(entries: Sequence[tensor_file.Entry], max_bytes: int) -> list[list[tensor_file.Entry]]:
@@ -83,7 +104,7 @@ def _shards(entries: Sequence[tensor_file.Entry], max_bytes: int) -> list[list[t
             held_bytes = 0
         shards[-1].append(entry)
         held_bytes += entry.bytes
-    return shards
+    return [tensor_file.in_file_order(shard) for shard in shards]
 
 
 def _shard_names(count: int) -> list[str]:
@@ -95,7 +116,7 @@ def _shard_names(count: int) -> list[str]:
 def _documents(
     config: Mapping[str, Any],
     dtype: torch.dtype,
-    entries: Sequence[tensor_file.Entry],
+    parameters: int,
     shards: Sequence[Sequence[tensor_file.Entry]],
     names: Sequence[str],
 ) -> dict[str, Mapping[str, Any]]:
@@ -105,8 +126,8 @@ def _documents(
     if len(shards) > 1:
         documents["model.safetensors.index.json"] = {
             "metadata": {
-                "total_parameters": sum(math.prod(entry.shape) for entry in entries),
-                "total_size": sum(entry.bytes for entry in entries),
+                "total_parameters": parameters,
+                "total_size": sum(entry.bytes for shard in shards for entry in shard),
             },
             "weight_map": {
                 entry.name: name

@@ -29,6 +29,18 @@ DTYPES = {
 }
 """The element types that the store writes, and their names in the format."""
 
+_NAMES = {
+    **DTYPES,
+    torch.bool: "BOOL",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""Further types of buffers, which only an export writes."""
+
 _NUMPY = {
     "F32": np.float32,
     "BF16": np.uint16,
@@ -60,7 +72,7 @@ def header(entries: Sequence[Entry]) -> bytes:
     for entry in entries:
         end = begin + entry.bytes
         table[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
+            "dtype": _NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [begin, end],
         }
@@ -79,6 +91,11 @@ def extents(entries: Sequence[Entry]) -> dict[str, Extent]:
         table[entry.name] = Extent(DTYPES[entry.dtype], entry.shape, begin, end)
         begin = end
     return table
+
+
+def can_write(dtype: torch.dtype) -> bool:
+    """Return whether the format has an element type."""
+    return dtype in _NAMES
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:

@@ -43,6 +43,8 @@ class RunStarted:
     `sparse_weights` of the weights are sparse, with `sparse_entries` entries out of
     `sparse_elements` at the start; `sparse_method` names how their masks change. `predicted` is the
     planner's prediction of a step; None if this host was not measured by `penstock calibrate`.
+    `best_loss` is the best held-out loss of the run so far and `best_step` its step. Both are None
+    before the first evaluation; `best_step` is None if an older version has recorded the loss.
     """
 
     run_dir: Path
@@ -72,6 +74,8 @@ class RunStarted:
     sparse_elements: int = 0
     sparse_method: str = ""
     predicted: PredictedStep | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The metrics of a run on disk: `metrics.jsonl`.
 
-Each step has one row. On resume, the rows after the last checkpoint are dropped, because those
-steps are repeated. The file grows with the run, so no function here holds more than one line in
-memory, except `read_metrics`.
+Each step has one row. On resume, the rows of steps after the last checkpoint are dropped, because
+those steps are repeated. The file grows with the run, so no function here holds more than one line
+in memory, except `read_metrics`.
 """
 
 import json
@@ -28,6 +28,8 @@ from penstock.telemetry.events import (
 
 _PIECE_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a row has some kilobytes at most; longer lines are damaged
+# Rows that may follow the rows of later steps: a checkpoint is completed in the background.
+_OUT_OF_ORDER = ("checkpoint", "report")
 
 
 class MetricsFile:
@@ -97,10 +99,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Remove the rows after the last row of `step` or an earlier step; return the number of lines.
+    """Remove the rows of steps after `step` and damaged lines among them; return how many lines.
 
     Rows of cluster events stay: a step may be repeated, but the loss of a node has happened. The
-    file is read from its end. After a crash the file has its old or its new content.
+    file is read from its end, back to the last row of a step or an evaluation that stays. After a
+    crash the file has its old or its new content.
 
     **Raises:** `OSError` if the system refuses the write; `StorageError` as `stream_metrics`.
     """
@@ -111,17 +114,18 @@ def drop_after(path: Path, step: int) -> int:
         cut, dropped = 0, 0
         for begin, line in _lines_from_end(file):
             row = _row(line)
-            if row is not None and row["step"] <= step and not _is_of_cluster(row):
+            if row is None or not _stays(row, step):
+                dropped += bool(line)
+            elif row.get("event") not in ("cluster", *_OUT_OF_ORDER):
                 cut = begin + len(line)
                 break
-            dropped += bool(line) and (row is None or not _is_of_cluster(row))
         if dropped or not _ends_with_line(file):
-            durable.put_pieces(path, _kept(file, cut))
+            durable.put_pieces(path, _kept(file, cut, step))
     return dropped
 
 
-def _kept(file: BinaryIO, cut: int) -> Iterator[bytes]:
-    """Yield the first `cut` bytes, which end at a line's end, and the cluster rows after them."""
+def _kept(file: BinaryIO, cut: int, step: int) -> Iterator[bytes]:
+    """Yield the first `cut` bytes, which end at a line's end, and the rows after them that stay."""
     file.seek(0)
     left = cut
     while left and (piece := file.read(min(left, _PIECE_BYTES))):
@@ -131,7 +135,7 @@ def _kept(file: BinaryIO, cut: int) -> Iterator[bytes]:
         yield b"\n"
     for line in _lines_from(file, cut):
         row = _row(line)
-        if row is not None and _is_of_cluster(row):
+        if row is not None and _stays(row, step):
             yield line + b"\n"
 
 
@@ -162,8 +166,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _is_of_cluster(row: dict[str, Any]) -> bool:
-    return row.get("event") == "cluster"
+def _stays(row: dict[str, Any], step: int) -> bool:
+    """Return whether a row is still valid when the steps after `step` are repeated."""
+    return row["step"] <= step or row.get("event") == "cluster"
 
 
 def _lines_from(file: BinaryIO, begin: int) -> Iterator[bytes]:

@@ -1,12 +1,14 @@
-"""The two checkpoint back ends: checkpoints of a store in memory, and the flash tier itself.
+"""The two checkpoint back ends of training: checkpoints of a store in memory, and the flash tier.
 
 Both have one interface for the trainer: report the saved state, return a store at the step where
-the run stopped, and make the current step durable.
+the run stopped, and make the current step durable. `make_checkpoint_backend` decides which state
+of a run is opened, for training and for every use of a trained model.
 """
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from penstock.store import (
     MemoryStore,
     SavedCheckpoint,
     Store,
+    WeightReader,
     find_checkpoint,
     load_checkpoint,
     read_state,
@@ -35,9 +38,11 @@ from penstock.store.flash import (
     OtherStoreError,
     discard_untrained,
     holds_store,
+    open_reader,
     recorded_bfloat16,
     recorded_extra,
 )
+from penstock.training.best_checkpoint import BestCheckpoint, nothing_trained, saved_weights
 from penstock.training.resume_state import ResumeState
 
 Notice = Callable[[str], None]
@@ -77,6 +82,13 @@ class CheckpointBackend(Protocol):
         """Return a store with the state of the newest step, or with initial weights.
 
         The shards are in this process, or in other processes if `remote_shards` is given.
+        """
+        ...
+
+    def reader(self, only_trained: bool) -> AbstractContextManager[WeightReader]:
+        """Open the saved weights without a store.
+
+        With `only_trained`, frozen weights may be unavailable.
         """
         ...
 
@@ -155,6 +167,13 @@ class FileCheckpoints:
         notes = BaseNotes(fingerprint, based)
         store.load(notes.passing(weights))
         self._base = notes.base
+
+    @contextmanager
+    def reader(self, only_trained: bool) -> Iterator[WeightReader]:
+        """Open the weights of the newest checkpoint."""
+        if self._latest is None:
+            raise nothing_trained(self._config)
+        yield saved_weights(self._config, self._latest, only_trained)
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
         """Start to write a checkpoint; at most one is written at a time.
@@ -308,6 +327,16 @@ class FlashCheckpoints:
         store.remember(start)  # durable with the weights, before any step
         return store
 
+    @contextmanager
+    def reader(self, only_trained: bool) -> Iterator[WeightReader]:
+        """Open the weights of the newest durable step; the store holds all of them."""
+        with open_reader(self._folder) as reader:
+            if not reader.steps:
+                raise ConfigError(
+                    f"{self._folder}: no durable step yet, so there is nothing to export"
+                )
+            yield reader
+
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
         """Wait until the current step is durable; also write the best step as safetensors."""
         assert self._store is not None
@@ -363,12 +392,17 @@ def _start(config: Config, model: ModelSource) -> dict[str, Any]:
     return dict(json.loads(json.dumps(start)))
 
 
-def make_checkpoint_backend(config: Config) -> CheckpointBackend:
-    """Return the checkpoint back end of a configuration.
+def make_checkpoint_backend(config: Config, best: bool = False) -> CheckpointBackend:
+    """Return the checkpoint back end of a configuration, which opens the newest state of the run.
+
+    With `best`, the back end opens the checkpoint with the lowest held-out loss, and does not
+    train.
 
     **Raises:** `ConfigError` if the run has state in the other back end: the run would silently
-    start again.
+    start again. Or if there is no best checkpoint.
     """
+    if best:
+        return BestCheckpoint(config, lambda: make_checkpoint_backend(config).recorded)
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
     if flash is not None and flash.exists() and not flash.is_dir():
         raise ConfigError(

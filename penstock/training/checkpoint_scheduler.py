@@ -31,6 +31,7 @@ class CheckpointScheduler:
         self._checkpoints, self._config = checkpoints, config
         self._extra, self._notify = extra, notify
         self._saved_step = saved_step
+        self._pending_step: int | None = None
         self._begun_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
@@ -42,11 +43,11 @@ class CheckpointScheduler:
 
     def begin(self, step: int, best: bool = False) -> None:
         """Start to save `step`, the last committed step, after the pending checkpoint."""
-        if self._saved_step == step and not best:
+        if step in (self._saved_step, self._pending_step) and not best:
             return
         self.finish()
         self._checkpoints.begin_save(self._extra(), best)
-        self._saved_step, self._begun_at = step, time.monotonic()
+        self._pending_step, self._begun_at = step, time.monotonic()
 
     def poll(self) -> None:
         """Report a checkpoint that has become complete; raise its error if it failed."""
@@ -55,6 +56,7 @@ class CheckpointScheduler:
     def finish(self) -> None:
         """Return when the started checkpoint is durable."""
         self._report_saved(self._checkpoints.finish)
+        self._pending_is_durable()  # the flash tier returns no checkpoint
 
     def save(self, step: int) -> None:
         """Save `step`, the last committed step; a failure leaves no pending checkpoint."""
@@ -62,7 +64,7 @@ class CheckpointScheduler:
             self.begin(step)
             self.finish()
         except BaseException:
-            self._checkpoints.abandon()
+            self._abandon()
             raise
 
     def end(self, error: BaseException) -> None:
@@ -79,13 +81,22 @@ class CheckpointScheduler:
                 f"the last checkpoint is not complete: {str(second) or type(second).__name__}"
             )
         finally:
-            self._checkpoints.abandon()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._checkpoints.abandon()
+        self._pending_step = None  # the next attempt starts again
+
+    def _pending_is_durable(self) -> None:
+        if self._pending_step is not None:
+            self._saved_step, self._pending_step = self._pending_step, None
 
     def _report_saved(self, get: Callable[[], SavedCheckpoint | None]) -> None:
         try:
             saved = get()
         except PenstockError:
-            self._saved_step = None  # the next attempt starts again
+            self._pending_step = None  # the next attempt starts again
             raise
         if saved is not None:
+            self._pending_is_durable()
             self._notify(Saved(saved.step, saved.folder, saved.seconds, saved.bytes))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.config import Config
 from penstock.data import (
+    BYTE_VOCABULARY,
     BuiltFrom,
     LanguageModelSource,
     MaskedLanguageModelSource,
@@ -17,9 +18,13 @@ from penstock.data import (
     encodes_as,
     find_files,
     read_built_from,
+    train_size,
 )
-from penstock.errors import ConfigError, DataError
+from penstock.errors import DataError
 from penstock.models import ModelSource
+from penstock.planning import sequence_length
+from penstock.training.resume_state import ResumeState
+from penstock.training.same_tokenizer import digest_to_record, require_same_tokenizer
 
 _SPARE_VOCABULARY = 1 / 8  # of the model's ids; a larger surplus is unlikely to be intended
 _MASK_TOKENS = ("[MASK]", "<mask>")
@@ -29,17 +34,27 @@ _MASK_TOKENS = ("[MASK]", "<mask>")
 class TrainingData:
     """The sources of training and held-out batches; `dataset` is set if they come from text.
 
-    `sequence_length` is the number of tokens in a row, 1 if rows are not of tokens.
+    `sequence_length` is the number of tokens in a row, 1 if rows are not of tokens. `tokenizer` is
+    the digest that the run records of the data set's tokenizer.
     """
 
     training: Source
     held_out: Source | None
     dataset: TokenDataset | None
     sequence_length: int
+    tokenizer: str | None = None
 
 
-def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]) -> TrainingData:
-    """Open the configured data set; build it first if it comes from `data.input`."""
+def open_data(
+    config: Config,
+    source: ModelSource,
+    notice: Callable[[str], None],
+    recorded: ResumeState | None = None,
+) -> TrainingData:
+    """Open the configured data set; build it first if it comes from `data.input`.
+
+    `recorded` is the resume state of an existing run, whose tokenizer is required.
+    """
     if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
         raise DataError(
             f"{source.name} is a module of your own: give its data from Python, "
@@ -47,6 +62,7 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
         )
     folder = config.data_dir
     if not folder.exists() and config.data.input:
+        _check_mask_id(config, source)
         notice(f"building the data set {folder} from {', '.join(config.data.input)}")
         report = build_dataset(
             config.data.input,
@@ -65,6 +81,8 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
     _check_build(config, dataset)
     _check_content(config, source, dataset)
     _check_tokenizer(config, source, dataset)
+    if recorded is not None:
+        require_same_tokenizer(config, recorded, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
         spare = source.vocab_size - dataset.vocab_size
@@ -89,7 +107,22 @@ def open_data(config: Config, source: ModelSource, notice: Callable[[str], None]
         return LanguageModelSource(dataset, name, length, config.data.seed)
 
     held_out = "validation" if "validation" in dataset.splits else None
-    return TrainingData(split("train"), split(held_out) if held_out else None, dataset, length)
+    training, validation = split("train"), split(held_out) if held_out else None
+    digest = digest_to_record(recorded, dataset)
+    return TrainingData(training, validation, dataset, length, digest)
+
+
+def _check_mask_id(config: Config, source: ModelSource) -> None:
+    """Refuse to train a tokenizer that may use every id of a model that needs one as its mask."""
+    size, limit = train_size(config.tokenizer), source.vocab_size
+    if source.task != "masked_lm" or size is None or limit is None or size < limit:
+        return
+    smaller = f"data.tokenizer to train-bpe:{limit - 1}, or " if limit > BYTE_VOCABULARY else ""
+    raise DataError(
+        f"data.tokenizer: expected fewer ids than the vocabulary of {limit} of {source.name}, got "
+        f"train-bpe:{size}; masked training needs an id that the text never has: set {smaller}the "
+        f"model's vocab_size to {size + 1} or more"
+    )
 
 
 def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
@@ -172,25 +205,3 @@ def _mask_token(dataset: TokenDataset, source: ModelSource) -> int:
             f"set vocab_size to {dataset.vocab_size + 1} or more"
         )
     return source.vocab_size - 1
-
-
-def sequence_length(
-    config: Config, source: ModelSource, dataset: TokenDataset | None = None
-) -> int:
-    """Return the tokens per sequence: as configured, or the model's maximum.
-
-    For records, at most the length of the longest record, since the rest of every row would be
-    padding.
-    """
-    length = config.data.sequence_length or source.max_sequence_length
-    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
-        longest = max(dataset.records(split).longest() for split in dataset.splits)
-        return longest if length is None else min(longest, length)
-    if length is None:
-        if source.task == "custom":
-            return 1
-        raise ConfigError(
-            f"data.sequence_length: {source.name} defines no maximum length of a sequence; set "
-            "this key"
-        )
-    return length

@@ -1,6 +1,14 @@
 """The best held-out loss of a run, and early stopping without improvement."""
 
+from __future__ import annotations
+
+import math
 from dataclasses import dataclass
+
+from penstock.config import Config
+from penstock.data import Source
+from penstock.errors import ConfigError
+from penstock.training.resume_state import ResumeState
 
 
 @dataclass
@@ -8,19 +16,46 @@ class EarlyStop:
     """Judges the evaluations of a run, each step once.
 
     `patience` is the number of evaluations in a row that may bring no better loss, None for no
-    limit.
+    limit. `best_step` is the step of `best_loss`, None if an older version has recorded the loss.
+    `forgotten` tells the user why the best loss of a resumed run is not compared any more.
     """
 
     patience: int | None
     best_loss: float | None = None
     evaluations_since_best: int = 0
     judged_step: int = -1
+    best_step: int | None = None
+    forgotten: str | None = None
+
+    @classmethod
+    def of_run(cls, config: Config, recorded: ResumeState | None) -> EarlyStop:
+        """Return the state of a run, which continues from what it recorded.
+
+        The best loss is forgotten if it was measured on another number of batches.
+        """
+        patience, batches = config.evaluation.early_stop_patience, config.evaluation.batches
+        if recorded is None or recorded.best_loss is None or not math.isfinite(recorded.best_loss):
+            return cls(patience)
+        loss, step = recorded.best_loss, recorded.best_step
+        if recorded.best_batches not in (None, batches):
+            at = "" if step is None else f" at step {step}"
+            return cls(
+                patience,
+                forgotten=f"evaluation.batches: the best held-out loss so far, {loss:g}{at}, was "
+                f"measured on {recorded.best_batches} batches, and this run evaluates on "
+                f"{batches}; losses on different rows are not compared, so the next "
+                "evaluation starts with a new best loss",
+            )
+        return cls(patience, loss, recorded.evaluations_since_best, best_step=step)
 
     def judge(self, step: int, loss: float) -> bool:
-        """Record the loss after a step, and return whether it is the best so far."""
+        """Record the loss after a step, and return whether it is the best so far.
+
+        A loss that is not finite is never the best.
+        """
         self.judged_step = step
-        if self.best_loss is None or loss < self.best_loss:
-            self.best_loss, self.evaluations_since_best = loss, 0
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss, self.best_step, self.evaluations_since_best = loss, step, 0
             return True
         self.evaluations_since_best += 1
         return False
@@ -29,3 +64,15 @@ class EarlyStop:
     def is_due(self) -> bool:
         """Whether the loss has not improved for `patience` evaluations."""
         return self.patience is not None and self.evaluations_since_best >= self.patience
+
+
+def require_held_out(config: Config, held_out: Source | None) -> None:
+    """Refuse early stopping in a run without evaluations.
+
+    **Raises:** `ConfigError` if `evaluation.early_stop_patience` would have no effect.
+    """
+    if config.evaluation.early_stop_patience is not None and held_out is None:
+        raise ConfigError(
+            "evaluation.early_stop_patience: has no effect without held-out data; remove it, build "
+            "the data set with data.validation above 0, or give Trainer(held_out=...)"
+        )

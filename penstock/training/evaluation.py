@@ -2,9 +2,14 @@
 
 For language models the loss is the mean over all labelled tokens; for other models it is the mean
 over the rows. `perplexity` is the exponential of a language model's loss. `bits_per_byte` is the
-loss of plain text per byte, which does not depend on a tokenizer. `accuracy` is the share of
-labelled tokens that the model ranks first, given the correct tokens before. For records,
-`exact_match` is the share whose whole completion, end token included, is predicted correctly.
+loss of plain text per byte of the held-out split, which does not depend on a tokenizer. `accuracy`
+is the share of labelled tokens that the model ranks first, given the correct tokens before. For
+records, `exact_match` is the share whose whole completion, end token included, is predicted
+correctly.
+
+`bits_per_byte` is left out if the data set does not contain the text bytes of the held-out split.
+The text bytes of all splits together would give a wrong figure: training text and held-out text may
+have different bytes per token.
 """
 
 import math
@@ -79,8 +84,8 @@ class Evaluator:
         """Return the metrics of the first `batches` held-out batches, by name.
 
         The metrics are `loss` and `tokens` (rows, for a model without tokens). A language model
-        adds `perplexity` and `accuracy`, plain text adds `bits_per_byte`, records add `exact_match`
-        and `records`.
+        adds `perplexity` and `accuracy`, plain text adds `bits_per_byte` (unless an older release
+        built the data set), records add `exact_match` and `records`.
 
         **Raises:** `DataError` if the batches are empty.
         """
@@ -97,7 +102,11 @@ class Evaluator:
             found["perplexity"] = _exp(loss)
             found["accuracy"] = counts.right_tokens / counts.weight
         if self._predicts and isinstance(self._held_out, LanguageModelSource):
-            found["bits_per_byte"] = bits_per_byte(loss, self._held_out.dataset.bytes_per_token)
+            dataset, split = self._held_out.dataset, self._held_out.split
+            text_bytes = dataset.text_bytes(split)
+            if text_bytes:
+                bytes_per_token = text_bytes / dataset.tokens(split)
+                found["bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
         if self._predicts and isinstance(self._held_out, RecordSource):
             found["exact_match"] = counts.right_rows / counts.rows
             found["records"] = counts.rows

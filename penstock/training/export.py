@@ -4,9 +4,8 @@ The export of a run builds neither a program nor a store. Weights are copied fro
 pieces, and each checksum is verified on the way.
 """
 
+import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,14 +19,12 @@ from penstock.planning import builders, selected_weights
 from penstock.store import (
     MAX_SHARD_BYTES,
     MergedWeights,
-    SavedWeights,
     WeightReader,
     export_huggingface,
     export_packed,
-    find_checkpoint,
-    read_state,
 )
-from penstock.store.flash import open_reader
+from penstock.training.checkpoint_backends import make_checkpoint_backend
+from penstock.training.same_tokenizer import require_same_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,14 +37,17 @@ def export_run(
     *,
     only_adapters: bool = False,
     packed: bool = False,
+    best: bool = False,
 ) -> list[Path]:
     """Write the newest state of a run, or only its adapters; return the weight files.
 
-    With `packed`, sparse weights are written as values and masks.
+    With `packed`, sparse weights are written as values and masks. With `best`, the checkpoint with
+    the lowest held-out loss is written instead of the newest state.
 
     Raises:
-        ConfigError: the run has no trained state yet, `packed` and no sparse weights, or the folder
-            is in use.
+        ConfigError: the run has no such state, `packed` and no sparse weights, or the folder is in
+            use.
+        DataError: the data set has another tokenizer than that of the run.
         CorruptionError: a checksum does not match.
         StorageError: the disk is full, or another process trains the run on flash.
     """
@@ -56,34 +56,19 @@ def export_run(
             f"{config.run.dir} trains a module given from Python; export it there: "
             "Trainer(config, model=...).export(FOLDER)"
         )
-    with _newest(config, only_trained=only_adapters) as weights:
+    saved = make_checkpoint_backend(config, best)
+    with saved.reader(only_trained=only_adapters) as weights:
         base = builders.model_source(config.model, config.run.dir / KEPT)
+        if saved.recorded is not None:
+            base = base.with_buffer_seed(saved.recorded.buffer_seed)
         source = builders.with_adapters(base, config.lora)
         if only_adapters:
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
         dataset = TokenDataset.open(data) if data.exists() else None
+        if dataset is not None and saved.recorded is not None:
+            require_same_tokenizer(config, saved.recorded, dataset)
         return export(weights, source, dataset, folder, dtype, max_shard_bytes, packed=packed)
-
-
-@contextmanager
-def _newest(config: Config, only_trained: bool) -> Iterator[WeightReader]:
-    """Open the newest state; with `only_trained`, frozen weights may be unavailable."""
-    run, flash = config.run.dir, config.store.flash.path
-    if flash is not None:
-        with open_reader(flash) as reader:
-            if not reader.steps:
-                raise ConfigError(f"{flash}: no durable step yet, so there is nothing to export")
-            yield reader
-        return
-    latest = find_checkpoint(run / "checkpoints", "latest")
-    if latest is None:
-        raise ConfigError(
-            f"{run} holds no checkpoint: nothing was trained there yet; run `penstock train` first"
-        )
-    base = read_state(latest).base
-    needed = base is not None and not only_trained
-    yield SavedWeights(latest, builders.base_reader(config, base) if base and needed else None)
 
 
 def export(
@@ -99,7 +84,8 @@ def export(
     """Write weights as a Hugging Face folder, with the tokenizer and the model's other files.
 
     Adapters are merged into their base weights. With `packed`, sparse weights are written as values
-    and masks, in one file that only Penstock reads.
+    and masks, in one file that only Penstock reads. With the data set's tokenizer, the end and the
+    begin of a text are its end-of-document token.
     """
     element = _element(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
@@ -107,7 +93,11 @@ def export(
     others = other_files(source.folder) if source.folder is not None else []
     whole = MergedWeights(weights, source.adapters)
     with tempfile.TemporaryDirectory() as scratch:
-        files = [*_tokenizer(source, dataset, Path(scratch)), *others]
+        tokenizer, end = _tokenizer(source, dataset, Path(scratch))
+        if end is not None and source.hf_config is not None and source.task == "causal_lm":
+            config |= _ends(end)
+            others = [_with_end(path, end, Path(scratch)) for path in others]
+        files = [*tokenizer, *others]
         if packed:
             return export_packed(whole, folder, config=config, dtype=element, files=files)
         return export_huggingface(
@@ -116,6 +106,7 @@ def export(
             config=config,
             dtype=element,
             files=files,
+            buffers=source.persistent_buffers(),
             max_shard_bytes=max_shard_bytes,
         )
 
@@ -149,10 +140,26 @@ def export_adapters(
 
 
 def _base(config: Config) -> str | None:
-    """Return the base of the adapters: a folder's absolute path, or a preset's name."""
+    """Return the absolute path of the base's folder; None if no folder holds the base.
+
+    PEFT looks up any other name on the Hugging Face hub: gpt2 would be the model of OpenAI.
+    """
     if isinstance(config.model, HuggingFaceModel):
         return str(Path(config.model.hf).absolute())
-    return config.model.preset if isinstance(config.model, PresetModel) else None
+    return None
+
+
+def describe_base(config: Config) -> str:
+    """Return a sentence that names the base model of a run's adapters."""
+    folder, model = _base(config), config.model
+    if folder is not None:
+        return f"the base of these adapters is {folder}"
+    what = f"preset {model.preset}" if isinstance(model, PresetModel) else "the run's model"
+    return (
+        f"the base of these adapters is {what} with the initial weights of run.seed "
+        f"{config.run.seed}, which no folder holds, so base_model_name_or_path is null: build the "
+        f"model after torch.manual_seed({config.run.seed}), or export without --adapters"
+    )
 
 
 def _element(name: str) -> torch.dtype:
@@ -161,14 +168,39 @@ def _element(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _tokenizer(source: ModelSource, dataset: TokenDataset | None, scratch: Path) -> list[Path]:
-    """Return the tokenizer's files: the model's own if the data set was built with them."""
+def _tokenizer(
+    source: ModelSource, dataset: TokenDataset | None, scratch: Path
+) -> tuple[list[Path], int | None]:
+    """Return the tokenizer's files: the model's own if the data set was built with them.
+
+    The second value is the end-of-document token of the data set, if the files are the data set's.
+    """
     own = tokenizer_files(source.folder) if source.folder is not None else []
     if dataset is None:
-        return own
+        return own, None
     tokenizer = dataset.tokenizer()
     is_fast = any(path.name == "tokenizer.json" for path in own)
     if is_fast and load_tokenizer(str(source.folder)).to_json() == tokenizer.to_json():
-        return own
+        return own, None
     export_tokenizer(tokenizer, scratch, source.max_sequence_length)
-    return sorted(scratch.iterdir())
+    return sorted(scratch.iterdir()), tokenizer.end_of_document
+
+
+def _ends(end: int) -> dict[str, int]:
+    """Return the fields by which `generate` of transformers begins and ends a text."""
+    return {"eos_token_id": end, "bos_token_id": end}
+
+
+def _with_end(path: Path, end: int, scratch: Path) -> Path:
+    """Return a file of the model; of its generation settings a copy with the data set's end."""
+    if path.name != "generation_config.json":
+        return path
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"cannot read {path} as generation settings: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(settings).__name__}")
+    copy = scratch / path.name
+    copy.write_text(json.dumps({**settings, **_ends(end)}, indent=2) + "\n", encoding="utf-8")
+    return copy

@@ -22,7 +22,6 @@ from penstock.program import Program
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 from penstock.store import Store
-from penstock.training.data_loading import sequence_length
 
 FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
 
@@ -64,7 +63,7 @@ def make_writer(
         make_engine,
         store.stream,
         dataset.tokenizer(),
-        sequence_length(config, model),
+        config.data.sequence_length or model.max_sequence_length,
         prepare=lambda program: measure_current(layout, program, store),
     )
 
@@ -74,7 +73,8 @@ class TextGenerator:
 
     **Arguments:** `make_engine` returns an engine whose program computes logits [1, window,
     vocabulary] from `input_ids` [1, window]. `fetch` returns weights by name. `longest` is the
-    model's largest window. `prepare` is called with an engine's program before each text.
+    model's largest window, None for no limit. `prepare` is called with an engine's program before
+    each text.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TextGenerator:
         make_engine: Callable[[int], Engine],
         fetch: FetchWeights,
         tokenizer: Tokenizer,
-        longest: int,
+        longest: int | None,
         prepare: Callable[[Program], None] = lambda program: None,
     ) -> None:
         self._make_engine = make_engine
@@ -103,13 +103,15 @@ class TextGenerator:
     ) -> Iterator[str]:
         """Yield the text after `prompt` piece by piece, whole characters only."""
         tokenizer = self._tokenizer
-        tokens = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_document]
-        window = min(self._longest, _power_of_two(len(tokens) + max_new_tokens))
+        encoded = tokenizer.encode_batch([prompt])[0].tolist()
+        tokens = encoded or [tokenizer.end_of_document]
+        window = _power_of_two(len(tokens) + max_new_tokens)
+        if self._longest is not None:
+            window = min(self._longest, window)
         if window not in self._engines:
             self._engines[window] = self._make_engine(window)
         self._prepare(self._engines[window].program)
-        written: list[int] = []
-        text = ""
+        text = _ContinuedText(tokenizer, encoded)
         for token in generate_tokens(
             self._engines[window],
             self._fetch,
@@ -121,11 +123,37 @@ class TextGenerator:
             stop=tokenizer.end_of_document,
             vocabulary=tokenizer.vocab_size,
         ):
-            written.append(token)
-            now = tokenizer.decode(written)
-            if not now.endswith("\ufffd"):  # else the token ends within a character
-                yield now[len(text) :]
-                text = now
+            if piece := text.add(token):
+                yield piece
+
+
+class _ContinuedText:
+    """The text of tokens that continue `prompt`, whole characters only.
+
+    The decoders of SentencePiece tokenizers remove the space before the first word of a text, so a
+    token is decoded together with the tokens before it. The tokens of the last piece suffice: the
+    work per token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._before = list(prompt)
+        self._text_before = tokenizer.decode(prompt) if prompt else ""
+        self._tokens: list[int] = []  # of the piece that is not complete
+
+    def add(self, token: int) -> str:
+        """Return the piece of text that a token completes; empty if there is none."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode([*self._before, *self._tokens])
+        if text.endswith("\ufffd"):  # the token ends within a character
+            return ""
+        piece = text.removeprefix(self._text_before)
+        if not text.startswith(self._text_before):  # bytes that are not UTF-8 change those before
+            piece = self._tokenizer.decode(self._tokens)
+        if piece:
+            self._before, self._tokens = self._tokens, []
+            self._text_before = self._tokenizer.decode(self._before)
+        return piece
 
 
 def generate_tokens(

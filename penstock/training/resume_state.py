@@ -27,7 +27,10 @@ class ResumeState:
     absent. `architecture` describes the computation of a model of the user's own code
     (`same_run.Architecture`). `sparse_entries` are the numbers of entries that the sparse weights
     had at the start, `sparse_products` the algorithms of their products (`engine.SparseProducts`);
-    None for a run without sparse weights.
+    None for a run without sparse weights. `best_step` is the step of `best_loss`, and
+    `best_batches` the `evaluation.batches` that it was measured on. `tokenizer` is the digest of
+    the rules by which the data set's text became ids (`same_tokenizer.py`). `buffer_seed` is the
+    seed of random buffers; older releases recorded none and drew from seed 0.
     """
 
     trajectory: Mapping[str, Any]
@@ -42,6 +45,10 @@ class ResumeState:
     products: Products | None = None
     sparse_entries: Mapping[str, int] | None = None
     sparse_products: Sequence[Mapping[str, Any]] | None = None
+    best_step: int | None = None
+    best_batches: int | None = None
+    tokenizer: str | None = None
+    buffer_seed: int = 0
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
@@ -54,6 +61,7 @@ class ResumeState:
             (field.name for field in dataclasses.fields(cls)), None
         ) | {
             "evaluations_since_best": 0,
+            "buffer_seed": 0,
             **found,
         }
         match whole:
@@ -68,13 +76,20 @@ class ResumeState:
                 "architecture": None
                 | {"class_name": str(), "graph": str(), "captured_with": str()},
                 "best_loss": None | float() | int(),
+                "best_step": best_step,
+                "best_batches": best_batches,
                 "evaluations_since_best": int(evaluations),
                 "sparse_entries": None | dict() as entries,
                 "sparse_products": None | [*_],
+                "tokenizer": None | str(),
+                "buffer_seed": int(buffer_seed),
             } if (
                 _is_count(micro_batch)
                 and _is_count(slot_bytes)
+                and _is_count(best_step)
+                and _is_count(best_batches)
                 and 0 <= evaluations < 2**63
+                and type(buffer_seed) is int
                 and all(
                     count is not None and _is_count(count) for count in (entries or {}).values()
                 )

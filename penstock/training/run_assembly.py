@@ -21,6 +21,7 @@ from penstock.planning import (
     ExecutionPlan,
     builders,
     plan_execution,
+    sequence_length,
     wafer_options,
     with_products,
     with_wafer,
@@ -36,7 +37,8 @@ from penstock.step import (
 from penstock.store import ShardedStore, Store
 from penstock.telemetry import ClusterEvent
 from penstock.training.checkpoint_backends import CheckpointBackend
-from penstock.training.data_loading import TrainingData, open_data, sequence_length
+from penstock.training.data_loading import TrainingData, open_data
+from penstock.training.early_stop import require_held_out
 from penstock.training.run_start import rows_per_step
 
 if TYPE_CHECKING:
@@ -91,16 +93,19 @@ def set_up(
     """
     recorded = checkpoints.recorded
     is_resumed, needs_base = recorded is not None, checkpoints.needs_base
-    found = builders.source_of(config, model, is_resumed, notice, needs_base)
+    seed = recorded.buffer_seed if recorded else None
+    found = builders.source_of(config, model, is_resumed, notice, needs_base, seed)
     devices = choose_devices(config.engine)
     target = target_of(devices[0]) if devices else choose_target(config.engine.device)
     wafer = wafer_options(config, target.name)
     if recorded is not None:
         check_same_sparsity(config, recorded.trajectory)
     if source is None:
-        data = open_data(config, found, notice)
+        data = open_data(config, found, notice, recorded)
     else:
         data = TrainingData(source, held_out, None, sequence_length(config, found))
+    if recorded is None:
+        require_held_out(config, data.held_out)
     plan = plan_execution(
         counted(config, devices),
         found,
@@ -141,7 +146,7 @@ def start_cluster(
     """Listen for the run's other processes, and start those that the run starts itself."""
     from penstock.distributed.control import open_cluster
 
-    return open_cluster(config, setup.plan, tell=notify, should_stop=should_stop)
+    return open_cluster(config, setup.plan, setup.model, tell=notify, should_stop=should_stop)
 
 
 def make_runner(

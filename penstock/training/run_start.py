@@ -10,6 +10,7 @@ from penstock.progress import show_count
 from penstock.store import Store, kept_entries
 from penstock.telemetry import RunStarted
 from penstock.training.data_loading import TrainingData
+from penstock.training.early_stop import EarlyStop
 from penstock.training.predicted_steps import predicted_here
 
 
@@ -27,6 +28,7 @@ def run_started(
     *,
     devices: str,
     resumed_from: int | None,
+    early_stop: EarlyStop,
 ) -> RunStarted:
     """Return the event that starts a run."""
     program = layout.program
@@ -55,6 +57,8 @@ def run_started(
         loss_unit="nats per token" if model.loss_reduction == "sum" else "",
         steps_per_epoch=samples / config.batch.size if samples else None,
         predicted=predicted_here(config, layout),
+        best_loss=early_stop.best_loss,
+        best_step=early_stop.best_step,
         **_masks(config, layout, store),
     )
 

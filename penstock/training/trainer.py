@@ -34,14 +34,16 @@ from penstock.telemetry import (
     broadcast,
     open_run_files,
 )
+from penstock.training.best_checkpoint import nothing_trained
 from penstock.training.checkpoint_backends import make_checkpoint_backend
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
-from penstock.training.early_stop import EarlyStop
+from penstock.training.early_stop import EarlyStop, require_held_out
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
 from penstock.training.generation import TextGenerator, make_writer
 from penstock.training.gradient_check import GradientCheck
 from penstock.training.predicted_steps import keep_measured
+from penstock.training.read_only_store import no_training
 from penstock.training.resume_state import ResumeState
 from penstock.training.run_assembly import (
     make_runner,
@@ -74,6 +76,8 @@ class Trainer:
             with one replica of each shard.
         ignore_initial_values: resume a run with its own weights although `model` has other values
             than the run started with.
+        best: open the checkpoint with the lowest held-out loss instead of the newest state, to
+            evaluate, generate and export in this process. Such a trainer does not train.
 
     Raises:
         ConfigError: the configuration or the model cannot be used; the text says what to change.
@@ -94,19 +98,18 @@ class Trainer:
         must_exist: bool = False,
         cluster: str | None = None,
         ignore_initial_values: bool = False,
+        best: bool = False,
     ) -> None:
-        self.config = to_config(config, cluster)
+        self.config = to_config(config, "none" if best else cluster)
+        self._is_best = best
         self._view = view_from_python(self.config.logging.every, quiet)
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._notify = self._listener
         set_threads(self.config.engine.threads)
-        self._checkpoints = make_checkpoint_backend(self.config)
+        self._checkpoints = make_checkpoint_backend(self.config, best)
         recorded = self._checkpoints.recorded
         if must_exist and recorded is None:
-            raise ConfigError(
-                f"{self.config.run.dir} holds no checkpoint: nothing was trained there yet; "
-                "run `penstock train` first"
-            )
+            raise nothing_trained(self.config)
         self._recorded = recorded
         self._has_given_model = model is not None
         self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
@@ -150,11 +153,7 @@ class Trainer:
         self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
         self._writer: TextGenerator | None = None
-        self._early_stop = EarlyStop(
-            self.config.evaluation.early_stop_patience,
-            recorded.best_loss if recorded else None,
-            recorded.evaluations_since_best if recorded else 0,
-        )
+        self._early_stop = EarlyStop.of_run(self.config, recorded)
         self._checkpoint_scheduler = CheckpointScheduler(
             self._checkpoints,
             self.config.checkpoint,
@@ -212,6 +211,9 @@ class Trainer:
             NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
             CorruptionError, StorageError: stored data is damaged, or data cannot be stored.
         """
+        if self._is_best:
+            raise no_training()
+        require_held_out(self.config, self._data.held_out)
         if self._recorded is not None:
             require_same_beginning(
                 self.config,
@@ -264,7 +266,8 @@ class Trainer:
                 self.store,
                 self._data,
                 devices=self._setup.device_names,
-                resumed_from=self.resumed_from,
+                resumed_from=self.step or self.resumed_from,
+                early_stop=self._early_stop,
             )
         )
         if self.resumed_from is None:
@@ -272,6 +275,8 @@ class Trainer:
                 self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.check()
+        if self._early_stop.forgotten is not None:
+            self._notice(self._early_stop.forgotten)
         first_step = self.step
         last_loss: float | None = None
         if self._early_stop.is_due:
@@ -384,7 +389,7 @@ class Trainer:
     def _extra(self) -> dict[str, Any]:
         """Return the resume state outside the store."""
         dataset, sparse = self._data.dataset, self._layout.sparse
-        in_engines = self._layout.sparse_weights
+        in_engines, best_loss = self._layout.sparse_weights, self._early_stop.best_loss
         return ResumeState(
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
@@ -394,10 +399,14 @@ class Trainer:
             weights=self._initial_weights,
             values=self._initial_values,
             architecture=self._architecture,
-            best_loss=self._early_stop.best_loss,
+            best_loss=best_loss,
+            best_step=self._early_stop.best_step,
+            best_batches=None if best_loss is None else self.config.evaluation.batches,
             evaluations_since_best=self._early_stop.evaluations_since_best,
             sparse_entries=dict(sparse.kept) if sparse else None,
             sparse_products=in_engines.products.as_record() if in_engines else None,
+            tokenizer=self._data.tokenizer,
+            buffer_seed=self.model.buffer_seed,
         ).to_mapping()
 
     def close(self) -> None:

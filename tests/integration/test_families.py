@@ -13,7 +13,9 @@ from plain_training import Recipe, assert_same_training, streamed
 from tiny_models import Case, _masked_texts, _texts, _token_loss
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from penstock.data import build_dataset
 from penstock.models import ModelSource
+from penstock.training.trainer import Trainer
 
 TOKENS = {"vocab_size": 96, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 SIZES = {
@@ -89,3 +91,24 @@ def test_a_family_trains_as_in_plain_pytorch(family, tmp_path):
         recipe,
         lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
     )
+
+
+def test_roberta_trains_on_the_longest_sequence_by_default(tmp_path):
+    """Its positions begin after the padding index: 64 of them are 62 tokens."""
+    (tmp_path / "text.txt").write_text("water flows over the weir. " * 100)
+    build_dataset([tmp_path / "text.txt"], "bytes", tmp_path / "set")
+    trainer = Trainer(
+        {
+            "model": {
+                "hf_config": {"model_type": "roberta", **MASKED["roberta"], "vocab_size": 258}
+            },
+            "data": {"path": str(tmp_path / "set")},
+            "batch": {"size": 2},
+            "engine": {"threads": 1, "device": "cpu"},
+            "run": {"dir": str(tmp_path / "run"), "steps": 1},
+            "evaluation": {"every": None},
+            "checkpoint": {"every": None},
+        }
+    )
+    trainer.train()
+    assert trainer.program.values["input_ids"].tensor.shape == (2, 62)

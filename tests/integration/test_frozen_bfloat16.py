@@ -179,12 +179,14 @@ def test_worker_compiles_the_same_program(folders, tmp_path):
     for steps in (1, 2):
         trainer = trainer_of(settings(folders["llama"][0], tmp_path / "run", steps))
         trainer.train()
-        plan = RunSpec.of(trainer.config, trainer._layout)
-        told = json.loads(json.dumps(terms_of(trainer.config, trainer._layout)))
-        assert told["kept"] is not None
+        of_run = trainer.config, trainer._layout, trainer.model
+        plan, told = RunSpec.of(*of_run), json.loads(json.dumps(terms_of(*of_run)))
+        assert (told["kept"] is not None) == (steps == 2)
         made = roles._compile(told, "cpu", told["products"])
         assert (
-            engine_digest(made.program, made.transfers, "cpu", told["products"])
+            engine_digest(
+                made.program, made.transfers, "cpu", told["products"], None, told["model"]
+            )
             == plan.engine_digest
         )
         assert made.program.bfloat16 == trainer.program.bfloat16 != frozenset()

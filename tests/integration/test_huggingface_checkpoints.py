@@ -23,6 +23,7 @@ from penstock.errors import ConfigError, CorruptionError, DataError
 from penstock.models import ModelSource
 from penstock.planning.builders import compile_source
 from penstock.store import DramStore
+from penstock.store.flash import recorded_extra
 from penstock.training.export import export_run
 
 FORMS = {
@@ -175,7 +176,7 @@ def test_checkpoint_content_not_path_identifies_the_run(made, unbroken, tmp_path
     assert trained(settings(made, run, 4)) == (unbroken[0], 4)
     preset = Config.from_mapping({**settings(made, run, 5), "model": "tiny"})
     with pytest.raises(ConfigError, match=r'model\.hf: "a checkpoint" in the run, null now'):
-        check_run(preset)
+        check_run(preset, recorded_extra)
 
 
 def test_untrained_weights_on_flash_are_not_confused_with_others(made, tmp_path):

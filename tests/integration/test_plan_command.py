@@ -5,6 +5,10 @@ import json
 
 import pytest
 from command_line import penstock
+from records import write_records
+
+from penstock.config import Config
+from penstock.training.trainer import Trainer
 
 HOST = """
 name: desk
@@ -126,6 +130,52 @@ def test_picture_of_a_step(folder):
     )
     assert done.returncode == 0, done.stderr
     assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_records_are_planned_as_they_train(folder, tmp_path):
+    """Before the data set is built, the plan says that the length of its sequences is unknown."""
+    records = [(f"{number} and {number} are", f" {2 * number}") for number in range(40)]
+    file = write_records(tmp_path / "sums.jsonl", records)
+    config = [
+        "tiny",
+        f"data.input=[{file}]",
+        "data.content=records",
+        "batch.size=8",
+        "engine.threads=1",
+        f"run.dir={tmp_path / 'run'}",
+        "run.steps=1",
+    ]
+    note = "data.sequence_length: the longest record is not known before the data set "
+    first = plan(folder, *config, "--json")
+    found = json.loads(first.stdout)
+    assert found["sequence_length"] == 256
+    assert found["sequence_length_note"].startswith(note)
+    assert f"note: {note}" in first.stderr
+    swept = plan(folder, *config, "--sweep", "batch.micro=1,2", "--json")
+    assert all(
+        note in json.loads(line)["sequence_length_note"]
+        for line in swept.stdout.split("\n")
+        if line
+    )
+    assert swept.stderr.count(note) == 1
+
+    trainer = Trainer(Config.from_mapping({"model": "tiny"}, config[1:]), quiet=True)
+    trainer.train()
+    again = plan(folder, *config, "--json")
+    found = json.loads(again.stdout)
+    rows = trainer.program.values["input_ids"].tensor.shape
+    assert (found["micro_batch"], found["sequence_length"]) == tuple(rows)
+    assert found["sequence_length"] < 256
+    assert found["sequence_length_note"] is None
+    assert note not in again.stderr
+
+
+@pytest.mark.long
+def test_picture_of_a_step_says_that_the_longest_record_is_unknown(folder):
+    more = ("data.content=records", "--machine", "desk.yaml", "--out", "r.png")
+    done = penstock("plan", "figure", "timing", "tiny", *more, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "note: data.sequence_length: the longest record is not known" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -307,3 +307,16 @@ def test_recipe_answers_unseen_prompts(tmp_path, monkeypatch):
         f"exact match {after['exact_match']:.1%}  "
         f"({after['tokens']} tokens of {after['records']} records)\n"
     )
+
+
+def test_model_without_a_maximum_length_generates(folder, tmp_path):
+    bloom = {"model_type": "bloom", "n_layer": 1, "hidden_size": 32, "n_head": 2, "vocab_size": 257}
+    settings = config(folder, tmp_path, model={"hf_config": bloom}, run={"steps": 1})
+    trainer = Trainer(settings, quiet=True)
+    try:
+        trainer.train()
+        assert trainer.model.max_sequence_length is None
+        "".join(trainer.generate("1 and 2 are", max_new_tokens=5, temperature=0))
+        assert list(trainer._writer._engines) == [16]
+    finally:
+        trainer.close()

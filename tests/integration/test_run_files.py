@@ -76,6 +76,8 @@ def test_run_interrupted_in_a_step_can_continue(tmp_path):
     plain = Trainer(config(tmp_path / "b", 4))
     plain.train()
     assert trainer.store.content_hash() == plain.store.content_hash()
+    rows = read_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "learning_rate" in row] == [1, 2, 3, 4]
 
 
 def test_interrupted_update_is_not_applied_twice(tmp_path, monkeypatch):

@@ -12,10 +12,11 @@ from plain_training import Recipe, trainer_of
 from tiny_models import CASES, CONTRASTIVE, IGNORED, Case, language_model, with_rows
 from torch import nn
 
-from penstock.errors import DataError, NonFiniteError, NoTrainingError, StorageError
+from penstock.errors import ConfigError, DataError, NonFiniteError, NoTrainingError, StorageError
 from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
 from penstock.telemetry.events import Evaluated, Finished, Notice, Saved, Stopped
+from penstock.training.trainer import Trainer
 
 
 def listening(case, recipe, folder, **changes):
@@ -117,6 +118,41 @@ def test_early_stop_patience_survives_a_restart(tmp_path):
     with_losses(second, [3.1, 2.0])
     second.train()
     assert second.step == 4
+
+
+def test_early_stop_without_held_out_data_is_refused(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=20)
+    stopping = recipe.config(tmp_path, evaluation={"every": 1, "early_stop_patience": 3})
+    given = {"model": case.source(recipe.seed), "source": case.data(recipe.seed), "quiet": True}
+    text = (
+        "evaluation.early_stop_patience: has no effect without held-out data; remove it, build the "
+        "data set with data.validation above 0, or give Trainer(held_out=...)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        Trainer(stopping, **given)
+    assert str(caught.value) == text
+    assert not list(tmp_path.iterdir())
+    first, _ = trainer_of(case, recipe, tmp_path, until=1)
+    first.train()
+    resumed = Trainer(stopping, **given)  # may still generate text
+    with pytest.raises(ConfigError) as caught:
+        resumed.train()
+    assert str(caught.value) == text
+
+
+def test_best_loss_on_other_rows_is_forgotten_with_a_notice(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=20)
+    first, _ = trainer_of(case, recipe, tmp_path, until=2, evaluation={"every": 1, "batches": 2})
+    with_losses(first, [3.0, 2.0])
+    first.train()
+    changes = {"evaluation": {"every": 1, "batches": 1}}
+    second, events = listening(case, recipe, tmp_path, until=3, **changes)
+    with_losses(second, [2.5])
+    second.train()
+    told = [event.text for event in of_kind(events, Notice)]
+    assert [text for text in told if text.startswith("evaluation.batches: the best held-out loss")]
+    assert [event.best for event in of_kind(events, Evaluated)] == [True]
+    assert read_state(find_checkpoint(tmp_path / "checkpoints", "best")).step == 3
 
 
 def test_stop_request_finishes_the_step_saves_and_prints_how_to_resume(tmp_path):
@@ -419,3 +455,21 @@ def test_closing_a_trainer_ends_its_writer_thread(tmp_path, monkeypatch):
     assert writers()
     trainer.close()
     assert not writers()
+
+
+def test_interrupted_final_save_can_be_repeated(tmp_path, monkeypatch):
+    trainer, events = listening(CONTRASTIVE, Recipe(steps=6), tmp_path)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        slow_disk(during)
+        during.setattr("penstock.store.BackgroundSave.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    assert find_checkpoint(tmp_path / "checkpoints", "latest") is None
+    trainer.save()
+    assert read_state(find_checkpoint(tmp_path / "checkpoints", "latest")).step == 6
+    trainer.save()  # the step is durable: nothing is written again
+    assert [event.step for event in of_kind(events, Saved)] == [6]

@@ -5,13 +5,15 @@ weights can be loaded into them. `rendezvous.py` admits processes and keeps the 
 The coordinator runs in this process and decides which nodes take part in which step.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import MOST_RELAYS, Config
 from penstock.distributed import rendezvous_file
@@ -42,6 +44,9 @@ from penstock.planning import ExecutionPlan, relay_count
 from penstock.store import Store
 from penstock.telemetry import ClusterEvent
 
+if TYPE_CHECKING:
+    from penstock.models import ModelSource
+
 log = logging.getLogger("penstock.distributed")
 
 _HEARTBEAT_SECONDS = 0.1
@@ -53,6 +58,7 @@ class ClusterManager:
     """The processes of one run.
 
     Args:
+        model: as this process has read it.
         host: the interface to listen on.
         launch: creates the launcher from the endpoint.
         tell: called with one line per event, by the thread that requests steps.
@@ -63,6 +69,7 @@ class ClusterManager:
         self,
         config: Config,
         layout: ExecutionPlan,
+        model: ModelSource,
         *,
         host: str,
         token: str,
@@ -72,7 +79,7 @@ class ClusterManager:
     ) -> None:
         self._config, self._layout, self._token = config, layout, token
         self.event_queue, self.heartbeat_stats = EventQueue(tell, should_stop), HeartbeatStats()
-        self.spec, self.registry = RunSpec.of(config, layout), WorkerRegistry()
+        self.spec, self.registry = RunSpec.of(config, layout, model), WorkerRegistry()
         self._local: list[ShardNode] = []
         with contextlib.ExitStack() as cleanup:
             self._open(host, launch, cleanup)
@@ -399,6 +406,7 @@ class _CoordinatorAdapter:
 def open_cluster(
     config: Config,
     layout: ExecutionPlan,
+    model: ModelSource,
     *,
     tell: Callable[[ClusterEvent], None],
     should_stop: Callable[[], bool],
@@ -410,6 +418,7 @@ def open_cluster(
         manager = ClusterManager(
             config,
             layout,
+            model,
             host=host,
             token=token,
             launch=launch,

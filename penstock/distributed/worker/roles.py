@@ -26,13 +26,17 @@ from penstock.distributed.rpc import OwnedShard
 from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
-from penstock.errors import UnfitHostError
+from penstock.errors import ClusterError, UnfitHostError
+from penstock.models import configuration_fields
 from penstock.program import Program
 from penstock.step_schedule import ByStep, StepSchedule
 
 if TYPE_CHECKING:
     from penstock.compiler import Products
     from penstock.config import Config
+    from penstock.models import ModelSource
+
+_SHOWN_FIELDS = 3
 
 
 class EngineRole:
@@ -99,6 +103,7 @@ class BuiltRole:
 @dataclass(frozen=True)
 class _Compiled:
     config: Config
+    model: ModelSource
     program: Program
     recompute: frozenset[int]
     schedules: ByStep[StepSchedule]
@@ -115,7 +120,7 @@ def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compi
     set_threads(spec["threads"])
     assert config.model is not None
     kept = None if spec["kept"] is None else Path(spec["kept"])
-    source = builders.model_source(config.model, kept)
+    source = builders.model_source(config.model, kept).with_buffer_seed(spec["buffer_seed"])
     program = builders.compile_source(
         builders.with_adapters(source, config.lora),
         micro_batch=spec["micro_batch"],
@@ -134,7 +139,7 @@ def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compi
     rule = mask_rule_of(config, program)
     schedules = StepSchedule.by_step(program, recompute, rule.policy if rule else None)
     transfers = transfers_by_step(program, schedules, shards)
-    return _Compiled(config, program, recompute, schedules, transfers)
+    return _Compiled(config, source, program, recompute, schedules, transfers)
 
 
 def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
@@ -142,6 +147,7 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
 
     Raises:
         UnfitHostError: this host lacks the device or the memory.
+        ClusterError: this process has read another model than the trainer.
         PenstockError: no host could run such an engine.
     """
     from penstock.engine import EnginePlan, SparseProducts, SparseWeights, target_of
@@ -150,6 +156,7 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
     _require_device(device)
     products = _required_products(spec, device)
     compiled = _compile(spec, device, products)
+    model = _require_same_model(spec, compiled.model)
     if compiled.config.cluster.has_other_hosts:  # the trainer has counted workers of its own host
         _require_memory(spec, device)
     record = spec["sparse_products"]
@@ -161,7 +168,7 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
         sparse=sparse,
     )
     work = LocalEngineExecutor(engine, compiled.program, compiled.schedules, device)
-    digest = engine_digest(compiled.program, compiled.transfers, device, products, record)
+    digest = engine_digest(compiled.program, compiled.transfers, device, products, record, model)
     return BuiltRole(dict(spec), EngineRole(work, compiled.transfers), digest)
 
 
@@ -218,6 +225,29 @@ def _required_products(spec: Mapping[str, Any], device: str) -> Products:
     raise UnfitHostError(
         f"the run's engines multiply float32 matrices by {spec['products']}, which PyTorch lacks "
         f"on {socket.gethostname()}; install the PyTorch version of the trainer's host there"
+    )
+
+
+def _require_same_model(spec: Mapping[str, Any], source: ModelSource) -> dict[str, str] | None:
+    """Return the fields of the model's configuration, which are those of the trainer."""
+    expected, found = spec["model"], configuration_fields(source.hf_config)
+    if found == expected:
+        return found
+    here, there = found or {}, expected or {}
+    names = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))
+    shown = [
+        f"{name}: expected {there.get(name, 'no such field')}, found "
+        f"{here.get(name, 'no such field')}"
+        for name in names[:_SHOWN_FIELDS]
+    ]
+    if len(names) > _SHOWN_FIELDS:
+        shown.append(f"{len(names) - _SHOWN_FIELDS} more")
+    place = "" if source.folder is None else f" from {source.folder}"
+    raise ClusterError(
+        f"{socket.gethostname()} has read another model{place} than the trainer ("
+        f"{'; '.join(shown)}); copy the model's files from the trainer's host and install the same "
+        "versions of Penstock and transformers; if the files were changed after the run had "
+        "started, start the run again"
     )
 
 

@@ -53,6 +53,8 @@ def program_key(
             add((name, tuple(value.shape), value.dtype))
             flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
             digest.update(flat.numpy().data)
+    elif with_buffers and source.has_random_buffers:
+        add(("buffer_seed", source.buffer_seed))
     return digest.hexdigest()
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_workers import FakeWorker, OpenedManager, config
+from fake_workers import FakeWorker, OpenedManager, config, model_source
 from replicated_run import EIGHT_BIT, PROGRAM, Run
 from store_programs import flash_store, training_store
 
 from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.planning import builders
 from penstock.planning.execution_plan import ExecutionPlan, plan_execution
 from penstock.store import portions
 
@@ -19,8 +18,7 @@ from penstock.store import portions
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory) -> ExecutionPlan:
     made = config(tmp_path_factory.mktemp("layout"))
-    assert made.model is not None
-    return plan_execution(made, builders.model_source(made.model), "cpu", 16)
+    return plan_execution(made, model_source(), "cpu", 16)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock.distributed.control_messages import Role
 from penstock.distributed.launchers.base import WorkerExit
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.transport import Connection, Endpoint
+from penstock.models import ModelSource
 from penstock.planning.execution_plan import ExecutionPlan
 
 MODEL = {
@@ -23,6 +25,11 @@ MODEL = {
 
 
 TOKEN = "a token"
+
+
+@functools.cache
+def model_source() -> ModelSource:
+    return ModelSource.from_preset(MODEL["preset"], MODEL["overrides"])
 
 
 class FakeLauncher:
@@ -88,6 +95,7 @@ class OpenedManager:
         self.manager = ClusterManager(
             config(folder, **cluster),
             layout,
+            model_source(),
             host="127.0.0.1",
             token=TOKEN,
             launch=lambda endpoint: self.launcher,

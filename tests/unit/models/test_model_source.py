@@ -55,7 +55,7 @@ def export(source: ModelSource, batch: int = BATCH, tokens: int = TOKENS):
 
 def run(source: ModelSource, program, inputs: dict[str, torch.Tensor], seed: int = 0):
     """Run an exported program on the source's own initial weights and buffers."""
-    values = {**dict(source.initial_weights(seed)), **source.buffers(seed)}
+    values = {**dict(source.initial_weights(seed)), **source.with_buffer_seed(seed).buffers()}
     signature = program.graph_signature
     feeds = []
     for spec in signature.input_specs:

@@ -123,7 +123,7 @@ def test_remembered_model_answers_as_its_source(fresh):
     model = Models().outlined.model(config)
     assert isinstance(model, RememberedModel)
     assert isinstance(source, ModelSource)
-    for name in ("name", "max_sequence_length", "aliases", "adapter_weights", "bfloat16"):
+    for name in ("name", "task", "max_sequence_length", "aliases", "adapter_weights", "bfloat16"):
         assert getattr(model, name) == getattr(source, name), name
     assert model.trainable == source.trainable
     assert dict(model.inputs) == dict(source.inputs)

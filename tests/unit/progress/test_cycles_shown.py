@@ -39,10 +39,7 @@ SIMULATED = replace(
 
 
 def progress_of(cycles):
-    progress = Progress(lambda: 0.0)
-    progress(started())
-    progress(replace(step(1), cycles=cycles))
-    return progress
+    return Progress(lambda: 0.0).after(started()).after(replace(step(1), cycles=cycles))
 
 
 def shown(cycles):

@@ -93,6 +93,23 @@ def test_resumed_run_names_step_and_custom_loss_has_no_unit():
     assert "epoch" not in lines[3]
 
 
+def test_log_of_resumed_run_names_recorded_best_loss():
+    resumed = replace(started(resumed_from=500), best_loss=3.0, best_step=400)
+    worse = Evaluated(600, 3.5, 33.1, 1.0, best=False)
+    better = Evaluated(700, 2.9, 18.2, 1.0, best=True)
+    lines = lines_of(10, [resumed, worse, better])
+    assert lines[1].endswith(
+        ", in runs/x, resumed from step 500, best held-out loss so far 3.0000 at step 400"
+    )
+    assert lines[3:] == [
+        "step 600  held-out loss 3.5000",
+        "step 700  held-out loss 2.9000  best so far",
+    ]
+    without_step = replace(resumed, best_step=None)  # recorded by an older version
+    assert lines_of(10, [without_step])[1].endswith(", best held-out loss so far 3.0000")
+    assert "best" not in "".join(lines_of(10, [started(resumed_from=500), worse]))
+
+
 def test_number_of_trained_parameters_is_shown_if_some_are_frozen():
     tuned = replace(started(), trainable_parameters=294_912)
     expected = "gpt2: 124M parameters, 295k of them trained, 475 MiB of weights in fp32, "
@@ -134,24 +151,22 @@ def test_quiet_view_shows_only_required_events():
 
 
 def test_time_left_excludes_compilation():
-    progress = Progress()
-    progress(started(steps=100))
+    progress = Progress().after(started(steps=100))
     for number, seconds in ((1, 60.0), (2, 30.0)):
-        progress(step(number, seconds=seconds))
+        progress = progress.after(step(number, seconds=seconds))
         assert progress.seconds_left is None
         assert " left" not in step_line(progress)
-    progress(step(3, seconds=1.0))
+    progress = progress.after(step(3, seconds=1.0))
     assert progress.seconds_left == 97
     assert step_line(progress).endswith("  1 min 37 s left")
 
 
 def test_speed_is_mean_of_recent_steps():
-    progress = Progress()
-    progress(started(steps=1000))
+    progress = Progress().after(started(steps=1000))
     for number in range(1, 101):
-        progress(step(number, seconds=100.0))
+        progress = progress.after(step(number, seconds=100.0))
     for number in range(101, 131):
-        progress(step(number, seconds=1.0))
+        progress = progress.after(step(number, seconds=1.0))
     assert progress.seconds_per_step == 1.0
     assert progress.tokens_per_second == 16384
     assert progress.seconds_left == 870
@@ -198,14 +213,10 @@ def test_log_of_a_sparse_run():
         "gpt2: 124M parameters, 475 MiB of weights in fp32, computed on cpu; 4 weights are sparse "
         "(rigl): 10.0k of 100k entries exist, sparsity 90.00%"
     )
-    progress = Progress(Clock())
-    progress(sparse_run)
-    progress(replace(step(1), sparsity=0.9))
+    progress = Progress(Clock()).after(sparse_run).after(replace(step(1), sparsity=0.9))
     assert "  sparsity 90.00%  " in step_line(progress)
-    progress(replace(step(2), sparsity=0.75, changed_entries=600))
-    progress(replace(step(3), sparsity=0.75))
+    progress = progress.after(replace(step(2), sparsity=0.75, changed_entries=600))
+    progress = progress.after(replace(step(3), sparsity=0.75))
     assert "  sparsity 75.00%, 600 entries changed at step 2  " in step_line(progress)
-    dense = Progress(Clock())
-    dense(started())
-    dense(step(1))
+    dense = Progress(Clock()).after(started()).after(step(1))
     assert "sparsity" not in step_line(dense)

@@ -1,6 +1,7 @@
 """What a notebook shows of a run."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 from events_of_a_run import started, step
@@ -45,6 +46,17 @@ def test_notebook_output_updates_at_most_four_times_a_second(capsys):
         "step 100  held-out loss 3.1000  best so far",
         "finished: steps 100",
     ]
+
+
+def test_notebook_of_resumed_run_names_recorded_best_loss(capsys):
+    with NotebookView(Display()) as view:
+        view(replace(started(resumed_from=500), best_loss=3.0, best_step=400))
+        view(Evaluated(600, 3.5, 33.1, 1.0, best=False))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].endswith(
+        ", resumed from step 500, best held-out loss so far 3.0000 at step 400"
+    )
+    assert printed[-1] == "step 600  held-out loss 3.5000"
 
 
 def test_second_train_call_has_own_output():

@@ -9,6 +9,7 @@ from events_of_a_run import started, step
 from rich.cells import cell_len
 from rich.console import Console
 
+from penstock.progress import LiveView
 from penstock.progress.panel import panel
 from penstock.progress.state import LossHistory, Progress
 from penstock.telemetry.events import Evaluated, Saved
@@ -24,7 +25,7 @@ def progress_of(*events, seconds=0.0):
     now = [0.0]
     progress = Progress(lambda: now[0])
     for event in events:
-        progress(event)
+        progress = progress.after(event)
     now[0] += seconds
     return progress
 
@@ -110,6 +111,32 @@ def test_panel_before_first_step():
     assert " left" not in text
 
 
+def best_row(*events):
+    view = LiveView(Console(file=io.StringIO()))
+    for event in events:
+        view(event)
+    rows = [row for row in shown(view.render()).splitlines() if row.startswith("│ best ")]
+    assert len(rows) <= 1
+    return rows[0].strip("│ ").removeprefix("best").strip() if rows else None
+
+
+def test_resumed_run_shows_recorded_best_loss():
+    resumed = replace(started(steps=1000, resumed_from=500), best_loss=3.0, best_step=400)
+    worse = Evaluated(600, 3.5, 33.1, 1.0, best=False)
+    better = Evaluated(700, 2.9, 18.2, 1.0, best=True)
+    assert best_row(resumed) == "3.0000 at step 400"
+    assert best_row(resumed, worse) == "3.0000 at step 400"
+    assert best_row(resumed, worse, better) == "2.9000 at step 700"
+    assert best_row(replace(resumed, best_step=None), worse) == "3.0000"  # of an older version
+
+
+def test_best_loss_has_no_row_until_known():
+    worse = Evaluated(600, 3.5, 33.1, 1.0, best=False)
+    assert best_row(started()) is None
+    assert best_row(started(resumed_from=500), worse) is None
+    assert best_row(Evaluated(0, 9.0, 8103.1, 1.0, best=False), started()) is None  # untrained
+
+
 def test_urgent_message_is_last_row():
     text = shown(panel(progress_of(started()), "stopping after this step"))
     assert "│           stopping after this step" in text.splitlines()[-2]
@@ -118,8 +145,8 @@ def test_urgent_message_is_last_row():
 def test_loss_history_is_bounded():
     history = LossHistory()
     for number in range(100_000):
-        history.add(100.0 - number / 1000)
+        history = history.after(100.0 - number / 1000)
     assert 500 <= len(history.means) <= 1024
-    assert history.means == sorted(history.means, reverse=True)
+    assert list(history.means) == sorted(history.means, reverse=True)
     assert history.means[0] == pytest.approx(100.0, abs=0.2)
     assert history.means[-1] == pytest.approx(0.0, abs=0.3)

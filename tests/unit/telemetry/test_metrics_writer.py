@@ -68,6 +68,82 @@ def test_resumed_run_records_each_step_once(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_checkpoint_completed_after_later_steps_does_not_keep_their_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    saved = Saved(5, Path("checkpoints/step-00000005"), 0.1, 1000)
+    interrupted = MetricsFile(path)
+    interrupted(started())
+    for number in range(1, 8):
+        interrupted(step(number))
+    interrupted(Evaluated(7, 3.0, 20.1, 0.5, best=True))
+    interrupted(saved)
+    interrupted(step(8))
+    resumed = MetricsFile(path)
+    resumed(started(resumed_from=5))
+    for number in range(6, 10):
+        resumed(step(number))
+    found = [(row["event"], row["step"]) for row in rows(path)]
+    assert found == [
+        *(("step", number) for number in range(1, 6)),
+        ("checkpoint", 5),
+        *(("step", number) for number in range(6, 10)),
+    ]
+
+
+def test_report_and_checkpoints_of_kept_steps_stay(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    order = "step1 step2 checkpoint1 report2 cluster2 step3 checkpoint2 evaluation3 checkpoint3"
+    lines = [json.dumps({"event": name[:-1], "step": int(name[-1])}) for name in order.split()]
+    path.write_text("\n".join([*lines, '{"event": "st']))
+    assert drop_after(path, 2) == 4
+    assert path.read_text().splitlines() == [*lines[:5], lines[6]]
+    assert drop_after(path, 2) == 0
+    assert drop_after(path, 1) == 3
+    assert path.read_text().splitlines() == [lines[0], lines[2], lines[4]]
+
+
+def crashed_after(metrics, draw, resumed_from, most_steps):
+    """Send the events of a process that ends at any event; return what a resume must keep.
+
+    Checkpoints are begun at any step and completed some steps later, as those in the background.
+    """
+    metrics(started(resumed_from=resumed_from))
+    newest = resumed_from or 0
+    sent, durable_step, pending = [], newest, None
+    for number in range(newest + 1, newest + 1 + draw.randrange(most_steps)):
+        events = [step(number)]
+        if number % 3 == 0:
+            events.append(Evaluated(number, 3.0, 20.1, 0.5, best=False))
+        if pending is not None and draw.random() < 0.3:
+            durable_step, pending = pending, None
+            if draw.random() < 0.9:  # otherwise the process ends between checkpoint and row
+                events.insert(1, Saved(durable_step, Path("checkpoints/step"), 0.1, 1000))
+        if pending is None and draw.random() < 0.3:
+            pending = number
+        for event in events:
+            metrics(event)
+            sent.append((type(event).__name__, event.step))
+    return [event for event in sent if event[1] <= durable_step], durable_step or None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_row_is_recorded_once_over_crashes_and_resumes(tmp_path, seed):
+    names = {"step": "StepDone", "evaluation": "Evaluated", "checkpoint": "Saved"}
+    draw = random.Random(seed)
+    path = tmp_path / "metrics.jsonl"
+    kept, resumed_from = [], None
+    for _ in range(6):
+        sent, resumed_from = crashed_after(MetricsFile(path), draw, resumed_from, 25)
+        kept += sent
+        if draw.random() < 0.5:
+            with path.open("ab") as file:  # as a crash or a power cut may leave the end
+                file.write(draw.choice([b'{"event": "step", "st', b"\0" * 70_000, b"\n\n{"]))
+    MetricsFile(path)(started(resumed_from=resumed_from))
+    assert [(names[row["event"]], row["step"]) for row in rows(path)] == kept, f"seed {seed}"
+    recorded = [row["step"] for row in rows(path) if row["event"] == "step"]
+    assert recorded == list(range(1, (resumed_from or 0) + 1)), f"seed {seed}"
+
+
 def test_new_run_starts_new_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "step", "step": 3}\n')

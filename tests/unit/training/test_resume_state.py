@@ -11,7 +11,8 @@ from penstock.training.resume_state import ResumeState
 ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
 KEPT = ResumeState(
     {"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn",
-    sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}],
+    sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}], best_step=400, best_batches=8,
+    tokenizer="t", buffer_seed=7,
 )  # fmt: skip
 
 
@@ -43,6 +44,12 @@ def test_keys_missing_in_older_releases_are_optional():
         ("products", "mkl"),
         ("products", True),
         ("best_loss", "low"),
+        ("best_step", "400"),
+        ("best_step", 4.0),
+        ("best_step", 0),
+        ("best_step", True),
+        ("best_batches", "8"),
+        ("best_batches", 0),
         ("evaluations_since_best", None),
         ("evaluations_since_best", -1),
         ("sparse_entries", [10]),
@@ -50,6 +57,10 @@ def test_keys_missing_in_older_releases_are_optional():
         ("sparse_entries", {"w": None}),
         ("sparse_entries", {"w": True}),
         ("sparse_products", {"tokens": 1}),
+        ("tokenizer", 7),
+        ("buffer_seed", None),
+        ("buffer_seed", "7"),
+        ("buffer_seed", True),
     ],
 )
 def test_value_of_another_type_is_refused_by_its_key(key, value):

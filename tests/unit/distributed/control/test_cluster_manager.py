@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from fake_workers import TOKEN, FakeLauncher, config
+from fake_workers import TOKEN, FakeLauncher, config, model_source
 from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager
@@ -137,6 +137,7 @@ def test_failed_cluster_manager_leaves_no_resources(tmp_path, layout, fails):
         ClusterManager(
             config(tmp_path),
             layout,
+            model_source(),
             host="127.0.0.1",
             token=TOKEN,
             launch=launch,

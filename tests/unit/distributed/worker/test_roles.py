@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import socket
+
 import pytest
 import torch
-from fake_workers import config
+from fake_workers import config, model_source
+from hf_folders import model_of, save, set_config
 
 from penstock.compiler import uses_onednn
+from penstock.config import Config
 from penstock.distributed.control_messages import ReplicaSlot
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.worker.roles import build_engine, build_shard
-from penstock.errors import UnfitHostError
+from penstock.errors import ClusterError, UnfitHostError
+from penstock.models import KEPT, keep_small_files
+from penstock.planning import builders, plan_execution
 from penstock.telemetry import process_memory
 
 
@@ -21,7 +30,7 @@ def told(layout, tmp_path):
     def tell(device: str = "cpu", **terms) -> tuple[RunSpec, dict]:
         made = config(tmp_path, start="listen", shards="apart")
         made = made.model_copy(update={"engine": made.engine.model_copy(update={"device": device})})
-        plan = RunSpec.of(made, layout)
+        plan = RunSpec.of(made, layout, model_source())
         return plan, {**plan.terms, "device": device, **terms}
 
     return tell
@@ -69,3 +78,76 @@ def test_host_without_matrix_library_is_unfit_for_engine(told, monkeypatch):
         build_engine({**terms, "products": "onednn"})
     shard = build_shard({**terms, "products": "onednn"}, ReplicaSlot(1, 0), "when asked")
     assert shard.digest == plan.shard_digest
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save(model_of("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def own_folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder, tmp_path / "llama")
+
+
+def spec_of(folder, run, is_resumed=False) -> RunSpec:
+    made = Config.from_mapping(
+        {
+            "model": {"hf": str(folder)},
+            "batch": {"size": 2, "micro": 1},
+            "engine": {"device": "cpu", "threads": 1},
+            "engines": 1,
+            "run": {"dir": str(run)},
+            "cluster": {"start": "local"},
+        }
+    )
+    source = builders.source_of(made, None, is_resumed, lambda text: None)
+    return RunSpec.of(made, plan_execution(made, source, "cpu", 16), source)
+
+
+def other_rope(folder) -> None:
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    set_config(folder, rope_parameters={**rope, "rope_theta": 123.0})
+
+
+def test_engine_of_same_folder_has_the_digest_of_the_run(own_folder, tmp_path):
+    spec = spec_of(own_folder, tmp_path / "run")
+    assert build_engine(json.loads(json.dumps(spec.terms))).digest == spec.engine_digest
+
+
+def test_engine_that_reads_another_model_is_refused(own_folder, tmp_path):
+    spec = spec_of(own_folder, tmp_path / "run")
+    other_rope(own_folder)
+    assert spec_of(own_folder, tmp_path / "run").engine_digest != spec.engine_digest
+    with pytest.raises(ClusterError) as caught:
+        build_engine(spec.terms)
+    assert str(caught.value) == (
+        f"{socket.gethostname()} has read another model from {own_folder} than the trainer "
+        '(rope_parameters: expected {"rope_theta": 10000.0, "rope_type": "default"}, found '
+        '{"rope_theta": 123.0, "rope_type": "default"}); copy the model\'s files from the '
+        "trainer's host and install the same versions of Penstock and transformers; if the files "
+        "were changed after the run had started, start the run again"
+    )
+
+
+def test_only_first_three_differing_fields_are_named(own_folder, tmp_path):
+    spec = spec_of(own_folder, tmp_path / "run")
+    set_config(own_folder, pad_token_id=5, bos_token_id=6, eos_token_id=7, rms_norm_eps=0.5)
+    with pytest.raises(ClusterError) as caught:
+        build_engine(spec.terms)
+    fields = re.search(r"\((.*)\); copy", str(caught.value))[1].split("; ")
+    names = [field.split(":")[0] for field in fields]
+    assert names == ["bos_token_id", "eos_token_id", "pad_token_id", "1 more"]
+
+
+def test_workers_get_run_copy_only_if_trainer_has_read_it(own_folder, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    keep_small_files(own_folder, run / KEPT)  # by a start that was killed
+    other_rope(own_folder)
+    spec = spec_of(own_folder, run)
+    assert spec.terms["kept"] is None
+    assert build_engine(spec.terms).digest == spec.engine_digest
+    resumed = spec_of(own_folder, run, is_resumed=True)
+    assert resumed.terms["kept"] == str(run / KEPT)
+    assert build_engine(resumed.terms).digest == resumed.engine_digest != spec.engine_digest

@@ -1,0 +1,34 @@
+"""The number of tokens in a sequence of a run, as training and plans of it choose it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.config import Config
+from penstock.errors import ConfigError
+from penstock.planning.model_facts import ModelFacts
+
+if TYPE_CHECKING:
+    from penstock.data import TokenDataset
+
+
+def sequence_length(config: Config, source: ModelFacts, dataset: TokenDataset | None = None) -> int:
+    """Return the tokens per sequence: as configured, or the model's maximum.
+
+    For records, at most the length of the longest record, since the rest of every row would be
+    padding.
+
+    **Raises:** `ConfigError` if neither is known.
+    """
+    length = config.data.sequence_length or source.max_sequence_length
+    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
+        longest = max(dataset.records(split).longest() for split in dataset.splits)
+        return longest if length is None else min(longest, length)
+    if length is None:
+        if source.task == "custom":
+            return 1
+        raise ConfigError(
+            f"data.sequence_length: {source.name} defines no maximum length of a sequence; set "
+            "this key"
+        )
+    return length

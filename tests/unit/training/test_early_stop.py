@@ -1,0 +1,57 @@
+"""The best loss of a run: finite, and compared only with losses on the same rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock.config import Config
+from penstock.training.early_stop import EarlyStop
+from penstock.training.resume_state import ResumeState
+
+CONFIG = Config.from_mapping(
+    {"model": {"preset": "gpt2"}, "evaluation": {"batches": 8, "early_stop_patience": 3}}
+)
+
+
+def recorded(**changes) -> ResumeState:
+    values = {"best_loss": 2.5, "best_step": 400, "evaluations_since_best": 2, **changes}
+    return ResumeState({}, 1, None, None, None, **values)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_not_finite_is_never_the_best(loss):
+    early_stop = EarlyStop(patience=2)
+    assert not early_stop.judge(1, loss)
+    assert (early_stop.best_loss, early_stop.best_step) == (None, None)
+    assert early_stop.judge(2, 3.0)
+    assert not early_stop.judge(3, loss)
+    assert early_stop.best_loss == 3.0
+    assert not early_stop.is_due
+    assert not early_stop.judge(4, loss)
+    assert early_stop.is_due
+
+
+def test_recorded_loss_that_is_not_finite_is_forgotten():
+    assert EarlyStop.of_run(CONFIG, recorded(best_loss=math.nan)).judge(401, 9.0)
+
+
+@pytest.mark.parametrize("batches", [8, None])  # None: recorded by an older release
+def test_best_loss_continues_on_the_same_batches(batches):
+    early_stop = EarlyStop.of_run(CONFIG, recorded(best_batches=batches))
+    assert early_stop.forgotten is None
+    assert (early_stop.best_loss, early_stop.best_step) == (2.5, 400)
+    assert not early_stop.judge(401, 2.6)
+    assert early_stop.is_due
+
+
+def test_best_loss_on_another_number_of_batches_is_forgotten():
+    early_stop = EarlyStop.of_run(CONFIG, recorded(best_batches=16))
+    assert early_stop.forgotten == (
+        "evaluation.batches: the best held-out loss so far, 2.5 at step 400, was measured on 16 "
+        "batches, and this run evaluates on 8; losses on different rows are not compared, so the "
+        "next evaluation starts with a new best loss"
+    )
+    assert early_stop.judge(401, 2.6)
+    assert early_stop.evaluations_since_best == 0
