@@ -11,7 +11,7 @@ from penstock.data.sampling import (
     MaskedLanguageModelSource as MaskedLanguageModelSource,
     Source as Source,
 )
-from penstock.data.sources import find_files as find_files
+from penstock.data.sources import find_files as find_files, repeated_files as repeated_files
 from penstock.data.tokenizers import (
     BYTE_VOCABULARY as BYTE_VOCABULARY,
     ByteTokenizer as ByteTokenizer,

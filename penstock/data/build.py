@@ -95,7 +95,7 @@ def build_dataset(
     """Make a data set of `inputs` in the folder `out`.
 
     Args:
-        inputs: text, .jsonl and .parquet files, and folders of them.
+        inputs: text, .jsonl and .parquet files, and folders of them; each file is read once.
         tokenizer: `bytes`, `train-bpe:SIZE`, or the path of a tokenizer.
         out: the folder to create; it appears complete or not at all.
         validation: share of the documents that are held out, 0 (none) to less than 1.

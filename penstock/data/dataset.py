@@ -23,6 +23,7 @@ from penstock.data.integrity import (
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
     MANIFEST_NAME,
+    VERSION,
     Content,
     Manifest,
     ShardRecord,
@@ -98,6 +99,11 @@ class TokenDataset:
     def content(self) -> Content:
         """The kind of its documents: `text`, or `records` of a prompt and a completion."""
         return self.manifest.content
+
+    @property
+    def read_each_file_once(self) -> bool:
+        """Whether its build surely read each input file once; older releases did not ensure it."""
+        return self.manifest.version == VERSION
 
     @property
     def end_of_document(self) -> int:

@@ -209,7 +209,7 @@ class TextPacker(Packer[TextPiece]):
                 self._pending = 0
 
     def _note_piece(self) -> None:
-        """Note the begin of a piece of the training split, if its end may become a tail."""
+        """Record where a piece of the training split begins, while a tail may be held out."""
         if self._validation and not self._writers["validation"].documents:
             self._piece_tokens.append(self._writers["train"].tokens)
             self._piece_bytes.append(self._text_bytes["train"])
@@ -217,8 +217,8 @@ class TextPacker(Packer[TextPiece]):
     def _text_bytes_before(self, position: int, train: SplitRecord) -> int:
         """Return the text bytes of the first `position` tokens of the whole training split.
 
-        Only the piece around the position is read. Where the tokenizer gives it another length, the
-        bytes of the piece are divided in proportion.
+        Only the piece around the position is read. If the tokenizer does not restore its text
+        exactly, the bytes of the piece are divided in proportion.
         """
         self._note_piece()  # the end
         number = bisect_right(self._piece_tokens, position) - 1

@@ -11,6 +11,7 @@ import fnmatch
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -91,20 +92,42 @@ def find_files(
     Raises:
         DataError: an input does not exist, is neither file nor folder, or there is no file at all.
     """
-    named = [path for one in inputs for path in _expand(os.fspath(one))]
-    real_folder = cache(os.path.realpath)  # a walk through each folder's parents, not each file's
-    found: dict[str, Path] = {}  # by real path
-    for path in named:
-        for file in _files_of(path, glob, exclude):
-            folder, name = os.path.split(file)
-            is_link = os.path.islink(file)
-            real = os.path.realpath(file) if is_link else os.path.join(real_folder(folder), name)
-            found.setdefault(real, file)
+    named = _expand_all(inputs)
+    found: dict[str, Path] = {}
+    for real, file in _named_files(named, glob, exclude):
+        found.setdefault(real, file)
     if not found:
         pattern = f" that match {glob!r}" if glob else ""
         where = ", ".join(str(path) for path in named) or "an empty list of inputs"
         raise DataError(f"found no files{pattern} in {where}")
     return list(found.values())
+
+
+def repeated_files(inputs: Iterable[str | os.PathLike[str]]) -> int:
+    """Return the number of files to which the inputs lead more than once.
+
+    Raises:
+        DataError: as `find_files`.
+    """
+    counts = Counter(real for real, _ in _named_files(_expand_all(inputs), None, ()))
+    return sum(count > 1 for count in counts.values())
+
+
+def _named_files(
+    named: Iterable[Path], glob: str | None, exclude: Sequence[str]
+) -> Iterator[tuple[str, Path]]:
+    """Yield the real path and the path of every file, again at every place that leads to it."""
+    real_folder = cache(os.path.realpath)  # a walk through each folder's parents, not each file's
+    for path in named:
+        for file in _files_of(path, glob, exclude):
+            folder, name = os.path.split(file)
+            is_link = os.path.islink(file)
+            real = os.path.realpath(file) if is_link else os.path.join(real_folder(folder), name)
+            yield real, file
+
+
+def _expand_all(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    return [path for one in inputs for path in _expand(os.fspath(one))]
 
 
 def _expand(one: str) -> list[Path]:

@@ -8,10 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from penstock.config import Config
-from penstock.data import TokenDataset
 from penstock.progress import show_bytes, show_duration
 from penstock.telemetry import read_metrics
-from penstock.training import bits_per_byte
 
 
 def figures(config: Config, exported: Path) -> Table:
@@ -23,7 +21,6 @@ def figures(config: Config, exported: Path) -> Table:
     step_seconds = sum(row["seconds"] for row in steps)
     speed = sum(row["tokens"] for row in steps) / step_seconds
     most_out, _ = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
-    bytes_per_token = TokenDataset.open(config.data_dir).bytes_per_token
 
     table = Table(title=f"{config.run.dir}, {last['step']} steps", show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -32,10 +29,11 @@ def figures(config: Config, exported: Path) -> Table:
 
     table.add_row("speed", f"{speed:,.0f} tokens/s", "over all steps")
     for row in (evaluations[0], evaluations[-1]) if evaluations else ():
+        bits = row.get("bits_per_byte")
         table.add_row(
             f"held-out loss, step {row['step']}",
             f"{row['loss']:.3f} nats per token",
-            f"{bits_per_byte(row['loss'], bytes_per_token):.3f} bits per byte",
+            "" if bits is None else f"{bits:.3f} bits per byte",
         )
     table.add_row(
         "traffic per step",

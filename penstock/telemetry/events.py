@@ -154,7 +154,7 @@ class Evaluated:
     `perplexity` and `accuracy` (the share of labelled tokens that the model ranked first) are for
     language models, and None for other models. `exact_match` is the share of records whose whole
     completion was correct. `bits_per_byte` is the loss per byte of text, None if the data is not
-    text.
+    text or an older release built the data set.
     """
 
     step: int

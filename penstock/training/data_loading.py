@@ -18,6 +18,7 @@ from penstock.data import (
     encodes_as,
     find_files,
     read_built_from,
+    repeated_files,
     train_size,
 )
 from penstock.errors import DataError
@@ -79,6 +80,7 @@ def open_data(
             notice(note)
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
+    _note_repeated_files(config, dataset, notice)
     _check_content(config, source, dataset)
     _check_tokenizer(config, source, dataset)
     if recorded is not None:
@@ -172,6 +174,28 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
         name, was, wants = difference
         how = "from" if name == "input" else "with"
         raise DataError(f"data.{name}: {dataset.path} was built {how} {was}, got {wants}; {advice}")
+
+
+def _note_repeated_files(
+    config: Config, dataset: TokenDataset, notice: Callable[[str], None]
+) -> None:
+    """Tell that an older release read files several times for the run's own data set.
+
+    It is not refused: a run that began with the data set can only be resumed with it.
+    """
+    if config.data.path is not None or dataset.read_each_file_once:
+        return
+    repeated = 0
+    with contextlib.suppress(DataError):  # a deleted file
+        repeated = repeated_files(config.data.input)
+    if repeated:
+        files = "1 file" if repeated == 1 else f"{repeated:,} files"
+        notice(
+            f"{dataset.path} was built by an older release, which read {files} of data.input more "
+            "than once: held-out documents may also be trained on, and the held-out loss is then "
+            f"too low. To start a new run without them, delete {dataset.path} or choose another "
+            "run.dir; a run that began with this data set needs it to resume"
+        )
 
 
 def _check_tokenizer(config: Config, source: ModelSource, dataset: TokenDataset) -> None:
