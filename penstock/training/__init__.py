@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.training.evaluation import bits_per_byte as bits_per_byte
     from penstock.training.export import describe_base as describe_base, export_run as export_run
     from penstock.training.prune import prune_model as prune_model
     from penstock.training.trainer import Trainer as Trainer

@@ -111,9 +111,7 @@ def test_a_language_model_has_nats_bits_and_epochs(tmp_path, capsys):
     trainer.train()
     found = trainer.evaluate(batches=2)
     # Of 8,801 tokens the last 440 are held out: 439 bytes, and the end of the document.
-    assert found["bits_per_byte"] == pytest.approx(
-        found["loss"] / math.log(2) * (440 / 439)
-    )
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * (440 / 439))
     (started,) = (event for event in told if isinstance(event, RunStarted))
     assert started.loss_unit == "nats per token"
     tokens = trainer._data.dataset.tokens("train")
