@@ -180,6 +180,25 @@ def test_best_export_equals_the_export_of_that_step(trained, tmp_path):
     assert hashed != newest
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["lora", "lora on flash"])
+def test_best_adapters_are_exported_without_their_base(kind, tmp_path):
+    trained = trained_in(tmp_path, kind)
+    trainer = best_trainer(trained.run)
+    trainer.export_adapters(tmp_path / "expected adapters")
+    trainer.close()
+    shutil.rmtree(tmp_path / "hf")
+    done = penstock("export", trained.run, tmp_path / "adapters", "--best", "--adapters")
+    assert done.returncode == 0, done.stderr
+    newest = penstock("export", trained.run, tmp_path / "newest", "--adapters")
+    assert newest.returncode == 0, newest.stderr
+    best, expected, last = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes()
+        for name in ("adapters", "expected adapters", "newest")
+    )
+    assert best == expected != last
+
+
 def test_commands_take_the_best_state(trained, tmp_path):
     expected, last = min(trained.losses), trained.losses[-1]
     best, newest = penstock("eval", trained.run, "--best"), penstock("eval", trained.run)

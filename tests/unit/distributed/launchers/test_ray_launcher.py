@@ -36,7 +36,7 @@ def deaf_port() -> Iterator[int]:
 
 def test_missing_ray_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[cluster\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[cluster\]'"):
         RayConnection(config(), "cpu")
 
 
