@@ -19,5 +19,6 @@ from penstock.data.tokenizers import (
     encodes_as as encodes_as,
     export_tokenizer as export_tokenizer,
     load_tokenizer as load_tokenizer,
+    tokenizer_digest as tokenizer_digest,
     train_size as train_size,
 )

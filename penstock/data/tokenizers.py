@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import xxhash
 
 from penstock.data.contained_tokenizer import ContainedTokenizer
 from penstock.data.integrity import read_checked
@@ -195,6 +196,26 @@ def encodes_as(tokenizer: Tokenizer, folder: Path) -> bool:
 def _rules(content: str) -> dict[str, Any]:
     found = json.loads(content)
     return {key: found.get(key) for key in _ENCODING_RULES}
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return a digest of the rules by which a tokenizer turns text into ids.
+
+    Names, templates of whole prompts and the end-of-document token are not part of it.
+    """
+    rules = _without_defaults(_rules(tokenizer.to_json()))
+    canonical = json.dumps(rules, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def _without_defaults(value: Any) -> Any:
+    """Return JSON without null and false fields, which newer releases of `tokenizers` add."""
+    if isinstance(value, list):  # of merges, of which there may be 100,000, or of objects
+        return [_without_defaults(each) if isinstance(each, dict) else each for each in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {key: _without_defaults(field) for key, field in value.items()}
+    return {k: field for k, field in fields.items() if field is not None and field is not False}
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None = None) -> None:

@@ -6,38 +6,11 @@ digest of the rules by which its tokenizer turns text into ids.
 """
 
 import contextlib
-import json
-from typing import Any
-
-import xxhash
 
 from penstock.config import Config, load_run
-from penstock.data import TokenDataset, Tokenizer
+from penstock.data import TokenDataset, tokenizer_digest
 from penstock.errors import DataError, PenstockError
 from penstock.training.resume_state import ResumeState
-
-_ENCODING_RULES = ("normalizer", "pre_tokenizer", "model", "added_tokens")  # as `data.encodes_as`
-
-
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Return a digest of the rules by which a tokenizer turns text into ids.
-
-    Names, templates of whole prompts and the end-of-document token are not part of it.
-    """
-    content = json.loads(tokenizer.to_json())
-    rules = _without_defaults({key: content.get(key) for key in _ENCODING_RULES})
-    canonical = json.dumps(rules, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return xxhash.xxh3_128_hexdigest(canonical.encode())
-
-
-def _without_defaults(value: Any) -> Any:
-    """Return JSON without null and false fields, which newer releases of `tokenizers` add."""
-    if isinstance(value, list):  # of merges, of which there may be 100,000, or of objects
-        return [_without_defaults(each) if isinstance(each, dict) else each for each in value]
-    if not isinstance(value, dict):
-        return value
-    fields = {key: _without_defaults(field) for key, field in value.items()}
-    return {k: field for k, field in fields.items() if field is not None and field is not False}
 
 
 def digest_to_record(recorded: ResumeState | None, dataset: TokenDataset) -> str | None:

@@ -10,13 +10,12 @@ from command_line import penstock
 
 from penstock import Trainer
 from penstock.config import load_run
-from penstock.data import TokenDataset, build_dataset, load_tokenizer
+from penstock.data import TokenDataset, build_dataset, load_tokenizer, tokenizer_digest
 from penstock.errors import DataError
 from penstock.store import find_checkpoint, read_state
 from penstock.store.flash import recorded_extra
 from penstock.training.export import export_run
 from penstock.training.resume_state import ResumeState
-from penstock.training.same_tokenizer import tokenizer_digest
 
 TEXTS = {
     "own": "water turns the wheel, weights turn the loss, and the stream goes on\n" * 100,

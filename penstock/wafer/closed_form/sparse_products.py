@@ -405,7 +405,7 @@ def _crossing(layout: ActivationLayout, core: CoreParameters) -> float:
 def _sums_over_tokens(layout: ActivationLayout, core: CoreParameters) -> float:
     """Cycles in which the sum of a weight gradient's last entry passes the cores that divide the
     tokens, besides its hops: up and down the ramp and an addition in each after the first, as in
-    `collectives.spatial_cycles`. (The simulation showed these missing.)"""
+    `collectives.spatial_cycles`."""
     adding = layout.axis_columns // layout.column_groups + layout.row_groups - 2
     return adding * (2 * core.ramp_cycles + 1)
 
