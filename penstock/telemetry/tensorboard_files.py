@@ -33,6 +33,7 @@ class TensorBoard:
         self._events, self._summaries, self._record_writer = event_pb2, summary_pb2, RecordWriter
         self._folder = folder
         self._file: BinaryIO | None = None
+        self._newest = 0
 
     def __call__(self, event: Event) -> None:
         try:
@@ -46,6 +47,9 @@ class TensorBoard:
         if isinstance(event, RunStarted):
             self._open(event.resumed_from or 0)
         elif isinstance(event, StepDone):
+            if event.step <= self._newest:  # repeated after a rollback of the store
+                self._hide_from(event.step)
+            self._newest = event.step
             self._scalars(
                 event.step,
                 {
@@ -82,9 +86,15 @@ class TensorBoard:
         # Unbuffered, so that closing the file writes nothing.
         self._file = (self._folder / name).open("xb", buffering=0)
         self._write(file_version="brain.Event:2")
-        # Makes TensorBoard hide the rows of an interrupted run after its last checkpoint.
+        self._newest = resumed_from
+        self._hide_from(
+            resumed_from + 1
+        )  # the rows of an interrupted run after its last checkpoint
+
+    def _hide_from(self, step: int) -> None:
+        """Make TensorBoard hide the earlier values of `step` and of the steps after it."""
         start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._write(session_log=start, step=resumed_from + 1)
+        self._write(session_log=start, step=step)
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         figures = [

@@ -338,15 +338,21 @@ class FlashCheckpoints:
             yield reader
 
     def begin_save(self, extra: Mapping[str, Any], best: bool) -> None:
-        """Wait until the current step is durable; also write the best step as safetensors."""
+        """Wait until the current step is durable; also write the best step as safetensors.
+
+        `extra` is durable only after the checkpoint of the best step: a run that was killed, or
+        whose disk was full, evaluates the step again.
+        """
         assert self._store is not None
-        self._store.remember(extra)
-        self._store.make_durable()
-        if best:
-            folder = self._config.run.dir / "checkpoints"
-            self._saved = save_checkpoint(
-                self._store, folder, dict(extra), best=True, keep_last=1, base=self._base
-            )
+        try:
+            if best:
+                folder = self._config.run.dir / "checkpoints"
+                self._saved = save_checkpoint(
+                    self._store, folder, dict(extra), best=True, keep_last=1, base=self._base
+                )
+            self._store.remember(extra)
+        finally:
+            self._store.make_durable()
 
     @functools.cached_property
     def _base(self) -> Base | None:

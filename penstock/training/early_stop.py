@@ -15,6 +15,8 @@ from penstock.training.resume_state import ResumeState
 class EarlyStop:
     """Judges the evaluations of a run, each step once.
 
+    `judged_step` is the newest step that was judged.
+
     `patience` is the number of evaluations in a row that may bring no better loss, None for no
     limit. `best_step` is the step of `best_loss`, None if an older version has recorded the loss.
     `forgotten` tells the user why the best loss of a resumed run is not compared any more.
@@ -23,36 +25,43 @@ class EarlyStop:
     patience: int | None
     best_loss: float | None = None
     evaluations_since_best: int = 0
-    judged_step: int = -1
+    judged_step: int = 0
     best_step: int | None = None
     forgotten: str | None = None
 
     @classmethod
-    def of_run(cls, config: Config, recorded: ResumeState | None) -> EarlyStop:
-        """Return the state of a run, which continues from what it recorded.
+    def of_run(cls, config: Config, recorded: ResumeState | None, step: int) -> EarlyStop:
+        """Return the state of a run at `step`, which continues from what it recorded.
 
         The best loss is forgotten if it was measured on another number of batches.
         """
         patience, batches = config.evaluation.early_stop_patience, config.evaluation.batches
-        if recorded is None or recorded.best_loss is None or not math.isfinite(recorded.best_loss):
+        if recorded is None:
             return cls(patience)
-        loss, step = recorded.best_loss, recorded.best_step
+        loss, since_best = recorded.best_loss, recorded.evaluations_since_best
+        judged = step if recorded.evaluated_step is None else recorded.evaluated_step
+        if loss is None or not math.isfinite(loss):
+            return cls(patience, None, since_best, judged)
         if recorded.best_batches not in (None, batches):
-            at = "" if step is None else f" at step {step}"
+            at = "" if recorded.best_step is None else f" at step {recorded.best_step}"
             return cls(
                 patience,
+                judged_step=judged,
                 forgotten=f"evaluation.batches: the best held-out loss so far, {loss:g}{at}, was "
                 f"measured on {recorded.best_batches} batches, and this run evaluates on "
                 f"{batches}; losses on different rows are not compared, so the next "
                 "evaluation starts with a new best loss",
             )
-        return cls(patience, loss, recorded.evaluations_since_best, best_step=step)
+        return cls(patience, loss, since_best, judged, recorded.best_step)
 
     def judge(self, step: int, loss: float) -> bool:
         """Record the loss after a step, and return whether it is the best so far.
 
-        A loss that is not finite is never the best.
+        A loss that is not finite is never the best. A step that is repeated after a rollback has
+        the same loss and changes nothing.
         """
+        if step <= self.judged_step:
+            return step == self.best_step
         self.judged_step = step
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.best_step, self.evaluations_since_best = loss, step, 0

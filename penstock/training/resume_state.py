@@ -28,8 +28,9 @@ class ResumeState:
     (`same_run.Architecture`). `sparse_entries` are the numbers of entries that the sparse weights
     had at the start, `sparse_products` the algorithms of their products (`engine.SparseProducts`);
     None for a run without sparse weights. `best_step` is the step of `best_loss`, and
-    `best_batches` the `evaluation.batches` that it was measured on. `tokenizer` is the digest of
-    the rules by which the data set's text became ids (`same_tokenizer.py`). `buffer_seed` is the
+    `best_batches` the `evaluation.batches` that it was measured on. `evaluated_step` is the newest
+    step that was evaluated, 0 if none was; older releases recorded None. `tokenizer` is the digest
+    of the rules by which the data set's text became ids (`same_tokenizer.py`). `buffer_seed` is the
     seed of random buffers; older releases recorded none and drew from seed 0.
     """
 
@@ -47,6 +48,7 @@ class ResumeState:
     sparse_products: Sequence[Mapping[str, Any]] | None = None
     best_step: int | None = None
     best_batches: int | None = None
+    evaluated_step: int | None = None
     tokenizer: str | None = None
     buffer_seed: int = 0
 
@@ -78,6 +80,7 @@ class ResumeState:
                 "best_loss": None | float() | int(),
                 "best_step": best_step,
                 "best_batches": best_batches,
+                "evaluated_step": evaluated_step,
                 "evaluations_since_best": int(evaluations),
                 "sparse_entries": None | dict() as entries,
                 "sparse_products": None | [*_],
@@ -88,6 +91,9 @@ class ResumeState:
                 and _is_count(slot_bytes)
                 and _is_count(best_step)
                 and _is_count(best_batches)
+                and (
+                    _is_count(evaluated_step) or (type(evaluated_step), evaluated_step) == (int, 0)
+                )
                 and 0 <= evaluations < 2**63
                 and type(buffer_seed) is int
                 and all(

@@ -153,7 +153,7 @@ class Trainer:
         self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
         self._writer: TextGenerator | None = None
-        self._early_stop = EarlyStop.of_run(self.config, recorded)
+        self._early_stop = EarlyStop.of_run(self.config, recorded, self.step)
         self._checkpoint_scheduler = CheckpointScheduler(
             self._checkpoints,
             self.config.checkpoint,
@@ -279,6 +279,8 @@ class Trainer:
             self._notice(self._early_stop.forgotten)
         first_step = self.step
         last_loss: float | None = None
+        if self.step > self._early_stop.judged_step:
+            self._evaluate_and_judge()  # the run was killed between the step and its evaluation
         if self._early_stop.is_due:
             self._notice(
                 "the run has stopped early; raise evaluation.early_stop_patience to continue"
@@ -293,8 +295,7 @@ class Trainer:
                 raise
             except InterruptedError:  # a stop was requested while no engine was available
                 break
-            if config.evaluation.every and self.step % config.evaluation.every == 0:
-                self._evaluate_and_judge()
+            self._evaluate_and_judge()
             if self._checkpoint_scheduler.is_due(self.step):
                 self._checkpoint_scheduler.begin(self.step)
         self._gradient_check.end(self.store)
@@ -368,10 +369,10 @@ class Trainer:
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
     def _evaluate_and_judge(self) -> None:
-        """Evaluate, save the best checkpoint, and stop early without improvement."""
-        early_stop = self._early_stop
-        if self._evaluator is None or self.step <= early_stop.judged_step:
-            return  # a repeated step has the same bits and was judged before
+        """Evaluate if it is due, save the best checkpoint, stop early without improvement."""
+        early_stop, every = self._early_stop, self.config.evaluation.every
+        if self._evaluator is None or not every or self.step % every:
+            return
         started = time.perf_counter()
         found = self.evaluate()
         best = early_stop.judge(self.step, found["loss"])
@@ -402,6 +403,7 @@ class Trainer:
             best_loss=best_loss,
             best_step=self._early_stop.best_step,
             best_batches=None if best_loss is None else self.config.evaluation.batches,
+            evaluated_step=self._early_stop.judged_step,
             evaluations_since_best=self._early_stop.evaluations_since_best,
             sparse_entries=dict(sparse.kept) if sparse else None,
             sparse_products=in_engines.products.as_record() if in_engines else None,

@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from penstock import Trainer
+from penstock.errors import StorageError
 from penstock.progress import LiveView
-from penstock.telemetry import RunStarted, broadcast
+from penstock.store import find_checkpoint, read_state
+from penstock.telemetry import Evaluated, RunStarted, broadcast
 
 ROOT = Path(__file__).parents[2]
 STORES = {"memory": {}, "flash": {"dram": "16MiB", "flash": {"path": "flash"}}}
@@ -24,6 +26,10 @@ def config(folder, steps, store):
         "evaluation": {"every": 2, "batches": 1},
         "store": store,
     }
+
+
+def is_evaluation(event):
+    return isinstance(event, Evaluated)
 
 
 def panel_text(view):
@@ -57,3 +63,60 @@ def test_resumed_run_starts_with_recorded_best_loss(tmp_path, monkeypatch, store
     third, shown = trained(8, 2.5)
     assert third == (3.0, 2)
     assert "│ best      2.5000 at step 8  " in shown
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+FLASH = {
+    **STORES,
+    "sealed less often": {"dram": "16MiB", "flash": {"path": "flash", "durable_every": 3}},
+    "flash in shards": {"dram": "16MiB", "shards": 2, "flash": {"path": "flash"}},
+}
+
+
+@pytest.mark.parametrize("error", [Killed, StorageError])
+@pytest.mark.parametrize("store", FLASH)
+def test_best_checkpoint_that_was_not_written_is_written_after_a_resume(
+    tmp_path, monkeypatch, store, error
+):
+    def trainer_in(folder, events):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        return Trainer(config("run", 6, FLASH[store]), quiet=True, on_event=events.append)
+
+    def evaluated(events):
+        return [(event.step, event.loss, event.best) for event in events if is_evaluation(event)]
+
+    def fail(*_, **options):
+        if options["best"]:
+            raise error
+
+    whole: list = []
+    plain = trainer_in(tmp_path / "plain", whole)
+    plain.train()
+    assert evaluated(whole)[1][::2] == (4, True)
+
+    before: list = []
+    first = trainer_in(tmp_path / "killed", before)
+    with monkeypatch.context() as patch:
+        first.run_step()
+        for place in ("checkpoint_backends.save_checkpoint", "checkpoint_backends.BackgroundSave"):
+            patch.setattr(f"penstock.training.{place}", fail)
+        with pytest.raises(error):
+            first.train()
+    first.close()
+    after: list = []
+    second = trainer_in(tmp_path / "killed", after)
+    second.train()
+    assert evaluated(after) == evaluated(whole)
+    best = [
+        read_state(find_checkpoint(tmp_path / one / "run" / "checkpoints", "best"))
+        for one in ("plain", "killed")
+    ]
+    assert best[0].step == best[1].step
+    assert best[0].extra["best_loss"] == best[1].extra["best_loss"]
+    assert (second._extra()) == plain._extra()
+    for trainer in (plain, second):
+        trainer.close()

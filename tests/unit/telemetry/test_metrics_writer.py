@@ -294,6 +294,25 @@ def test_tensorboard_gets_same_metrics(tmp_path):
     assert read.Scalars("evaluation/loss")[0].value == 1.5
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_repeated_steps_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board(started())
+    for number in (1, 2, 3, 4):
+        board(step(number, loss=4.0 / number))
+        board(Evaluated(number, 1.5, 4.48, 0.5, best=False))
+    for number in (3, 4, 5):  # the store was rolled back to step 2
+        board(step(number, loss=4.0 / number))
+        board(Evaluated(number, 1.5, 4.48, 0.5, best=False))
+    board.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [entry.step for entry in read.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert [entry.step for entry in read.Scalars("evaluation/loss")] == [1, 2, 3, 4, 5]
+
+
 def test_missing_tensorboard_names_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(ConfigError) as raised:

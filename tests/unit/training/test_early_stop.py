@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -34,12 +35,12 @@ def test_loss_that_is_not_finite_is_never_the_best(loss):
 
 
 def test_recorded_loss_that_is_not_finite_is_forgotten():
-    assert EarlyStop.of_run(CONFIG, recorded(best_loss=math.nan)).judge(401, 9.0)
+    assert EarlyStop.of_run(CONFIG, recorded(best_loss=math.nan), 400).judge(401, 9.0)
 
 
 @pytest.mark.parametrize("batches", [8, None])  # None: recorded by an older release
 def test_best_loss_continues_on_the_same_batches(batches):
-    early_stop = EarlyStop.of_run(CONFIG, recorded(best_batches=batches))
+    early_stop = EarlyStop.of_run(CONFIG, recorded(best_batches=batches), 400)
     assert early_stop.forgotten is None
     assert (early_stop.best_loss, early_stop.best_step) == (2.5, 400)
     assert not early_stop.judge(401, 2.6)
@@ -47,7 +48,7 @@ def test_best_loss_continues_on_the_same_batches(batches):
 
 
 def test_best_loss_on_another_number_of_batches_is_forgotten():
-    early_stop = EarlyStop.of_run(CONFIG, recorded(best_batches=16))
+    early_stop = EarlyStop.of_run(CONFIG, recorded(best_batches=16), 400)
     assert early_stop.forgotten == (
         "evaluation.batches: the best held-out loss so far, 2.5 at step 400, was measured on 16 "
         "batches, and this run evaluates on 8; losses on different rows are not compared, so the "
@@ -55,3 +56,30 @@ def test_best_loss_on_another_number_of_batches_is_forgotten():
     )
     assert early_stop.judge(401, 2.6)
     assert early_stop.evaluations_since_best == 0
+
+
+def test_evaluations_without_a_finite_loss_count_after_a_resume():
+    early_stop = EarlyStop.of_run(CONFIG, recorded(best_loss=None, best_step=None), 400)
+    assert not early_stop.judge(401, math.nan)
+    assert early_stop.is_due
+
+
+def test_repeated_step_changes_nothing():
+    early_stop = EarlyStop(patience=2)
+    assert [early_stop.judge(step, loss) for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5))] == [
+        True,
+        True,
+        False,
+    ]
+    known = dataclasses.replace(early_stop)
+    assert [early_stop.judge(step, loss) for step, loss in ((2, 2.0), (3, 2.5))] == [True, False]
+    assert early_stop == known
+    assert not early_stop.judge(4, 2.1)
+    assert early_stop.is_due
+
+
+@pytest.mark.parametrize(("evaluated", "expected"), [(300, 300), (0, 0), (None, 400)])
+def test_newest_judged_step_is_the_recorded_one(evaluated, expected):
+    # None: recorded by an older release, whose runs were evaluated before they were saved.
+    found = EarlyStop.of_run(CONFIG, recorded(evaluated_step=evaluated), 400)
+    assert found.judged_step == expected

@@ -12,7 +12,7 @@ ARCHITECTURE = {"class_name": "Net", "graph": "g", "captured_with": "torch 2"}
 KEPT = ResumeState(
     {"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn",
     sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}], best_step=400, best_batches=8,
-    tokenizer="t", buffer_seed=7,
+    evaluated_step=410, tokenizer="t", buffer_seed=7,
 )  # fmt: skip
 
 
@@ -50,6 +50,9 @@ def test_keys_missing_in_older_releases_are_optional():
         ("best_step", True),
         ("best_batches", "8"),
         ("best_batches", 0),
+        ("evaluated_step", "410"),
+        ("evaluated_step", -1),
+        ("evaluated_step", False),
         ("evaluations_since_best", None),
         ("evaluations_since_best", -1),
         ("sparse_entries", [10]),
