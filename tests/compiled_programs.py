@@ -83,7 +83,9 @@ def _key(source: ModelSource, arguments: dict[str, Any]) -> str | None:
         "attention": None if config is None else config._attn_implementation,
         "shapes": source.shapes(),
         "bfloat16": sorted(source.bfloat16),
-        "buffers": {name: _digest(value) for name, value in sorted(source.buffers().items())},
+        "buffers": {
+            name: _digest(value) for name, value in sorted(source.buffers.values().items())
+        },
         "adapters": repr(source.adapters),
         "trainable": sorted(source.trainable),
         "arguments": {**arguments, "known": id(arguments.get("known"))},

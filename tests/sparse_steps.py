@@ -152,7 +152,7 @@ def pruned_case(
 
 def buffers_of(source: ModelSource) -> dict[str, torch.Tensor]:
     """Return a model's buffers under all their names."""
-    real = source.buffers()
+    real = source.buffers.values()
     tied = {alias: real[name] for alias, name in source.aliases.items() if name in real}
     return {**tied, **real}
 

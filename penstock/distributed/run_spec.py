@@ -19,7 +19,7 @@ from penstock.distributed.protocol import (
     sparse_chunks,
 )
 from penstock.engine import thread_count
-from penstock.models import KEPT, configuration_fields
+from penstock.models import KEPT
 from penstock.planning import ExecutionPlan
 from penstock.program import Program, WeightSpec
 from penstock.step_schedule import ByStep, Operation, StepSchedule
@@ -63,7 +63,7 @@ class RunSpec:
                 layout.device,
                 layout.products,
                 sparse_record(layout),
-                configuration_fields(model.hf_config),
+                model.fields(),
             ),
             shard_digest(program, transfers),
             terms_of(config, layout, model),
@@ -167,8 +167,8 @@ def engine_digest(
     """Return the digest that engines share: `shard_digest`, the stages' operations, products.
 
     **Arguments:** `sparse` are the choices of the products of sparse weights, if there are any.
-    `model` are the fields of the model's configuration, if it has one: operations do not contain
-    the values of buffers, such as those of rotary embeddings, which depend on the configuration.
+    `model` is what decides the values of the model's buffers, if it has a configuration
+    (`ModelSource.fields`): operations do not contain these values.
     """
     state = xxhash.xxh3_128(shard_digest(program, transfers).encode())
     computed = [(stage.kind.digest, stage.first_dropout) for stage in program.stages]
@@ -203,7 +203,7 @@ def terms_of(config: Config, layout: ExecutionPlan, model: ModelSource) -> dict[
         "engine_host": layout.shares.engine_host,
         "store_bytes": layout.shares.store,
         "kept": _kept_files(config, model),
-        "model": configuration_fields(model.hf_config),
+        "model": model.fields(),
         "buffer_seed": model.buffer_seed,
         "sparse": dict(layout.program.capacities),
         "sparse_products": sparse_record(layout),

@@ -12,7 +12,6 @@ from penstock.models.kept_folder import (
     keep_small_files as keep_small_files,
     verify_kept as verify_kept,
 )
-from penstock.models.resolved_configuration import configuration_fields as configuration_fields
 
 if TYPE_CHECKING:
     from penstock.models.embeddings import embeddings_and_heads as embeddings_and_heads
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.models.lora import Adapter as Adapter
     from penstock.models.modes import parts_in_eval_mode as parts_in_eval_mode
     from penstock.models.source import ModelSource as ModelSource
+    from penstock.models.stored_buffers import as_files as as_files
     from penstock.models.weight_files import WeightFiles as WeightFiles
 
 __getattr__ = lazily(__name__, __file__)

@@ -71,6 +71,7 @@ class Built:
         self.bfloat16 = frozenset(
             name for name, tensor in names.parameters.items() if tensor.dtype == torch.bfloat16
         )
+        self.stored = frozenset[str]()  # a module is no file
         self._values = tensors
         self._class_name = type(module).__name__
 

@@ -89,6 +89,7 @@ class Deferred:
         self.names = names
         self.aliases = names.aliases
         self.bfloat16 = frozenset[str]()  # a constructor creates float32
+        self.stored = frozenset[str]()
         self._windows = windows
         self._operations = operations
         self._storage_bytes = storage_bytes

@@ -57,10 +57,10 @@ def cannot_read(path: Path, error: OSError) -> CorruptionError | StorageError:
     return StorageError(f"{path}: cannot read it: {error.strerror}; check the file and the disk")
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return the content of a small file; errors are those of `open_file`."""
     try:
-        return read_plain(path, MAX_JSON_BYTES)
+        return read_plain(path, most_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Maps tensors of a Hugging Face folder to weights of a model.
+"""Maps tensors of a Hugging Face folder to weights and buffers of a model.
 
 Checkpoints use the tensor names of the code that wrote them. `transformers` has the table of later
 renames, splits and merges; it is used here as `from_pretrained` uses it. Two cases are errors
@@ -119,7 +119,7 @@ def match(
     folder: Path,
     ignore: Sequence[str] = (),
 ) -> dict[str, Origin]:
-    """Return the origin of each weight of a model.
+    """Return the origin of each weight of a model, and of each buffer that the folder has.
 
     Args:
         tensors: the tensors of the folder.
@@ -132,8 +132,7 @@ def match(
         The origins by name (for tied weights the first name), direct or converted.
 
     Raises:
-        ConfigError: missing weights, unused tensors, wrong shapes or types, or a model with other
-            state than weights.
+        ConfigError: missing weights, unused tensors, or wrong shapes or types.
     """
     state = dict(module.state_dict())
     direct, converted, unused = _assign(tensors, module, state)
@@ -141,24 +140,19 @@ def match(
     found: dict[str, Origin] = {
         name: one for one in converted for name in one.targets if name in state
     }
+    parameters = {aliases.get(name, name) for name, _ in module.named_parameters()}
     for name, sources in direct.items():
         if len(sources) > 1 or name in found:
             raise ConfigError(
                 f"{folder}: {' and '.join(sources)} both are {name} in the model; keep one of them"
             )
-        _check(folder, sources[0], tensors[sources[0]], name, state[name])
+        is_weight = aliases.get(name, name) in parameters
+        _check(folder, sources[0], tensors[sources[0]], name, state[name], is_weight)
         found[name] = Direct(sources[0])
     for alias, name in aliases.items():
         _tie(found, alias, name)
-    parameters = {aliases.get(name, name) for name, _ in module.named_parameters()}
     missing = [name for name in shapes if name in parameters and name not in found]
     surplus = _surplus(unused, module, ignore)
-    if buffers := [name for name in found if name not in parameters]:
-        raise ConfigError(
-            f"{folder}: {type(module).__name__} has {_listed(buffers, 'buffer')} beside its "
-            "weights, and Penstock keeps no buffers from step to step; only models without such "
-            "buffers can be trained"
-        )
     if missing:
         raise ConfigError(_missing(folder, missing, surplus, module))
     if surplus:
@@ -200,11 +194,20 @@ def _assign(
 
 
 def _check(
-    folder: Path, tensor: str, stored: StoredTensor, name: str, wanted: torch.Tensor
+    folder: Path,
+    tensor: str,
+    stored: StoredTensor,
+    name: str,
+    wanted: torch.Tensor,
+    is_weight: bool,
 ) -> None:
+    """Refuse a stored tensor that cannot be the weight or buffer `name`.
+
+    `WeightFiles.read_buffer` compares the types of buffers.
+    """
     extent = stored.extent
     where = f"{folder / stored.file}: {tensor!r}"
-    if extent.dtype not in FLOATS:
+    if is_weight and extent.dtype not in FLOATS:
         raise ConfigError(
             f"{where} is stored as {extent.dtype}, expected one of {', '.join(FLOATS)}; a "
             "quantised checkpoint must be dequantised first, with the tool that created it"

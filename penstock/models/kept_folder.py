@@ -1,25 +1,42 @@
 """A run's copy of the small files of its Hugging Face folder, so that the folder may be deleted."""
 
+import itertools
 import json
 import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
 
 from penstock.errors import CorruptionError, StorageError
 from penstock.io import durable
-from penstock.models.folder import CONFIG, other_files, read_bytes, read_json, tokenizer_files
+from penstock.models.folder import (
+    CONFIG,
+    MAX_JSON_BYTES,
+    other_files,
+    read_bytes,
+    read_json,
+    tokenizer_files,
+)
 
 KEPT = "model"
 """Folder within a run's folder: the small files of the Hugging Face folder."""
+BUFFERS = "buffers.safetensors"
+"""File beside them: the buffers of the folder (`stored_buffers.py`)."""
 CHECKSUMS = "checksums.json"
 """File beside them: the checksum of each. Runs of older releases have none."""
 
 _ADVICE = "restore the file from a copy, or from the folder that the run started from"
 
 
-def keep_small_files(folder: Path, kept: Path) -> None:
+def keep_small_files(folder: Path, kept: Path, further: Mapping[str, bytes] | None = None) -> None:
     """Copy configuration, tokenizer and similar files into `kept`, with their checksums.
+
+    Args:
+        folder: the Hugging Face folder.
+        kept: replaced by the copy.
+        further: files that `kept` gets besides, by name: the buffers (`stored_buffers.py`).
 
     Raises:
         StorageError: the operating system refuses to read or write.
@@ -27,10 +44,11 @@ def keep_small_files(folder: Path, kept: Path) -> None:
     checksums = {}
     try:
         with durable.new_folder(kept) as staging:
-            for path in [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]:
-                content = read_bytes(path)
-                checksums[path.name] = xxhash.xxh3_128_hexdigest(content)
-                durable.write_file(staging / path.name, content)
+            copied = [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]
+            copies = ((path.name, read_bytes(path)) for path in copied)
+            for name, content in itertools.chain(copies, (further or {}).items()):
+                checksums[name] = xxhash.xxh3_128_hexdigest(content)
+                durable.write_file(staging / name, content)
             sealed = {"files": checksums, "checksum": _checksum_of(checksums)}
             text = json.dumps(sealed, indent=1) + "\n"
             durable.write_file(staging / CHECKSUMS, text.encode())
@@ -58,7 +76,7 @@ def verify_kept(kept: Path) -> int:
         raise CorruptionError(f"{path} does not match its checksum; {_ADVICE}")
     for name, expected in checksums.items():
         try:
-            content = read_bytes(kept / name)
+            content = read_bytes(kept / name, sys.maxsize if name == BUFFERS else MAX_JSON_BYTES)
         except FileNotFoundError:
             raise CorruptionError(f"{kept / name} is missing; {_ADVICE}") from None
         actual = xxhash.xxh3_128_hexdigest(content)

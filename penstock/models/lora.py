@@ -174,6 +174,7 @@ class AdaptedOrigin:
         self.names = TensorNames.of(module)
         self.aliases = self.names.aliases
         self.bfloat16 = base.bfloat16
+        self.stored = base.stored
         self._base = base
         parameters = self.names.parameters
         self._down = {a.down: tuple(parameters[a.down].shape) for a in adapters}

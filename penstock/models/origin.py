@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`.
+    """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`,
+    `WithStoredBuffers`, `AdaptedOrigin`.
 
     `bfloat16` are the parameters that were bfloat16 at the origin: they are returned as float32,
-    and every value is exactly a bfloat16.
+    and every value is exactly a bfloat16. `stored` are the buffers whose values are from a file.
     """
 
     @property
@@ -34,6 +35,9 @@ class WeightSource(Protocol):
 
     @property
     def bfloat16(self) -> frozenset[str]: ...
+
+    @property
+    def stored(self) -> frozenset[str]: ...
 
     def materialise(
         self, seed: int, names: Iterable[str] | None = None

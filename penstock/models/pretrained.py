@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, few
 from penstock.models.deferred import Deferred
 from penstock.models.huggingface_weight_names import Converted, Direct, match
 from penstock.models.weight_files import WeightFiles
@@ -44,6 +44,7 @@ class Pretrained:
             and origin.keeps_values
             and all(files.tensors[part].extent.dtype == "BF16" for part in origin.tensors)
         )
+        self.stored = frozenset(self.names.buffers).intersection(self._origins)
         self._shapes = {
             name: tuple(tensor.shape)
             for name, tensor in {**self.names.parameters, **self.names.buffers}.items()
@@ -88,13 +89,34 @@ class Pretrained:
                     yield name, waiting.pop(name)
                 elif isinstance(origin, Converted):
                     made = origin.convert(self.files.read, self.module, self._shapes)
-                    waiting.update({n: made[n].contiguous() for n in origin.targets if n in wanted})
+                    for target in wanted.intersection(origin.targets):
+                        waiting[target] = made[target].contiguous().to(self._dtype(target))
                     yield name, waiting.pop(name)
                 else:
                     self._refuse_unequal(name, origin)
-                    yield name, self.files.read(origin.tensor)
+                    if name in self.stored:
+                        yield name, self.files.read_buffer(origin.tensor, self._dtype(name))
+                    else:
+                        yield name, self.files.read(origin.tensor)
         finally:
             self.files.close()
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the type in which a tensor is read: float32 for a weight."""
+        return self.names.buffers[name].dtype if name in self.stored else torch.float32
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A message about the buffers of the model's state that the folder does not have."""
+        first = {id(tensor): name for name, tensor in self.names.buffers.items()}
+        state = self.module.state_dict(keep_vars=True).values()
+        missing = sorted({first[id(v)] for v in state if id(v) in first} - self.stored)
+        if not missing:
+            return ()
+        return (
+            f"{self.files.folder}: no values of {few(missing)}, which the state of "
+            f"{type(self.module).__name__} contains; the values of a new model are used",
+        )
 
     def _refuse_unequal(self, name: str, origin: Direct) -> None:
         for other in origin.also:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.config import resolve_preset
 from penstock.errors import ConfigError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_loss
+from penstock.models.buffers import ModelBuffers
 from penstock.models.built_model import Built
 from penstock.models.causality import refuse_later_tokens
 from penstock.models.factory import recorded_factory
@@ -33,9 +34,10 @@ from penstock.models.longest_sequence import longest_sequence
 from penstock.models.lora import Adapter, adapt
 from penstock.models.modes import put_in_train_mode
 from penstock.models.origin import WeightSource
-from penstock.models.persistent_buffers import persistent_buffers
 from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
+from penstock.models.resolved_configuration import configuration_fields
+from penstock.models.stored_buffers import with_stored_buffers
 from penstock.models.task_losses import (
     LANGUAGE_MODEL_LOSSES,
     TASKS,
@@ -75,6 +77,7 @@ class ModelSource:
         adapters: adapters by the names of their weights (`with_adapters`).
         from_library: the installed `transformers` has built the model from a configuration; no
             code of the user's took part.
+        notes: messages about the model for the start of a run.
     """
 
     name: str
@@ -94,6 +97,7 @@ class ModelSource:
     folder: Path | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     from_library: bool = False
+    notes: tuple[str, ...] = ()
     _files: WeightFiles | None = field(default=None, repr=False)
     _built: Built | None = field(default=None, repr=False)
 
@@ -194,30 +198,22 @@ class ModelSource:
         """Return the mask of a weight of a packed folder; None for other weights."""
         return self._origin.mask(name)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Values of all buffers, and of tensors that are plain attributes of modules.
-
-        They are those of the plain model built after `torch.manual_seed(buffer_seed)`.
-        """
-        return dict(self._origin.materialise(self.buffer_seed, self._origin.names.buffers))
-
-    def persistent_buffers(self) -> dict[str, torch.Tensor]:
-        """Values of the buffers in the model's `state_dict()`, under all their names.
-
-        Empty for the model of a folder, whose buffers a resumed run does not read again.
-        """
-        names = persistent_buffers(self._origin) if self.folder is None else {}
-        values = dict(self._origin.materialise(self.buffer_seed, set(names.values())))
-        return {name: values[first] for name, first in names.items()}
-
     @property
-    def has_random_buffers(self) -> bool:
-        """Whether values of buffers may depend on `buffer_seed`."""
-        return self._origin.draws(self._origin.names.buffers)
+    def buffers(self) -> ModelBuffers:
+        """The values of buffers, and of tensors that are plain attributes of modules."""
+        return ModelBuffers(self._origin, self.buffer_seed)
 
     def with_buffer_seed(self, seed: int) -> "ModelSource":
         """Return the same model with another seed for its buffers; tensors are shared."""
         return replace(self, buffer_seed=seed)
+
+    def fields(self) -> dict[str, str] | None:
+        """Return the fields of the configuration as text, and a hash of the buffers of a folder.
+
+        Processes of a run compare them. None for a model without configuration.
+        """
+        fields, stored = configuration_fields(self.hf_config), self.buffers.stored_digest()
+        return fields if fields is None or stored is None else {**fields, "buffers": stored}
 
     def weights_fingerprint(self) -> str | None:
         """Return a fingerprint of a folder of weights; None for other models."""
@@ -229,11 +225,6 @@ class ModelSource:
         The whole module is read.
         """
         return self._built.fingerprint() if self._built is not None else None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Messages about the model for the start of a run."""
-        return self._built.notes if self._built is not None else ()
 
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
@@ -318,9 +309,7 @@ class ModelSource:
         task = task or find_task(made)
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
-        source = _language_model(made.model_type, recorded(made, task), task, made)
-        _refuse_later_tokens(source)
-        return replace(source, from_library=True)
+        return _from_library(made, task, recorded(made, task))
 
     @classmethod
     def from_hf(
@@ -352,20 +341,21 @@ class ModelSource:
         made = make_config(fields, overrides or {}, tensors=len(files.tensors))
         task = find_task(made)
         origin = Pretrained(recorded(made, task), files, ignore)
-        source = _language_model(made.model_type, origin, task, made)
-        _refuse_later_tokens(source)
-        return replace(source, folder=folder, from_library=True, _files=files)
+        source = _from_library(made, task, origin)
+        return replace(source, folder=folder, notes=origin.notes, _files=files)
 
     @classmethod
     def without_weights(
         cls, folder: Path, overrides: Mapping[str, Any] | None = None
     ) -> "ModelSource":
-        """The model of `from_hf` from the folder's small files alone, for a run that already has
-        weights.
+        """The model of `from_hf` from a run's copy of the folder's small files and buffers.
 
-        Its initial weights are random.
+        For a run that already has weights: its initial weights are random.
         """
-        return replace(cls.from_hf_config(folder, overrides), folder=folder)
+        made = make_config(read_config(folder), overrides or {})
+        task = find_task(made)
+        origin = with_stored_buffers(recorded(made, task), folder)
+        return replace(_from_library(made, task, origin), folder=folder)
 
     @classmethod
     def from_factory(
@@ -410,7 +400,7 @@ class ModelSource:
         """
         built = Built(module)
         refuse_bound_loss(module, options.get("loss"))
-        return replace(_from_origin(built, **options), _built=built)
+        return replace(_from_origin(built, **options), notes=built.notes, _built=built)
 
 
 def _language_model(
@@ -445,6 +435,13 @@ def _language_model(
         hf_config=config,
         _origin=origin,
     )
+
+
+def _from_library(config: Any, task: str, origin: WeightSource) -> ModelSource:
+    """The source of a `transformers` model of a configuration."""
+    source = _language_model(config.model_type, origin, task, config)
+    _refuse_later_tokens(source)
+    return replace(source, from_library=True)
 
 
 def _refuse_later_tokens(source: ModelSource) -> None:

@@ -44,6 +44,14 @@ FLOATS = {
     "F64": torch.float64,
 }
 """The supported types of stored weights."""
+_WHOLE = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 _PIECE_BYTES = 8 << 20
 _SAMPLE_BYTES = 4096
@@ -198,15 +206,42 @@ class WeightFiles:
         )
         return flat.view(stored.extent.shape)
 
+    def read_buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that is no weight, in its shape; unlike weights it may be infinite.
+
+        Raises:
+            ConfigError: it cannot be converted to `dtype`: only floats are converted, to floats.
+            CorruptionError: the file has changed since it was opened.
+            StorageError: the operating system refuses to read.
+        """
+        stored = self.tensors[name]
+        extent = stored.extent
+        kind = FLOATS.get(extent.dtype) if dtype.is_floating_point else _WHOLE.get(extent.dtype)
+        if kind is None or not (dtype.is_floating_point or kind is dtype):
+            raise ConfigError(
+                f"{self.folder / stored.file}: {name!r} is stored as {extent.dtype}, but is a "
+                f"buffer of {str(dtype).removeprefix('torch.')} in the model; config.json and "
+                "weights are of different models"
+            )
+        found = torch.empty(extent.shape, dtype=kind)
+        data = found.reshape(-1).view(torch.uint8).numpy().data
+        self._read_into(stored.file, extent.begin, data)
+        return found.to(dtype)
+
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's stored elements in their order; each piece is valid until the next."""
+        """Yield a weight's stored elements in their order; each piece is valid until the next."""
+        dtype = FLOATS[self.tensors[name].extent.dtype]
+        for part in self._byte_pieces(name):
+            yield torch.frombuffer(part, dtype=dtype)
+
+    def _byte_pieces(self, name: str) -> Iterator[memoryview]:
         stored = self.tensors[name]
         begin, end = stored.extent.begin, stored.extent.end
         buffer = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
         while begin < end:
             part = buffer[: min(_PIECE_BYTES, end - begin)]
             self._read_into(stored.file, begin, part)
-            yield torch.frombuffer(part, dtype=FLOATS[stored.extent.dtype])
+            yield part
             begin += len(part)
 
     def equal(self, one: str, other: str) -> bool:
@@ -218,8 +253,8 @@ class WeightFiles:
         packed = self.tensors[name].packed
         if packed is not None:
             digest.update(self._bytes(packed.index))
-        for piece in self.pieces(name):
-            digest.update(piece.view(torch.uint8).numpy().data)
+        for part in self._byte_pieces(name):
+            digest.update(part)
         return digest.digest()
 
     def fingerprint(self) -> str:

@@ -220,7 +220,7 @@ def compile_source(
 
 def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
     """Return the real buffers under all their names."""
-    real = source.buffers()
+    real = source.buffers.values()
     known = {alias: real[name] for alias, name in source.aliases.items() if name in real}
     return {**known, **real}
 

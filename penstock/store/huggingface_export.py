@@ -62,7 +62,7 @@ def export_huggingface(
         raise ConfigError(f"weights are exported as float32, bfloat16 or float16, not as {dtype}")
     weights.flush()
     buffers = buffers or {}
-    _refuse_unknown_types(buffers)
+    tensor_file.refuse_unknown_types(buffers)
     entries = [tensor_file.Entry(name, dtype, shape) for name, shape in weights.shapes.items()]
     entries += [tensor_file.Entry(n, b.dtype, tuple(b.shape)) for n, b in buffers.items()]
     parameters = sum(math.prod(shape) for shape in weights.shapes.values())
@@ -84,15 +84,6 @@ def export_huggingface(
         for path in files:
             durable.write_file(temporary / path.name, path.read_bytes())
     return [folder / name for name in names]
-
-
-def _refuse_unknown_types(buffers: Mapping[str, torch.Tensor]) -> None:
-    for name, buffer in buffers.items():
-        if not tensor_file.can_write(buffer.dtype):
-            raise ConfigError(
-                f"buffer {name}: expected a data type of safetensors, found {buffer.dtype}; "
-                "register it with persistent=False, or store it as another type"
-            )
 
 
 def _shards(entries: Sequence[tensor_file.Entry], max_bytes: int) -> list[list[tensor_file.Entry]]:

@@ -56,6 +56,7 @@ def export_packed(
     config: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
     files: Sequence[Path] = (),
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Path]:
     """Write a model folder in which sparse weights are stored as values and mask.
 
@@ -65,6 +66,7 @@ def export_packed(
         config: the content of `config.json`; `dtype` is set in it.
         dtype: float32, bfloat16 or float16, the type of the written values.
         files: copied into the folder under their own names.
+        buffers: further tensors, written with their own types.
 
     Returns:
         The weight file.
@@ -80,13 +82,20 @@ def export_packed(
         raise ConfigError(
             "--packed: expected weights with masks, got none; export them without --packed"
         )
+    buffers = buffers or {}
+    tensor_file.refuse_unknown_types(buffers)
     by_entry = {part.entry: part for part in parts}
-    entries = tensor_file.in_file_order(by_entry)
+    kept = {tensor_file.Entry(n, b.dtype, tuple(b.shape)): b for n, b in buffers.items()}
+    entries = tensor_file.in_file_order([*by_entry, *kept])
+
+    def pieces(entry: tensor_file.Entry) -> Iterator[np.ndarray]:
+        if entry in kept:
+            return tensor_file.pieces_of(kept[entry])
+        return _pieces(weights, by_entry[entry])
+
     document = {**config, "dtype": str(dtype).removeprefix("torch.")}
     with appearing_folder(folder, tensor_file.file_bytes(entries)) as temporary:
-        tensor_file.write(
-            temporary / PACKED_FILE, entries, lambda entry: _pieces(weights, by_entry[entry])
-        )
+        tensor_file.write(temporary / PACKED_FILE, entries, pieces)
         durable.write_file(
             temporary / "config.json", json.dumps(document, indent=2).encode() + b"\n"
         )

@@ -8,13 +8,14 @@ headers.
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from penstock.errors import ConfigError
 from penstock.io import Extent
 from penstock.store.files import ChecksummedFile, FileRecord
 
@@ -93,9 +94,14 @@ def extents(entries: Sequence[Entry]) -> dict[str, Extent]:
     return table
 
 
-def can_write(dtype: torch.dtype) -> bool:
-    """Return whether the format has an element type."""
-    return dtype in _NAMES
+def refuse_unknown_types(buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ConfigError` for a buffer whose element type the format does not have."""
+    for name, buffer in buffers.items():
+        if buffer.dtype not in _NAMES:
+            raise ConfigError(
+                f"buffer {name}: expected a data type of safetensors, found {buffer.dtype}; "
+                "register it with persistent=False, or store it as another type"
+            )
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:

@@ -97,16 +97,18 @@ def export(
         if end is not None and source.hf_config is not None and source.task == "causal_lm":
             config |= _ends(end)
             others = [_with_end(path, end, Path(scratch)) for path in others]
-        files = [*tokenizer, *others]
+        files, buffers = [*tokenizer, *others], source.buffers.persistent()
         if packed:
-            return export_packed(whole, folder, config=config, dtype=element, files=files)
+            return export_packed(
+                whole, folder, config=config, dtype=element, files=files, buffers=buffers
+            )
         return export_huggingface(
             whole,
             folder,
             config=config,
             dtype=element,
             files=files,
-            buffers=source.persistent_buffers(),
+            buffers=buffers,
             max_shard_bytes=max_shard_bytes,
         )
 

@@ -18,7 +18,7 @@ from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, set_threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
-from penstock.models import KEPT, ModelSource, keep_small_files
+from penstock.models import KEPT, ModelSource, as_files, keep_small_files
 from penstock.program import Program
 from penstock.progress import view_from_python
 from penstock.step import LocalEngines
@@ -238,10 +238,10 @@ class Trainer:
             self._stop_reason, self._notify = None, self._listener
 
     def _keep_small_files(self) -> None:
-        """Copy the run's needed files of a Hugging Face folder, which may be removed afterwards."""
+        """Copy what the run needs of a Hugging Face folder, which may be removed afterwards."""
         kept = self.config.run.dir / KEPT
         if self.model.folder is not None and self.model.folder != kept:
-            keep_small_files(self.model.folder, kept)
+            keep_small_files(self.model.folder, kept, as_files(self.model.buffers.stored()))
 
     def _refuse_stale(self) -> None:
         """Refuse to train if another trainer has advanced the run."""

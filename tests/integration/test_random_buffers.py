@@ -18,6 +18,7 @@ from penstock.data import ArraySource
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.worker import roles
 from penstock.models import ModelSource
+from penstock.models.buffers import ModelBuffers
 from penstock.planning import builders, plan_execution
 from penstock.planning.program_cache.key import program_key
 from penstock.training.export import export_run
@@ -147,7 +148,7 @@ def test_run_of_an_older_release_keeps_the_buffers_of_seed_0(tmp_path, monkeypat
         before = trainer.evaluate()
         trainer.close()
     resumed = trainer_of(tmp_path / "run", 2)
-    assert torch.equal(resumed.model.buffers()["freq"], plain(0).freq)
+    assert torch.equal(resumed.model.buffers.values()["freq"], plain(0).freq)
     assert resumed.evaluate() == before
     resumed.train()
     resumed.close()
@@ -168,8 +169,8 @@ def test_engine_in_another_process_has_the_buffers_of_the_run(tmp_path):
 
 def test_cached_program_depends_on_the_seed_of_random_buffers_alone(monkeypatch):
     source = ModelSource.from_preset("tiny")
-    assert not source.has_random_buffers
-    assert ModelSource.from_factory(f"{__name__}:made", task="causal_lm").has_random_buffers
+    assert not source.buffers.are_random
+    assert ModelSource.from_factory(f"{__name__}:made", task="causal_lm").buffers.are_random
 
     def key(seed: int) -> str | None:
         inputs = source.example_inputs(1, 8)
@@ -178,7 +179,7 @@ def test_cached_program_depends_on_the_seed_of_random_buffers_alone(monkeypatch)
 
     assert key(0) is not None
     assert key(0) == key(7)
-    monkeypatch.setattr(ModelSource, "has_random_buffers", True)
+    monkeypatch.setattr(ModelBuffers, "are_random", True)
     assert key(0) != key(7)
 
 

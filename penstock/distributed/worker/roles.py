@@ -27,7 +27,6 @@ from penstock.distributed.run_spec import engine_digest, shard_digest, transfers
 from penstock.distributed.worker.engine_executor import LocalEngineExecutor
 from penstock.distributed.worker.shard_executor import LocalShardExecutor
 from penstock.errors import ClusterError, UnfitHostError
-from penstock.models import configuration_fields
 from penstock.program import Program
 from penstock.step_schedule import ByStep, StepSchedule
 
@@ -229,8 +228,8 @@ def _required_products(spec: Mapping[str, Any], device: str) -> Products:
 
 
 def _require_same_model(spec: Mapping[str, Any], source: ModelSource) -> dict[str, str] | None:
-    """Return the fields of the model's configuration, which are those of the trainer."""
-    expected, found = spec["model"], configuration_fields(source.hf_config)
+    """Return `ModelSource.fields`, which are those of the trainer."""
+    expected, found = spec["model"], source.fields()
     if found == expected:
         return found
     here, there = found or {}, expected or {}

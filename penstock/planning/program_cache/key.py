@@ -48,13 +48,9 @@ def program_key(
         return None
     add(sorted(source.aliases.items()))
     add(with_buffers)
-    if with_buffers and source.weights_folder is not None:  # else the configuration makes them
-        for name, value in sorted(source.buffers().items()):
-            add((name, tuple(value.shape), value.dtype))
-            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(flat.numpy().data)
-    elif with_buffers and source.has_random_buffers:
-        add(("buffer_seed", source.buffer_seed))
+    if with_buffers:  # those that no file holds are made by the configuration, perhaps at random
+        add(source.buffers.stored_digest())
+        add(source.buffer_seed if source.buffers.are_random else None)
     return digest.hexdigest()
 
 

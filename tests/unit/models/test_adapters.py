@@ -72,7 +72,7 @@ def test_every_source_accepts_adapters_and_is_unchanged(kind):
     weights = dict(adapted.initial_weights(3))
     assert weights.keys() == shapes.keys()
     assert all(torch.equal(weights[name], value) for name, value in start.items())
-    assert adapted.buffers().keys() == source.buffers().keys()
+    assert adapted.buffers.values().keys() == source.buffers.values().keys()
 
 
 def test_model_of_one_layer_accepts_adapters():

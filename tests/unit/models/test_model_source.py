@@ -55,7 +55,10 @@ def export(source: ModelSource, batch: int = BATCH, tokens: int = TOKENS):
 
 def run(source: ModelSource, program, inputs: dict[str, torch.Tensor], seed: int = 0):
     """Run an exported program on the source's own initial weights and buffers."""
-    values = {**dict(source.initial_weights(seed)), **source.with_buffer_seed(seed).buffers()}
+    values = {
+        **dict(source.initial_weights(seed)),
+        **source.with_buffer_seed(seed).buffers.values(),
+    }
     signature = program.graph_signature
     feeds = []
     for spec in signature.input_specs:
@@ -138,7 +141,7 @@ def test_names_equal_the_state_dict(family: str) -> None:
     assert {name for name, _ in source.initial_weights(0)} == set(shapes)
     assert source.parameter_count() == plain.num_parameters()
     assert source.trainable == set(shapes)
-    assert {*shapes, *source.aliases, *source.buffers()} >= set(plain.state_dict())
+    assert {*shapes, *source.aliases, *source.buffers.values()} >= set(plain.state_dict())
     exported = export(source).graph_signature.parameters
     assert {source.public_name(name) for name in exported} == set(shapes)
 
@@ -289,4 +292,4 @@ def test_too_long_sequence_is_refused() -> None:
 def test_gpt3_175b_is_described_without_memory() -> None:
     source = ModelSource.from_preset("gpt3-175b")
     assert source.shapes()["transformer.h.95.mlp.c_fc.weight"] == (12288, 49152)
-    assert source.buffers() == {}
+    assert source.buffers.values() == {}
