@@ -269,17 +269,21 @@ def compared_lines(run: RunMeasured) -> list[str]:
     predicted = run.predicted
     if predicted is None:
         return []
-    parts = {
-        "compute": (predicted.compute_seconds, run.compute_seconds),
-        "waiting for flash": (predicted.flash_wait_seconds, run.flash_wait_seconds),
-        "moving weights and gradients": (predicted.weight_seconds, run.weight_seconds),
-        "updates": (predicted.update_seconds, run.update_seconds),
+    names = {
+        "compute_seconds": "compute",
+        "flash_wait_seconds": "waiting for flash",
+        "weight_seconds": "moving weights and gradients",
+        "update_seconds": "updates",
     }
     took = run.usual_step_seconds or run.step_seconds / run.steps
+    parts = {
+        name: (getattr(predicted, key), run.usual_parts.get(key, getattr(run, key) / run.steps))
+        for key, name in names.items()
+    }
     shown = [
-        f"{name} {show_duration(before)}, was {show_duration(after / run.steps)}"
+        f"{name} {show_duration(before)}, was {show_duration(after)}"
         for name, (before, after) in parts.items()
-        if max(before, after / run.steps) >= 0.01 * took
+        if max(before, after) >= 0.01 * took
     ]
     lines = [
         f"a step was predicted to take {show_duration(predicted.seconds)} and took "

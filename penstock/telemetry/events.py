@@ -212,7 +212,8 @@ class RunMeasured:
     are sums over all steps. `memory_bytes` is the cap on the process, if any. `flops` is the
     arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`. `predicted`
     is what the planner predicted of a step, if it could. `usual_step_seconds` is the median time of
-    a step, without the first ones of the process; 0 in files of older versions.
+    a step, without the first ones of the process; 0 in files of older versions. `usual_parts` are
+    the mean seconds of these steps by the name of the part, such as `compute_seconds`; empty there.
     `closed_form_cycles` and `simulated_cycles` are sums over all steps of `StepCycles`, whose cores
     have `clock_hz`; 0 on every device but a simulated wafer.
     """
@@ -244,6 +245,7 @@ class RunMeasured:
     clock_hz: float = 0.0
     flash_speculated_bytes: int = 0
     flash_discarded_bytes: int = 0
+    usual_parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ those steps are repeated. The file grows with the run, so no function here holds
 in memory, except `read_metrics`.
 """
 
+import itertools
 import json
 import math
 import os
@@ -211,19 +212,23 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, PredictedStep | StepCycles):
         return {key: _plain(each) for key, each in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
 def reported(row: Mapping[str, Any]) -> RunMeasured | None:
     """Return the event that a row of the report stands for; None if its figures are damaged."""
     figures = {key: value for key, value in row.items() if key != "event"}
-    predicted = figures.pop("predicted", None)
-    numbers = [*figures.values(), *(predicted.values() if isinstance(predicted, dict) else ())]
+    predicted, parts = figures.pop("predicted", None), figures.pop("usual_parts", {})
+    tables = [table.values() for table in (predicted, parts) if isinstance(table, dict)]
+    numbers = [*figures.values(), *itertools.chain(*tables)]
     if not all(value is None or type(value) in (int, float) for value in numbers):
         return None
     try:
         step = PredictedStep(**predicted) if isinstance(predicted, dict) else None
-        found = RunMeasured(**figures, predicted=step)
+        usual = parts if isinstance(parts, dict) and None not in parts.values() else {}
+        found = RunMeasured(**figures, predicted=step, usual_parts=usual)
     except TypeError:
         return None
     divisors = [found.step_seconds, found.steps, *([] if step is None else [step.seconds])]

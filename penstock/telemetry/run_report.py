@@ -10,12 +10,15 @@ from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, Ste
 _FIRST_STEPS = 2  # the first steps of a process are slower than the others
 _RECENT_STEPS = 1024  # of which the median is taken
 
-_SUMMED = (
+_PARTS = (
     "compute_seconds",
     "flash_wait_seconds",
     "weight_seconds",
     "update_seconds",
     "snapshot_seconds",
+)
+_SUMMED = (
+    *_PARTS,
     "streamed_bytes",
     "gradient_bytes",
     "flash_speculated_bytes",
@@ -40,6 +43,7 @@ class RunReport:
         self._last: StepDone | None = None
         self._steps = 0
         self._sums: Counter[str] = Counter()
+        self._first: Counter[str] = Counter()  # the parts of the first steps
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._checkpoint_bytes = 0
         self._closed_form_cycles = self._simulated_cycles = 0.0
@@ -57,12 +61,18 @@ class RunReport:
         self._steps += 1
         if self._steps == _FIRST_STEPS + 1:
             self._recent.clear()
+            self._first = Counter({name: self._sums[name] for name in _PARTS})
         self._recent.append(step.seconds)
         for name in ("seconds", "flash_read_bytes", "flash_written_bytes", *_SUMMED):
             self._sums[name] += getattr(step, name)
         if step.cycles is not None:
             self._closed_form_cycles += step.cycles.closed_form
             self._simulated_cycles += step.cycles.simulated
+
+    def _usual_parts(self) -> dict[str, float]:
+        """Return the mean parts of a step without the first ones, if there are others."""
+        steps = self._steps - _FIRST_STEPS if self._steps > _FIRST_STEPS else self._steps
+        return {name: (self._sums[name] - self._first[name]) / steps for name in _PARTS}
 
     def add_behind(self, traffic: FlashTraffic) -> None:
         """Count the flash traffic that follows the last step and makes it durable."""
@@ -79,6 +89,7 @@ class RunReport:
             seconds=seconds,
             step_seconds=sums["seconds"],
             usual_step_seconds=statistics.median(self._recent),
+            usual_parts=self._usual_parts(),
             flash_read_bytes=behind.read_bytes + sums["flash_read_bytes"],
             flash_written_bytes=behind.written_bytes + sums["flash_written_bytes"],
             flash_rule_read_bytes=started.flash_rule_read_bytes * self._steps,
