@@ -9,8 +9,9 @@ import numpy as np
 from penstock.kernels.compilation import inlined
 from penstock.kernels.vectors import bits_of, fma, from_bits, select, shift_left, splat
 
-# Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits of the sum.
-_ROUNDER = np.float32(12582912.0)
+# Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits of the sum; with 127, the
+# bias of the exponent field.
+_ROUNDER = np.float32(12582912.0 + 127)
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -36,6 +37,6 @@ def exponential(x):
     p = fma(p, r, splat(_P4))
     p = fma(p, r, splat(_P5))
     p = fma(p, r * r, r) + splat(np.float32(1))
-    # Multiply by 2^n in the exponent field; lanes that the selection drops contain garbage.
-    scaled = from_bits(bits_of(p) + shift_left(bits_of(shifted), 23))
+    # The factor is 2^n; in lanes that the selection drops, and of a NaN, it is garbage.
+    scaled = p * from_bits(shift_left(bits_of(shifted), 23))
     return select(x < splat(_LEAST), splat(np.float32(0)), scaled)

@@ -180,6 +180,18 @@ def test_scores_without_a_maximum_give_no_undefined_output():
     assert out[:, :, 64:].isfinite().all()
 
 
+@pytest.mark.parametrize("pattern", [0x7FC00000, 0x7F9A3B71, 0x7FFFFFFF], ids=hex)
+def test_nan_of_any_payload_in_a_query_is_in_its_outputs_and_gradients(pattern):
+    query, key, value, gradient = case((1, 2, 2, 130, 130, 16, True), torch.float32)
+    query.view(torch.int32)[0, 1, 70, 3] = pattern
+    out, logarithms, gradients = computed(query, key, value, gradient, True, 0.25)
+    for found in (out, logarithms[..., None], gradients[0]):
+        assert found.isnan().all(-1).nonzero().tolist() == [[0, 1, 70]]
+    for found in gradients[1:]:  # those of the keys that this query attends to
+        assert found[0, 1, :71].isnan().all()
+        assert found[0, 0].isfinite().all()
+
+
 def test_later_tokens_change_no_earlier_output_of_causal_attention():
     tensors = case((1, 2, 2, 200, 200, 32, True), torch.float32)
     out, _, _ = computed(*tensors, True, 0.2)

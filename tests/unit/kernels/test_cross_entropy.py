@@ -88,6 +88,22 @@ def test_non_finite_logit_makes_the_loss_non_finite(bad, place):
     assert np.isnan(losses).tolist() == [False, True, False]
 
 
+# 1.0 to 2.0 with the top bit of the exponent flipped, and what a GPU makes.
+NANS = [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7F9A3B71, 0xFFB504F3, 0x7FFFFFFF, 0xFFFFFFFF]
+
+
+@pytest.mark.parametrize("pattern", NANS, ids=hex)
+def test_nan_of_any_payload_makes_loss_and_gradient_nan(pattern):
+    logits, labels = case(3, 100, 1, 2.0)
+    labels[:] = 5
+    own = logits.numpy()
+    own.view(np.uint32)[1, 50] = pattern
+    losses = cross_entropy(own, labels, ignore_index=IGNORE)
+    assert np.isnan(losses).tolist() == [False, True, False]
+    cross_entropy_and_gradient(own, labels, ignore_index=IGNORE, scale=1.0)
+    assert np.isnan(own).all(1).tolist() == [False, True, False]
+
+
 def test_large_logits_do_not_overflow():
     logits = np.array([[1e38, -1e38, 0.0], [88.0, 89.0, 1e4]], np.float32)
     losses = cross_entropy(logits, np.array([0, 2]), ignore_index=IGNORE)
@@ -136,6 +152,16 @@ def test_exponential_is_correct_at_its_limits():
     out = np.empty_like(values)
     _exponentials(values, out)
     np.testing.assert_array_equal(out[:6], [1, 1, 0, 0, 0, np.nan])
+
+
+def test_exponential_of_every_nan_is_nan():
+    payloads = np.arange(0x7F800001, 0x80000000, 7, dtype=np.uint32)
+    payloads = payloads[: payloads.size // 16 * 16]
+    for sign in (0, 0x80000000):
+        values = (payloads | np.uint32(sign)).view(np.float32)
+        out = np.empty_like(values)
+        _exponentials(values, out)
+        assert np.isnan(out).all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
