@@ -10,7 +10,8 @@ same sources share machine code.
 writable, the folder of the sources. The processor, the types of the arguments and the versions of
 Numba and Python are part of Numba's key.
 
-Only one process compiles a kernel; others that need it meanwhile wait and read its code.
+Only one process compiles a kernel; others that need it meanwhile wait and read its code. A file
+that is damaged or cannot be read counts as absent, and code that cannot be written is not kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import fcntl
 import functools
 import hashlib
 import inspect
+import io
 import os
 import shutil
 import time
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import xxhash
 from numba.core import caching
 
 from penstock.user_folders import cache_folder
@@ -65,6 +68,34 @@ class _Implementation(caching.CompileResultCacheImpl):
     _locator_classes: list[type[object]] = [_Locator]  # noqa: RUF012  as the base class has it
 
 
+class _SealedFiles(caching.IndexDataCacheFile):
+    """An index and the machine code, each with a checksum at its end, which unpickling ignores."""
+
+    def _load_index(self) -> dict[Any, str]:
+        return super()._load_index() if _is_whole(self._index_path) else {}
+
+    def _load_data(self, name: str) -> Any:
+        if not _is_whole(self._data_path(name)):
+            raise OSError(f"{name} is absent or damaged")  # Numba compiles then
+        return super()._load_data(name)
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[io.BytesIO]:
+        content = io.BytesIO()
+        yield content
+        with super()._open_for_write(filepath) as file:
+            file.write(content.getvalue() + xxhash.xxh3_128_digest(content.getvalue()))
+
+
+def _is_whole(path: str) -> bool:
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return False
+    size = xxhash.xxh3_128().digest_size
+    return content[-size:] == xxhash.xxh3_128_digest(content[:-size])
+
+
 class CodeCache(caching.FunctionCache):
     """The machine code of one kernel, one file for each combination of types."""
 
@@ -72,6 +103,11 @@ class CodeCache(caching.FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
+        self._cache_file = _SealedFiles(
+            cache_path=self.cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
         self._lock = _Lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -87,7 +123,8 @@ class CodeCache(caching.FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            with contextlib.suppress(OSError):  # no room, or a quota: others compile it again
+                super().save_overload(sig, data)
         finally:
             self._lock.release()
 

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from penstock.kernels import code_cache
+from penstock.kernels.compilation import serial_kernel
 
 PART = """
 from penstock.kernels.compilation import inlined
@@ -102,6 +104,54 @@ def test_kernel_runs_where_no_folder_is_writable(sources, start, tmp_path):
     file = tmp_path / "file"
     file.touch()
     assert result_of(start(sources, cache=file)) == (6.0, 0)
+
+
+def doubled(values):
+    return 2 * values.sum()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder in which this process keeps the code of `doubled`."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    code_cache.writable_folder.cache_clear()
+    yield tmp_path
+    code_cache.writable_folder.cache_clear()
+
+
+def is_found():
+    """Run `doubled` as another process would, and return whether its code was found."""
+    compiled = serial_kernel(doubled)
+    assert compiled(np.ones(3)) == 6.0
+    return bool(sum(compiled.stats.cache_hits.values()))
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped bit"])
+def test_damaged_code_is_compiled_again(cache, suffix, damage):
+    assert [is_found(), is_found()] == [False, True]
+    (path,) = cache.rglob(f"*doubled*.{suffix}")
+    content = path.read_bytes()
+    place = len(content) // 2
+    path.write_bytes(
+        {
+            "empty": b"",
+            "cut": content[:place],
+            "flipped bit": content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :],
+        }[damage]
+    )
+    assert [is_found(), is_found()] == [False, True]
+
+
+def test_kernel_runs_on_a_full_disk(cache, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", refuse)
+        assert [is_found(), is_found()] == [False, False]
+    assert [path.suffix for path in cache.rglob("*doubled*")] == [".lock"]
+    assert [is_found(), is_found()] == [False, True]
 
 
 def test_lock_of_an_ended_process_is_free(tmp_path):
