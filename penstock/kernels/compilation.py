@@ -10,12 +10,19 @@ import numba
 
 from penstock.kernels.code_cache import code_cache
 
+# The pools of which Numba takes the first that it can load, by what NUMBA_THREADING_LAYER asks for.
+_POOLS = {"safe": ("tbb",), "threadsafe": ("tbb", "omp"), "forksafe": ("tbb", "workqueue")}
+
 
 def _threads_may_meet() -> bool:
-    """Whether Numba has a thread pool here that two Python threads may use at once."""
-    for pool in ("tbbpool", "omppool"):
+    """Whether two Python threads may use Numba's thread pool at once: any but `workqueue`."""
+    config: Any = numba.config
+    layer, default = str(config.THREADING_LAYER).lower(), config.THREADING_LAYER_PRIORITY
+    for pool in default if layer == "default" else _POOLS.get(layer, (layer,)):
+        if pool == "workqueue":
+            break
         try:
-            importlib.import_module(f"numba.np.ufunc.{pool}")
+            importlib.import_module(f"numba.np.ufunc.{pool}pool")
         except ImportError:
             continue
         return True

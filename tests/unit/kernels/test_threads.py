@@ -1,7 +1,11 @@
 """Kernels may be called from several Python threads at once, whatever pool Numba found."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 import pytest
 
@@ -38,3 +42,56 @@ def test_calls_are_serialised_without_a_thread_safe_pool(raises):
         assert call(1) == 2
     assert not compilation._ONE_AT_A_TIME.locked()
     assert inside == [1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "loads", "may_meet"),
+    [
+        ("default", {"omp"}, True),
+        ("default", {"tbb"}, True),
+        ("default", set(), False),
+        ("omp", {"omp"}, True),
+        ("threadsafe", {"omp"}, True),
+        ("forksafe", {"omp"}, False),
+        ("forksafe", {"tbb", "omp"}, True),
+        ("workqueue", {"tbb", "omp"}, False),
+        ("WorkQueue", {"tbb", "omp"}, False),
+    ],
+)
+def test_pool_is_the_one_that_numba_loads(layer, loads, may_meet, monkeypatch):
+    def load(name):
+        if name.rpartition(".")[2].removesuffix("pool") not in loads:
+            raise ImportError(name)
+
+    monkeypatch.setattr(numba.config, "THREADING_LAYER", layer)
+    monkeypatch.setattr(compilation.importlib, "import_module", load)
+    assert compilation._threads_may_meet() == may_meet
+
+
+FROM_TWO_THREADS = """
+import threading
+import numba, numpy as np
+from penstock.kernels.gradients import sums_of_squares
+gradient = np.ones(1_000_000, np.float32)
+calls = lambda: [sums_of_squares(gradient) for _ in range(300)]
+threads = [threading.Thread(target=calls) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(numba.threading_layer())
+"""
+
+
+def test_pool_that_the_user_asks_for_is_used_by_one_thread_at_a_time():
+    """Numba ends the process when two threads meet in this pool."""
+    own = {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_TWO_THREADS],
+        env={**os.environ, **own, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "workqueue"), done.stderr
