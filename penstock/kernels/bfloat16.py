@@ -24,7 +24,8 @@ def from_bfloat16(patterns):
 def to_bfloat16(values):
     """The bfloat16 patterns nearest to 16 float32 values, ties to even, every NaN to 0x7FC0.
 
-    The same patterns as `torch.Tensor.bfloat16` gives on a CPU.
+    The same patterns as `torch.Tensor.bfloat16` gives on a CPU, but that of a NaN, which depends on
+    the processor there.
     """
     bits = bits_of(values)
     odd = shift_right(bits, 16) & splat(np.uint32(1))

@@ -37,7 +37,7 @@ def _add_up(values, parts):
 def exact_sum(values: np.ndarray) -> tuple[float, ...]:
     """Return numbers whose exact sum is that of float64 `values` `[n]`, the smallest first.
 
-    The result is None for an empty array. If a value is not finite, the result is one number that
+    There are none for an empty array. If a value is not finite, the result is one number that
     is not finite.
     """
     require_flat("values", values, values.size, np.float64)

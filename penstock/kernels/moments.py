@@ -18,7 +18,8 @@ never zero for any scale. The range therefore extends to float32's smallest numb
 smaller square is too small for float32 moments as well. Means of a group whose greatest is below
 2^-100 become zero, which moves no weight. Values above 1.875 * 2^126, including infinity, become
 1.875 * 2^126, and the other elements of the group keep their values. A NaN becomes the greatest
-code; the preceding update has made its weight NaN too, which no checkpoint accepts.
+code. Gradients that are not finite are refused before any update; where an overflow makes a NaN,
+AdamW and SGD make the weight NaN too, which no checkpoint accepts.
 """
 
 import struct

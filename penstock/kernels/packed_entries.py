@@ -46,6 +46,7 @@ class PackedEntries:
                     f"numbers of updates by age: expected 1 or more for every age, got "
                     f"{self.updates}"
                 )
+            require_flat("numbers of updates by age", self.updates, self.updates.size, np.int64)
 
 
 def group_offsets(entry_offsets: np.ndarray, group: int) -> np.ndarray:

@@ -120,6 +120,12 @@ def test_ages_and_offsets_are_checked():
             PackedEntries(index.entry_offsets, np.zeros(index.kept, np.uint8), np.zeros(1, int)),
             "numbers of updates by age: expected 1 or more",
         ),
+        (
+            PackedEntries(
+                index.entry_offsets, np.zeros(index.kept, np.uint8), np.array([1, 2], np.int32)
+            ),
+            "numbers of updates by age: expected int64, got int32",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             adamw((arrays[0],), *arrays[1:], packed=packed, **settings)
