@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,14 @@ _SAMPLE_BYTES = 32 << 20
 # With the file itself and the warm-up of each case, at most 512 MiB are written.
 _MOST_WRITES = 3
 _LEAST_FREE_BYTES = 2 * FILE_BYTES  # a disk should not be filled to the last block
+_ADVICE = "give a folder on another disk with --flash-dir"
 
 
 class Disk:
-    """A file on the disk that is measured, and the ways of using it."""
+    """A file on the disk of a folder that is measured, and the ways of using it."""
 
-    def __init__(self, file: ExtentFile) -> None:
-        self._file = file
+    def __init__(self, file: ExtentFile, folder: Path) -> None:
+        self._file, self._folder = file, folder
         self._begin = 0
         self.is_direct = file.is_direct
         self._data, self._read = allocate(_SAMPLE_BYTES), allocate(_SAMPLE_BYTES)
@@ -39,9 +40,10 @@ class Disk:
 
     def fill(self) -> None:
         """Write the whole file: blocks that were never written are read without the disk."""
-        for _ in range(FILE_BYTES // _SAMPLE_BYTES):
-            self._write(self._next(), PIECE_BYTES[-1], _SAMPLE_BYTES)
-        self._file.sync()
+        with _errors_of_disk(self._folder):
+            for _ in range(FILE_BYTES // _SAMPLE_BYTES):
+                self._write(self._next(), PIECE_BYTES[-1], _SAMPLE_BYTES)
+            self._file.sync()
 
     def cases(self) -> Iterator[Case]:
         """Yield reads, writes, and both at once."""
@@ -53,13 +55,14 @@ class Disk:
     def _case(self, work: str, piece: int, most: int | None) -> Case:
         def run() -> None:
             begin = self._next()
-            if work == "flash read":
-                self._fetch(begin, piece, _SAMPLE_BYTES)
-            elif work == "flash write":
-                self._write(begin, piece, _SAMPLE_BYTES)
-                self._file.sync()
-            else:
-                self._both(begin, piece)
+            with _errors_of_disk(self._folder):
+                if work == "flash read":
+                    self._fetch(begin, piece, _SAMPLE_BYTES)
+                elif work == "flash write":
+                    self._write(begin, piece, _SAMPLE_BYTES)
+                    self._file.sync()
+                else:
+                    self._both(begin, piece)
 
         prepared = Prepared(run, _SAMPLE_BYTES, piece)
         return Case(Quantity("flash", work), lambda: prepared, most)
@@ -107,22 +110,27 @@ def measured_disk(folder: Path) -> Iterator[Disk]:
     Raises:
         StorageError: the disk is too full, or the system refuses to write there.
     """
-    advice = "give a folder on another disk with --flash-dir"
+    with ExitStack() as stack:
+        with _errors_of_disk(folder):
+            found = os.statvfs(folder)
+            free = found.f_bavail * found.f_frsize
+            if free < _LEAST_FREE_BYTES:
+                raise StorageError(
+                    f"{folder}: expected {_LEAST_FREE_BYTES:,} free bytes to measure this disk, "
+                    f"got {free:,}; free some space, or {_ADVICE}"
+                )
+            disk = Disk(stack.enter_context(_unnamed_file(folder)), folder)
+        disk.fill()
+        yield disk
+
+
+@contextmanager
+def _errors_of_disk(folder: Path) -> Iterator[None]:
     try:
-        found = os.statvfs(folder)
-        free = found.f_bavail * found.f_frsize
-        if free < _LEAST_FREE_BYTES:
-            raise StorageError(
-                f"{folder}: expected {_LEAST_FREE_BYTES:,} free bytes to measure this disk, got "
-                f"{free:,}; free some space, or {advice}"
-            )
-        with _unnamed_file(folder) as file:
-            disk = Disk(file)
-            disk.fill()
-            yield disk
+        yield
     except OSError as error:
         raise StorageError(
-            f"{folder}: cannot measure this disk: {error.strerror or error}; {advice}"
+            f"{folder}: cannot measure this disk: {error.strerror or error}; {_ADVICE}"
         ) from error
 
 

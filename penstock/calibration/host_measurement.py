@@ -70,14 +70,14 @@ def calibrate(
         budget_seconds: of all measurements with their preparation. Compiling kernels, at first
             use, comes on top, and so does a second process that computes on the same cores.
             Everything is measured once, whatever the budget.
-        flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if the
-            measurement of that one fails.
+        flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if no file
+            can be written there.
         on_progress: called with what is being measured, and the share that is done.
         notice: called with a sentence for the user about a part that was not measured.
 
     Raises:
         ConfigError: the budget is not above 0, or `flash_dir` is no folder.
-        StorageError: the disk of `flash_dir` cannot be measured.
+        StorageError: the disk of `flash_dir` cannot be measured, or a disk fails later.
     """
     if not budget_seconds > 0:
         raise ConfigError(f"seconds: expected a number above 0, got {budget_seconds:g}")

@@ -105,6 +105,6 @@ def _parsed(line: str) -> MeasuredRun | None:
         values = json.loads(line)
         run = MeasuredRun(**{field.name: values[field.name] for field in fields(MeasuredRun)})
         ratio = run.ratio
-    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+    except (ValueError, KeyError, TypeError, ArithmeticError):
         return None
     return run if math.isfinite(ratio) and ratio > 0 else None

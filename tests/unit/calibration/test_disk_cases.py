@@ -75,11 +75,11 @@ def test_a_sample_moves_its_bytes_in_pieces(tmp_path, traffic, number):
     assert len(traffic["sync"]) == (work != "flash read")
 
 
-def test_at_most_512_mib_are_written(monkeypatch):
+def test_at_most_512_mib_are_written(tmp_path, monkeypatch):
     monkeypatch.undo()
     written = disk_cases.FILE_BYTES
     file = SimpleNamespace(is_direct=True)
-    for case in Disk(file).cases():
+    for case in Disk(file, tmp_path).cases():
         if case.quantity.work != "flash read":
             assert case.most is not None
             share = 2 if case.quantity.work == "flash both" else 1
@@ -148,6 +148,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         measured_disk(tmp_path / "nothing"),
     ):
         pass
+
+
+def test_an_error_that_is_not_of_the_disk_is_not_said_to_be(tmp_path):
+    with pytest.raises(OSError, match="Too many open files") as raised, measured_disk(tmp_path):
+        raise OSError(24, "Too many open files")
+    assert type(raised.value) is OSError
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_of_the_reading_thread_is_raised(tmp_path, monkeypatch):

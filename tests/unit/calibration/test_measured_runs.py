@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from measured_host import host
@@ -51,7 +52,17 @@ def test_the_oldest_runs_are_forgotten():
 
 @pytest.mark.parametrize(
     "line",
-    ["", "{", "[]", "1", '{"date": 1}', "\xff", '{"predicted_seconds": 0}'],
+    [
+        "",
+        "{",
+        "[]",
+        "1",
+        '{"date": 1}',
+        "\xff",
+        '{"predicted_seconds": 0}',
+        json.dumps({**dataclasses.asdict(RUN), "predicted_seconds": 1, "seconds": 10**400}),
+    ],
+    ids=range(8),
 )
 def test_a_damaged_line_counts_as_no_run(line):
     keep_run(RUN, KEY)
