@@ -23,6 +23,7 @@ import hashlib
 import inspect
 import io
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,18 @@ class _Implementation(caching.CompileResultCacheImpl):
 
 
 class _SealedFiles(caching.IndexDataCacheFile):
-    """An index and the machine code, each with a checksum at its end, which unpickling ignores."""
+    """An index and the machine code, each with a checksum at its end, which unpickling ignores.
+
+    Code files have random numbers: where files have no locks, two processes that save at once would
+    give one number to different code.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Save the code of a key; the index of a process that saves at once may lose it."""
+        overloads = self._load_index()
+        name = overloads.setdefault(key, self._data_name(secrets.randbits(64)))
+        self._save_data(name, data)
+        self._save_index(overloads)
 
     def _load_index(self) -> dict[Any, str]:
         return super()._load_index() if _is_whole(self._index_path) else {}
@@ -209,7 +221,8 @@ def _places(sources: Path) -> Iterator[Path]:
 
 def _remove_oldest(place: Path, kept: Path) -> None:
     """Remove the code of versions that have not compiled anything for the longest time."""
-    folders = [folder for folder in place.iterdir() if folder != kept and folder.is_dir()]
-    folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-    for folder in folders[_KEPT_VERSIONS - 1 :]:
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another process may remove them at the same time
+        folders = [folder for folder in place.iterdir() if folder != kept and folder.is_dir()]
+        folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+        for folder in folders[_KEPT_VERSIONS - 1 :]:
+            shutil.rmtree(folder, ignore_errors=True)

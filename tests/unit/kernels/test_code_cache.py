@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,6 +144,25 @@ def test_damaged_code_is_compiled_again(cache, suffix, damage):
     assert [is_found(), is_found()] == [False, True]
 
 
+def test_code_is_not_taken_for_that_of_other_types_where_files_have_no_locks(tmp_path):
+    """Some network file systems have none: two processes may save at once."""
+    both = [code_cache._SealedFiles(str(tmp_path), "kernel", "sources") for _ in range(2)]
+    first, second = both
+    save_data = first._save_data
+
+    def saved_late(name, data):
+        second._load_index = dict  # as it was before the first process saved
+        second.save("second", "code of second")
+        save_data(name, data)
+
+    first._save_data = saved_late
+    first.save("first", "code of first")
+    del second._load_index
+    for files in both:
+        found = [files.load(key) for key in ("first", "second")]
+        assert found in (["code of first", None], [None, "code of second"])
+
+
 def test_kernel_runs_on_a_full_disk(cache, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
@@ -197,6 +217,12 @@ def test_code_of_old_versions_is_removed(tmp_path, monkeypatch):
     kept = {path.name for path in folder.parent.iterdir()}
     newest = range(30 - code_cache._KEPT_VERSIONS + 1, 30)
     assert kept == {"new", *(f"old{number}" for number in newest)}
+
+
+def test_old_version_that_another_process_has_removed_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    (tmp_path / "removed").symlink_to("nothing")
+    code_cache._remove_oldest(tmp_path, tmp_path / "kept")
 
 
 def is_free(path):
