@@ -16,6 +16,7 @@ from grids import quick_first
 from toy_cluster import FIRST_ENGINE, HELD, ToyCluster
 from toy_model import STAGES, STEPS, WEIGHTS, reference
 
+from penstock.distributed.protocol import MessageType
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates
 from penstock.errors import CorruptionError
@@ -91,6 +92,25 @@ def test_node_lost_at_many_points_causes_no_rollback(fate):
 def test_node_lost_at_every_point_causes_no_rollback(fate):
     for point in range(points()):
         survive_point(point, fate)
+
+
+@pytest.mark.parametrize("replica", [1, 3])
+def test_late_begin_at_a_replica_repeats_no_step(replica):
+    """The other replica streams meanwhile, so gradients overtake the message."""
+    cluster = ToyCluster(ENGINES, SHARDS, replicas=REPLICAS, on_flash=False)
+    carry, late = cluster.network._faults.carry, []
+
+    def hold_back(now, sender, to, message):
+        copies = carry(now, sender, to, message)
+        if message.kind is MessageType.BEGIN and to == replica and message.step == 3:
+            late.append(message)
+            return [(delay + 0.3, copy) for delay, copy in copies]
+        return copies
+
+    cluster.network._faults.carry = hold_back
+    ended(cluster, cluster.train())
+    assert len(late) == 1
+    assert "retry" not in kinds(cluster)
 
 
 def trouble(seed: int) -> tuple[ToyCluster, bool, dict]:

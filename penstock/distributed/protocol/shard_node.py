@@ -35,6 +35,7 @@ from penstock.step_schedule import ByStep
 
 WINDOW = 2  # operations in flight; a store on flash keeps the memory of this many fetches valid
 GRADIENTS = 4  # operations with gradients in progress or in flight: two computing, two going up
+_FROM_ENGINES = (MessageType.WEIGHT_CREDIT, MessageType.GRADIENT)  # and relays; may overtake BEGIN
 
 
 class ShardExecutor(Protocol):
@@ -171,6 +172,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self._window, self._most_gradients = window, gradients
         self._streams = False  # whether this replica streams the weights
         self._questions: set[MessageType] = set()  # the coordinator's questions in this epoch
+        self._early: list[Message] = []  # of engines and relays, before BEGIN of their step
         self.sent_bytes = 0  # weights sent since the node was created
 
     def _takes_part(self, view: MembershipView) -> bool:
@@ -178,6 +180,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
 
     def _enter(self, view: MembershipView) -> None:
         self._questions.clear()
+        self._early.clear()
         self._streams = view.shards[self._shard][0] == self.number
 
     def _take(self, message: Message) -> None:
@@ -185,6 +188,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._begin(message)
         elif message.kind in (MessageType.HELD_STEPS, MessageType.ROLLBACK):
             self._take_question(message)
+        elif message.step > self._step.number and message.kind in _FROM_ENGINES:
+            self._early.append(message)
         elif message.step != self._step.number:
             self.refused += 1
         elif message.kind is MessageType.COMMIT:
@@ -240,6 +245,9 @@ class ShardNode(ProtocolNode[_ShardStep]):
                 self._work.settle()
 
         self._run(step, "begin", begin, ready)
+        early, self._early = self._early, []
+        for each in early:
+            self.handle(each)
 
     def _fetch_next(self) -> None:
         """Fetch the next operation, if the two limits allow it."""

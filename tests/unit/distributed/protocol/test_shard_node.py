@@ -58,6 +58,42 @@ def test_gradients_are_stored_once_in_sweep_order():
     assert context.kinds().count(MessageType.PREPARED) == 1
 
 
+def test_messages_of_engines_before_begin_are_kept():
+    """BEGIN is on another connection: a replica that does not stream may get gradients first."""
+    node, context, work = shard()
+    whole_step(node, context)
+    node.handle(Message(MessageType.WEIGHT_CREDIT, 1, 100, 2, 1, 0))
+    for op in (1, 2):
+        node.handle(gradient(op, 0, 2, step=2))
+    assert node.refused == 0
+    context.sent.clear()
+    node.handle(begin(2))
+    context.do()
+    done = work.done[work.done.index(("begin", 2)) :]
+    assert done[1:] == [("receive", 1), ("receive", 2), ("fetch", 0), ("fetch", 1), ("fetch", 2)]
+    assert context.kinds().count(MessageType.PREPARED) == 1
+
+
+def test_messages_before_begin_count_in_their_step_and_epoch_only():
+    node, context, work = shard()
+    node.handle(gradient(1, 0, 2, step=2))
+    node.handle(begin(3))
+    node.handle(view(2))
+    node.handle(gradient(1, 0, 2, step=4))
+    node.handle(begin(4, epoch=2))
+    node.handle(gradient(2, 0, 2, step=4, epoch=2))
+    context.do()
+    assert not [done for done in work.done if done[0] == "receive"]
+
+
+def test_invalid_message_before_begin_is_reported_with_its_sender():
+    node, context, _ = shard()
+    node.handle(gradient(1, 1, 2))
+    node.handle(begin())
+    [failure] = [m for _, m in context.sent if m.kind is MessageType.FAILURE]
+    assert failure.body["about"] == 101
+
+
 def test_first_of_repeated_gradients_counts():
     node, context, work = shard()
     node.handle(begin())
