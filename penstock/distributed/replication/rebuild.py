@@ -57,7 +57,7 @@ def copy_shard(
     where = {"source": source, "listens": list(address), "step": step}
     call = calls.begin(target, "take_copy", where, {})
     failpoints.point("copy.begun")
-    reply = _await(calls, call, meanwhile).body
+    reply = _await_learner(calls, call, meanwhile).body
     if "failed" in reply:
         raise _failure(reply, source, target)
     copied = _value(reply, "copied", int, target, ReplicaRejectedError)
@@ -104,12 +104,13 @@ def _await(calls: RpcClient, call: PendingCall, meanwhile: Callable[[], None]) -
 def _await_learner(
     calls: RpcClient, call: PendingCall, meanwhile: Callable[[], None]
 ) -> RpcMessage:
-    """Wait for a reply of the learner."""
+    """Wait for a reply of the learner, whose errors cost no other node its place."""
     try:
         return _await(calls, call, meanwhile)
     except ShardLostError:
         raise
     except PenstockError as error:
+        meanwhile()  # raises if the error is that of the run, not of the learner
         raise ReplicaRejectedError(str(error)) from error
 
 

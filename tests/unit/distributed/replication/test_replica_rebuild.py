@@ -15,7 +15,7 @@ from store_programs import (
 from penstock.distributed.control_messages import ReplicaSlot
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.replication import state_transfer
-from penstock.distributed.rpc.rpc import RpcMessage
+from penstock.distributed.rpc.rpc import InvalidResponseError, RpcMessage
 from penstock.errors import ClusterError, CorruptionError, StorageError
 from penstock.store.flash.shards import durable_records
 
@@ -290,6 +290,42 @@ def test_invalid_response_during_copy_evicts_node(in_memory, node, method, says)
     run.copy()
     assert run.nodes == (2,)  # until it is lost, if it is that
     assert run.coordinator.lost_nodes == [1, node]
+
+
+@pytest.mark.parametrize("error", [ClusterError, InvalidResponseError])
+@pytest.mark.parametrize("method", ["take_copy", "checksum", "remember", "finish_restore"])
+def test_error_of_learner_costs_the_learner_and_not_the_source(run, monkeypatch, method, error):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    begin = run.calls.begin
+
+    def begin_or_fail(node, called, *arguments):
+        call = begin(node, called, *arguments)
+        if (node, called) == (3, method):
+            call.answer = failing
+        return call
+
+    def failing(meanwhile):
+        raise error("node 3 replied with nonsense")
+
+    monkeypatch.setattr(run.calls, "begin", begin_or_fail)
+    run.copy()
+    assert run.nodes == (2,)
+    assert run.coordinator.lost_nodes == [1, 3]
+    [(kind, text)] = run.said
+    assert (kind, "node 3 replied with nonsense" in text) == ("replica refused", True)
+
+
+def test_error_that_ends_the_run_during_copy_is_not_that_of_the_learner(run):
+    trained(run)
+    run.lose(1)
+    run.come(3, 0)
+    fail = run.event_queue.fail
+    run.calls.before[3, "SNAPSHOT_CHUNK", 2] = lambda: fail(StorageError("the run has ended"))
+    with pytest.raises(StorageError, match="the run has ended"):
+        run.copy()
+    assert not [kind for kind, _ in run.said if kind == "replica refused"]
 
 
 @pytest.mark.parametrize(
