@@ -16,6 +16,7 @@ from penstock.distributed.protocol.epoch import EpochManager
 from penstock.distributed.protocol.failure_detector import FailureDetector
 from penstock.distributed.protocol.membership import Membership
 from penstock.distributed.protocol.retry_budget import RetryBudget
+from penstock.distributed.protocol.routes import relays_in_trees
 from penstock.distributed.protocol.step_request import UnrecoverableError
 from penstock.distributed.protocol.step_transaction import Phase, StepTransaction
 from penstock.errors import ClusterError
@@ -185,8 +186,8 @@ def find_suspect(status: StepStatus, membership: Membership, stalls: int) -> tup
         return incomplete[0], "the other replica of its shard has all gradients, it has not"
     # The node with the least progress is behind the broken connection. A tie goes to the node
     # nearest the root. Relays, which no step needs, and engines are suspects in turn.
-    is_turn_of_relays = stalls % 2 == 1 and epochs.view.relays
-    suspects = epochs.view.relays if is_turn_of_relays else epochs.view.engines
+    relays = relays_in_trees(epochs.view)
+    suspects = relays if stalls % 2 == 1 and relays else epochs.view.engines
     progress = status.detector.progress(suspects)
     return min(progress, key=lambda n: progress[n]), "the step waits for it"
 

@@ -72,6 +72,13 @@ def first_node(view: MembershipView, shard: int, operation: int, chunk: int) -> 
     return view.engines[root(shard, lane, len(view.shards), len(view.engines))]
 
 
+def relays_in_trees(view: MembershipView) -> Sequence[int]:
+    """Return the relays of a view that carry anything; the others wait for the loss of one."""
+    if not view.relays:
+        return ()
+    return view.relays[: RelayTrees.of(len(view.engines), len(view.relays)).relays]
+
+
 def connections(engines: int, shards: int, relays: int = 0) -> set[tuple[int, int]]:
     """Return the connections of one view as pairs: engines by position, shard k as -1 - k, and
     relays behind the engines.

@@ -137,11 +137,13 @@ class Play:
         for shard, _ in self.take(MessageType.COMMIT):
             self.say(shard, MessageType.COMMITTED, body={"shard": shard})
 
-    def pass_time(self, seconds: float, busy=(), silent=(), beat: float = 0.2) -> None:
+    def pass_time(
+        self, seconds: float, busy=(), silent=(), beat: float = 0.2, progress=None
+    ) -> None:
         for _ in range(round(seconds / beat)):
             for node in self.coordinator.membership.participants:
                 if node not in silent:
-                    body = {"progress": 0, "busy": node in busy}
+                    body = {"progress": (progress or {}).get(node, 0), "busy": node in busy}
                     self.say(node, MessageType.HEARTBEAT, epoch=0, body=body)
             self.now += beat
             self.coordinator.tick(self.now)

@@ -65,6 +65,20 @@ def test_stalled_step_loses_a_relay_before_an_engine():
     assert lost[1] in ENGINES
 
 
+def test_relay_that_waits_in_no_tree_is_no_suspect_of_a_stall():
+    """It has done nothing, as every relay that waits: 20 engines use 40 of 41 relays."""
+    relays = range(500, 541)
+    play = Play(engines=range(100, 120), relays=relays)
+    play.start(2, micro_batches=20)
+    play.begun()
+    progress = dict.fromkeys(relays, 9) | {540: 0, 517: 4}
+    for _ in range(2):
+        play.pass_time(3.0, progress=progress)
+        play.see()
+        play.begun()
+    assert [event.node for event in play.happened if "lost" in event.kind] == [517]
+
+
 @pytest.mark.parametrize(("sender", "about"), [(500, None), (100, 500), (1, 500)])
 def test_failed_relay_is_evicted(sender, about):
     play = Play(relays=RELAYS)
