@@ -97,7 +97,7 @@ class Assignment:
 class WorkerMetrics:
     """The metrics in an engine's heartbeat: memory and computing time.
 
-    `computed` is in seconds, over `micro_batches`, both since the engine's creation.
+    `computed` is in seconds, over `micro_batches`, both since the engine joined.
     """
 
     peak_bytes: int = 0

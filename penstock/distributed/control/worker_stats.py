@@ -62,7 +62,8 @@ class ComputeTimer:
             seconds: the length of the step.
         """
         new = [each.computed - self._before.get(engine, 0.0) for engine, each in metrics.items()]
-        self._before = {engine: each.computed for engine, each in metrics.items()}
+        # Engines of earlier steps are kept: a spare engine may take part again later.
+        self._before |= {engine: each.computed for engine, each in metrics.items()}
         computed = self._carried + max(new, default=0.0)
         self._carried = max(0.0, computed - seconds)
         return min(computed, seconds)

@@ -43,14 +43,20 @@ class EngineRole:
 
     def __init__(self, work: LocalEngineExecutor, transfers: ByStep[TransferSchedule]) -> None:
         self.work, self.transfers = work, transfers
+        self._computed_before = work.computed  # by the nodes before the present one
 
     def node(self, number: int, context: NodeContext) -> EngineNode:
-        """Return the engine's node."""
+        """Return a node of the engine; after a lost connection the engine joins as another node."""
+        self._computed_before = self.work.computed
         return EngineNode(number, context, self.transfers, self.work)
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the engine's memory and computing time."""
-        return {"peak_bytes": self.work.peak_bytes, "computed": list(self.work.computed)}
+        """Return the engine's memory, and the computing time of its node."""
+        computed = zip(self.work.computed, self._computed_before, strict=True)
+        return {
+            "peak_bytes": self.work.peak_bytes,
+            "computed": [now - before for now, before in computed],
+        }
 
 
 class ShardRole:

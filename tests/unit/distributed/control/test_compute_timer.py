@@ -27,3 +27,11 @@ def test_joined_engine_starts_at_zero_and_lost_engine_is_dropped():
     assert watch.of_step(said(e1=101.0, e2=2.0), 5.0) == 2.0
     assert watch.of_step(said(e2=2.5), 5.0) == 0.5
     assert watch.of_step({}, 5.0) == 0.0
+
+
+def test_engine_that_was_left_out_for_some_steps_counts_from_where_it_was():
+    watch = ComputeTimer()
+    watch.of_step(said(e1=100.0, e2=100.0), 200.0)
+    assert watch.of_step(said(e1=101.0), 5.0) == 1.0
+    assert watch.of_step(said(e1=102.0, e2=102.0), 5.0) == 2.0
+    assert watch.of_step(said(e1=103.0, e2=103.0), 5.0) == 1.0

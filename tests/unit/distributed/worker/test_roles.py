@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import socket
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from hf_folders import model_of, save, set_config
 from penstock.compiler import uses_onednn
 from penstock.config import Config
 from penstock.distributed.control_messages import ReplicaSlot
+from penstock.distributed.protocol import TransferSchedule
 from penstock.distributed.run_spec import RunSpec
-from penstock.distributed.worker.roles import build_engine, build_shard
+from penstock.distributed.worker.roles import EngineRole, build_engine, build_shard
 from penstock.errors import ClusterError, UnfitHostError
 from penstock.models import KEPT, keep_small_files
 from penstock.planning import builders, plan_execution
+from penstock.step_schedule import ByStep
 from penstock.telemetry import process_memory
 
 
@@ -42,6 +46,20 @@ def test_shard_of_gpu_run_needs_no_gpu(told, monkeypatch):
     plan, terms = told("cuda")
     made = build_shard(terms, ReplicaSlot(1, 0), "when asked")
     assert made.digest == plan.shard_digest
+
+
+def test_engine_that_joins_again_counts_its_computing_time_from_then():
+    """The trainer knows it as another node, and would count everything in one step."""
+    work = SimpleNamespace(peak_bytes=7, computed=(2.0, 4))
+    role = EngineRole(work, ByStep.always(TransferSchedule((), shards=1)))
+    context = SimpleNamespace(clock=time.perf_counter)
+    role.node(1000, context)
+    work.computed = (5.0, 10)
+    assert role.metrics() == {"peak_bytes": 7, "computed": [3.0, 6]}
+    role.node(1001, context)
+    assert role.metrics()["computed"] == [0.0, 0]
+    work.computed = (6.0, 12)
+    assert role.metrics()["computed"] == [1.0, 2]
 
 
 def test_host_without_gpu_is_unfit_for_gpu_engine(told, monkeypatch):
