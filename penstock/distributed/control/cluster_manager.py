@@ -194,7 +194,9 @@ class ClusterManager:
         """Tell whether no shard still works on a step of an earlier epoch."""
         if not self.spec.has_shard_processes:
             return not any(node.is_busy for node in self._local)
-        return self.heartbeat_stats.are_idle(self._assignment.all_nodes, self.coordinator.epoch)
+        # Another node has joined since, and is told of an epoch with the next step only.
+        nodes = {*self._assignment.all_nodes} & {*self.coordinator.shard_nodes}
+        return self.heartbeat_stats.are_idle(nodes, self.coordinator.epoch)
 
     # Engines
 

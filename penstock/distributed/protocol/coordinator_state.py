@@ -28,6 +28,11 @@ class CoordinatorState:
         return self._epochs.view.engines
 
     @property
+    def shard_nodes(self) -> tuple[int, ...]:
+        """The replicas of the current view."""
+        return self._epochs.view.shard_nodes
+
+    @property
     def epoch(self) -> int:
         """The current epoch."""
         return self._epochs.epoch

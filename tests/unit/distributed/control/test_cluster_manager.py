@@ -13,8 +13,9 @@ from fake_workers import TOKEN, FakeLauncher, config, model_source
 from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager
-from penstock.distributed.control_messages import Role
+from penstock.distributed.control_messages import ReplicaSlot, Role
 from penstock.distributed.launchers.base import WorkerExit
+from penstock.distributed.protocol import Message, MessageType
 from penstock.distributed.transport import Endpoint
 from penstock.errors import BudgetError, ClusterError
 from penstock.planning.memory_budget import HostCapacity
@@ -60,6 +61,30 @@ def test_stop_ends_wait_for_engines(open_manager):
     opened.is_stopped = True
     with pytest.raises(InterruptedError):
         opened.manager.await_engines()
+
+
+def test_end_of_a_step_does_not_wait_for_a_shard_that_joined_after_it(open_manager):
+    """It has seen no epoch, and sees the next one only with the next step."""
+    opened = open_manager(shards="apart", lease=60.0)
+    manager, assignment = opened.manager, opened.manager._assignment
+    for _ in range(2):
+        member, given = open_manager.join(opened)
+        member.report_ready(manager, given)
+    wait_until(lambda: not assignment.is_incomplete)
+    manager._run_in_endpoint(manager.coordinator._epochs.advance_epoch)
+    assignment.lose(2)
+    assignment.take(ReplicaSlot(1, 0), 1000)
+
+    def beat(node: int, epoch: int, busy: bool) -> None:
+        body = {"busy": busy, "progress": 0}
+        manager.heartbeat_stats.take(Message(MessageType.HEARTBEAT, epoch, node, body=body))
+
+    beat(1000, 0, busy=False)
+    beat(1, 0, busy=False)
+    beat(1, 1, busy=True)
+    assert not manager.is_quiescent()
+    beat(1, 1, busy=False)
+    assert manager.is_quiescent()
 
 
 @pytest.mark.parametrize("engines", [0, 5, "2", None])
