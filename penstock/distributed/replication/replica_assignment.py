@@ -73,8 +73,8 @@ class ReplicaAssignment:
         """Make a learner that has received its copy a holder of the shard."""
         self.take(self._learners.pop(node), node)
 
-    def lose(self, node: int) -> None:
-        """Make the slot of a node vacant."""
+    def lose(self, node: int) -> bool:
+        """Make the slot of a node vacant; return whether it is: a retired slot is not."""
         with self._changed:
             slot = self._learners.pop(node, None)
             for shard, holders in enumerate(self._holders):
@@ -85,6 +85,7 @@ class ReplicaAssignment:
                         self._lost_last[shard] = slot
             if slot is not None:
                 self._vacant.add(slot)
+        return slot is not None
 
     def retire(self, node: int) -> None:
         """Retire the slot of a learner permanently."""

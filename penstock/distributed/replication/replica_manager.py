@@ -186,7 +186,7 @@ class ReplicaManager:
         """Make a lost node's slot vacant; end the run if no state of the shard is left."""
         shard, why = slot.shard, f"shard {slot.shard} of the store was lost"
         was_complete = self.assignment.was_complete
-        self.assignment.lose(number)
+        is_vacant = self.assignment.lose(number)
         if not was_complete:
             self._event_queue.fail(
                 StorageError(f"{why} before all shards had joined; give the same command again")
@@ -198,7 +198,7 @@ class ReplicaManager:
                     "resumes from the last checkpoint"
                 )
             )
-        elif self._config.cluster.start == "listen":
+        elif is_vacant and self._config.cluster.start == "listen":
             self._event_queue.emit("shard wanted", self._how_to_start(shard), number)
         self._calls.lost(number, f"{why}; {_RESUME}")
 

@@ -127,6 +127,19 @@ def test_learner_that_cannot_store_copy_is_refused(run, monkeypatch):
     assert run.apart.assignment.retired == 1
 
 
+def test_user_is_asked_for_workers_of_vacant_slots_only(in_memory):
+    """A worker in the place of a learner that could not store its copy would be refused."""
+    run = trained(in_memory)
+    cluster = run.apart._config.cluster.model_copy(update={"start": "listen"})
+    run.apart._config = run.apart._config.model_copy(update={"cluster": cluster})
+    run.lose(1)
+    assert [kind for kind, _ in run.said] == ["shard wanted"]
+    run.come(3, 0)
+    run.apart._refuse(0, 3, "no space left on node 3")
+    run.apart.lost(ReplicaSlot(0, 0), 3)  # as its link ends
+    assert [kind for kind, _ in run.said] == ["shard wanted", "replica refused"]
+
+
 def test_stop_cancels_copy(run):
     trained(run)
     run.lose(2)
