@@ -7,9 +7,9 @@ whose rows were lost does not begin, and the step is retried in another epoch.
 
 from collections.abc import Sequence
 
-from penstock.distributed.protocol.messages import MessageType, pack_arrays
+from penstock.distributed.protocol.messages import MessageType
 from penstock.distributed.protocol.step_request import EngineInput, StepRequest
-from penstock.distributed.protocol.step_transaction import Send
+from penstock.distributed.protocol.step_transaction import Send, packed_rows
 
 
 class RowsAhead:
@@ -33,7 +33,7 @@ class RowsAhead:
         self._request = None
         try:
             parts = request.parts(len(engines))
-            packed = [pack_arrays(part.rows) for part in parts]
+            packed = [packed_rows(part, request.step) for part in parts]
         except Exception:  # the step ends with this error when it begins
             return
         self._epoch, self._request = epoch, request

@@ -13,9 +13,14 @@ import numpy as np
 from penstock.collectives import partition
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.membership_view import MembershipView
-from penstock.distributed.protocol.messages import Message, MessageType, pack_arrays
+from penstock.distributed.protocol.messages import (
+    MAX_PAYLOAD_BYTES,
+    Message,
+    MessageType,
+    pack_arrays,
+)
 from penstock.distributed.protocol.step_request import EngineInput, StepRequest, StepResult
-from penstock.errors import CorruptionError
+from penstock.errors import ConfigError, CorruptionError
 
 
 class Send(Protocol):
@@ -62,7 +67,7 @@ class StepTransaction:
         engines = self._view.engines
         inputs = self.request.parts(len(engines)) if ahead is None else ahead
         parts = [
-            (engine, part.body, *pack_arrays(part.rows))
+            (engine, part.body, *packed_rows(part, self.request.step))
             for engine, part in zip(engines, inputs, strict=True)
         ]
         for node in self._nodes:
@@ -226,6 +231,20 @@ class StepTransaction:
         """How many losses, reports, histograms and acknowledgements have arrived."""
         counted = self._round, len(self._histograms)
         return len(self._losses), len(self._reports), *counted, len(self._acknowledgements)
+
+
+def packed_rows(part: EngineInput, step: int) -> tuple[list[list[Any]], np.ndarray]:
+    """Return the description of an engine's rows for a body, and their bytes for the payload.
+
+    **Raises:** `ConfigError` if they have more bytes than a message carries.
+    """
+    described, payload = pack_arrays(part.rows)
+    if payload.nbytes > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"batch.size: an engine's rows of step {step} have {payload.nbytes:,} bytes, a message "
+            f"carries at most {MAX_PAYLOAD_BYTES:,}; lower batch.size, or use more engines"
+        )
+    return described, payload
 
 
 def _is_equal(first: Message, other: Message) -> bool:

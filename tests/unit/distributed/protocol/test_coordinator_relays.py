@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from coordinator_play import ENGINES, SHARDS, Order, Play
 
+from penstock.distributed.protocol import EngineInput, step_transaction
 from penstock.distributed.protocol.messages import MessageType, unpack_arrays
+from penstock.errors import ConfigError
 
 RELAYS = (500, 501)
 
@@ -137,6 +139,22 @@ def test_rows_of_the_next_step_are_sent_once_the_step_runs():
     assert all(message.body["total"] == 8 for to, message in begun if to in ENGINES)
     play.finish()
     assert play.ended[-1].error is None
+
+
+def test_rows_too_large_for_a_message_end_the_step_with_their_size(monkeypatch):
+    """A connection would end with such a message: engines would be lost without end."""
+    play = Play()
+    monkeypatch.setattr(step_transaction, "MAX_PAYLOAD_BYTES", 7)
+    first, second = Order(2), Order(3)
+    first.parts = lambda engines: [EngineInput({}, {})] * engines
+    play.coordinator.start(first, play.ended.append, second)
+    assert not sent_rows(play)
+    play.finish()
+    play.coordinator.start(second, play.ended.append)
+    assert not play.begun()
+    text = r"batch.size: .* of step 3 .* 8 bytes, .* at most 7; lower batch.size, or"
+    with pytest.raises(ConfigError, match=text):
+        raise play.ended[-1].error
 
 
 def test_rows_sent_ahead_count_in_their_epoch_only():
