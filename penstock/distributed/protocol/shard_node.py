@@ -3,10 +3,10 @@
 One replica of the shard streams its pieces of the weights, operation by operation. Two limits apply
 back-pressure: the buffers of the engines, and the number of operations whose gradients the shard
 has not stored yet. Without weights the engines compute no more gradients, so only a few operations'
-gradients wait in an engine's memory, however slow its connections are. The shard receives the sum
-of each of its gradients once. It reports when all gradients have arrived. It commits once, on the
-coordinator's decision. Between steps the coordinator may roll the shard back to a step that it
-holds.
+gradients wait in an engine's memory, however slow its connections to this replica are. The shard
+receives the sum of each of its gradients once. It reports when all gradients have arrived. It
+commits once, on the coordinator's decision. Between steps the coordinator may roll the shard back
+to a step that it holds.
 """
 
 from __future__ import annotations
