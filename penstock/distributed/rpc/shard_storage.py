@@ -6,7 +6,7 @@ from typing import Protocol
 from penstock.config import Config
 from penstock.distributed.protocol import GRADIENT_WIDTH
 from penstock.distributed.rpc.rpc import WRITE_BYTES
-from penstock.errors import ClusterError, StorageError
+from penstock.errors import ClusterError, StorageError, UnfitHostError
 from penstock.planning import mask_rule_of, store_factory
 from penstock.program import Program, largest_stage
 from penstock.spans import Spans
@@ -14,7 +14,7 @@ from penstock.store import (
     ShardMap,
     Store,
 )
-from penstock.store.flash import FlashStore, forget, go_back, shard_folder
+from penstock.store.flash import FlashStore, durable_records, forget, go_back, shard_folder
 
 
 class OwnedShard:
@@ -55,8 +55,8 @@ class OwnedShard:
     def open(self, must_hold: bool = False) -> Store:
         """Open the store, new or with its previous content.
 
-        **Raises:** the errors of the store, and `StorageError` if `must_hold` is set and the store
-        holds no step.
+        **Raises:** the errors of the store, and `UnfitHostError` if `must_hold` is set and this
+        host has no durable step of the store.
         """
         self.close()
         config, masks = self._config, mask_rule_of(self._config, self._program)
@@ -64,10 +64,11 @@ class OwnedShard:
             self._open = store_factory.make_dram_shard(config, self._program, self._part, masks)
             return self._open
         folder = shard_folder(config.store.flash.path, self._shard, self._replica)
-        if must_hold and not folder.exists():
-            raise StorageError(
-                f"{folder} is not on this host; start the worker where that shard's flash is, or "
-                "put store.flash.path on a file system that all hosts share"
+        if must_hold and not durable_records(folder):
+            raise UnfitHostError(
+                f"{folder}: this host has no durable step of the shard; start the worker where "
+                "that shard's flash is, or put store.flash.path on a file system that all hosts "
+                "share"
             )
         each = store_factory.flash_share(config, self._program, self._store_bytes)
         self._open = store_factory.make_flash_shard(

@@ -21,6 +21,7 @@ from penstock.store.flash.sharded import (
     SingleFlashShard as SingleFlashShard,
 )
 from penstock.store.flash.shards import (
+    durable_records as durable_records,
     forget as forget,
     go_back as go_back,
     require_shards as require_shards,

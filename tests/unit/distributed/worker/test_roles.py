@@ -48,6 +48,20 @@ def test_shard_of_gpu_run_needs_no_gpu(told, monkeypatch):
     assert made.digest == plan.shard_digest
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_host_without_stored_shard_is_unfit_to_replace_it(told, tmp_path, has_folder):
+    """Another host may have it; and nothing is written where it is not."""
+    _, terms = told()
+    flash = tmp_path / "flash"
+    terms["config"]["store"]["flash"] = {"path": str(flash)}
+    if has_folder:  # as of a disk that is not mounted
+        (flash / "shard-1").mkdir(parents=True)
+    before = sorted(flash.rglob("*"))
+    with pytest.raises(UnfitHostError, match=r"shard-1: .* no durable step .* that shard's flash"):
+        build_shard(terms, ReplicaSlot(1, 0), "what was left")
+    assert sorted(flash.rglob("*")) == before
+
+
 def test_engine_that_joins_again_counts_its_computing_time_from_then():
     """The trainer knows it as another node, and would count everything in one step."""
     work = SimpleNamespace(peak_bytes=7, computed=(2.0, 4))
