@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine
+import toy_cluster
+from toy_cluster import FIRST_ENGINE, ToyCluster, ToyEngine, ToyOrder
 from toy_model import reference
 
-from penstock.distributed.protocol import UnrecoverableError
+from penstock.distributed.protocol import EngineInput, UnrecoverableError
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.simulation import Faults
 from penstock.errors import ClusterError
@@ -154,6 +155,20 @@ def test_bad_network_ends_run_with_counts(what):
     text = str(raised.value)
     assert f"{damaged} times for a damaged frame, {still} times without progress" in text
     assert "Check that all hosts of the run can connect to each other on any port" in text
+
+
+def test_rows_that_arrive_later_than_the_stall_end_run_with_the_key_to_raise(monkeypatch):
+    """3 MB at 1 MB/s, and 2 s without progress."""
+
+    class Large(ToyOrder):
+        def parts(self, engines):
+            large = {"large": np.zeros(3_000_000, np.uint8)}
+            return [EngineInput(part.body, part.rows | large) for part in super().parts(engines)]
+
+    monkeypatch.setattr(toy_cluster, "ToyOrder", Large)
+    with pytest.raises(ClusterError, match=r"longer than cluster\.stall: raise it") as raised:
+        ToyCluster(1, 1).train(1)
+    assert "33 times without progress" in str(raised.value)
 
 
 def one_flipped(engines: int, kind: MessageType, is_at: Callable[[int, int], bool]) -> ToyCluster:
