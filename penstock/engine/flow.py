@@ -47,6 +47,15 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def on_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an input of a micro-batch in memory of its own, at the allocator's alignment.
+
+    Where a micro-batch begins within the rows of an engine depends on the number of engines, and
+    matrix products on a CPU may sum in another order where an operand is aligned otherwise.
+    """
+    return rows.to(device, copy=True, memory_format=torch.contiguous_format)
+
+
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.collectives import PartialSum, TreeReduction
-from penstock.engine.flow import Flow, check_inputs
+from penstock.engine.flow import Flow, check_inputs, on_device
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import InPlace, WeightSlots
@@ -80,7 +80,7 @@ class TorchEngine:
             flow = Flow(batch.first + offset, batch.seed, batch.step)
             check_inputs(program, inputs)
             given = {
-                name: inputs[name].to(self._device).contiguous()
+                name: on_device(inputs[name], self._device)
                 for name in program.inputs
                 if name in program.values
             }

@@ -7,6 +7,7 @@ import functools
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import warm_start
@@ -14,10 +15,14 @@ from grids import quick_first, thinned
 from plain_training import Recipe, trainer_of
 from sweeps import gradients_by_weight, sweep
 from tiny_models import FIELDS, LENGTH, language_model
+from torch import nn
 
+from penstock.data import ArraySource
 from penstock.engine import EnginePlan, TorchEngine
 from penstock.engine.recompute_planner import bytes_of_choice
+from penstock.models import InputSpec, ModelSource
 from penstock.planning import builders
+from penstock.training.trainer import Trainer
 
 PLAN = EnginePlan()
 STEPS = 8
@@ -115,6 +120,38 @@ def test_any_number_of_engines_gives_the_same_bits(precision, dropout, numbers, 
     for engines in numbers:
         folder = tmp_path / str(engines)
         assert run(folder, case, recipe, precision=precision, engines=engines) == alone, engines
+
+
+@pytest.mark.parametrize(("features", "micro"), [(17, 2), (19, 3)])
+def test_any_number_of_engines_gives_the_same_bits_with_rows_of_any_size(features, micro, tmp_path):
+    """Float rows may begin anywhere in a cache line, and matrix products round accordingly."""
+    x = np.random.default_rng(features).standard_normal((512, features)).astype(np.float32)
+    source = ArraySource({"input": x, "target": np.sin(x).sum(1, keepdims=True)})
+
+    def train(engines):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(features, 33), nn.Tanh(), nn.Linear(33, 1))
+        trainer = Trainer(
+            {
+                "batch": {"size": 12, "micro": micro},
+                "engines": engines,
+                "engine": {"threads": 1},
+                "run": {"dir": str(tmp_path / str(engines)), "steps": STEPS},
+            },
+            model=ModelSource.from_module(
+                module,
+                loss=nn.functional.mse_loss,
+                inputs={"input": InputSpec((features,))},
+                targets={"target": InputSpec((1,))},
+            ),
+            source=source,
+            quiet=True,
+        )
+        return trainer.train()["loss"], trainer.store.content_hash()
+
+    alone = train(1)
+    for engines in (2, 4):
+        assert train(engines) == alone, engines
 
 
 def test_resume_with_other_engines_and_recomputation_gives_the_same_bits(uninterrupted, tmp_path):
