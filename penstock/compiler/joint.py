@@ -11,7 +11,8 @@ passes over memory recompute it from other saved values, such as a GELU from its
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -167,7 +168,7 @@ def _trace(
     def leaves(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.detach().requires_grad_(g) for t, g in zip(flat, grads, strict=True)]
 
-    with mode:
+    with mode, _without_cudnn_attention():
         flat = [
             torch.empty(spec.shape, dtype=spec.dtype, device=device)
             for spec in (*signature.weights, *signature.inputs)
@@ -203,6 +204,18 @@ def _trace(
     _simplify(traced)
     choose_products(traced, products)
     return traced, outputs, outputs_grad
+
+
+@contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """Let PyTorch choose another attention than cuDNN's, whose backward has no fixed order of
+    sums."""
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 def leave_device_open(graph: fx.Graph) -> None:

@@ -6,25 +6,36 @@ import torch
 
 from penstock.program import Program
 
-# Adds partial sums in nondeterministic order unless PyTorch's deterministic mode is on.
-_ONLY_IF_STRICT = "_scaled_dot_product_efficient_attention_backward"
+# They add partial sums in a fixed order only if PyTorch's deterministic mode is on and is no mere
+# warning (ATen/native/transformers/cuda/attention_backward.cu). A third one, of cuDNN, has no fixed
+# order and is never traced (`compiler/joint.py`).
+_ONLY_IF_STRICT = (
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward",
+)
 
 
 def choose_repeatable_kernels(program: Program) -> None:
     """Make PyTorch, in this process, use kernels with a fixed order of summation.
 
-    Operators without such a kernel are an error only for programs with an attention that needs the
-    deterministic mode. In other programs (convolutions, pooling) PyTorch warns, naming the
-    operators.
+    Operators without such a kernel are an error once a program of the process has an attention that
+    needs the deterministic mode: its evaluation has none, and must not end that mode. Until then
+    (convolutions, pooling) PyTorch warns, naming the operators.
     """
     # cuBLAS reads this at startup; the value equals its default, 8 buffers of 4 MiB.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    strict = any(
-        _ONLY_IF_STRICT in str(node.target)
+    strict = _is_strict() or any(
+        name in str(node.target)
         for kind in {stage.kind.digest: stage.kind for stage in program.stages}.values()
         for graph in kind.graphs.values()
         for node in graph.nodes
+        for name in _ONLY_IF_STRICT
     )
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     # By default PyTorch would also fill every fresh tensor with NaN to expose uninitialised reads.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _is_strict() -> bool:
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not is_warning
