@@ -30,7 +30,8 @@ class Source(Protocol):
     def batch(self, step: int, indices: Sequence[int], global_batch: int) -> Batch:
         """Return rows `indices` of the global batch of `step`, each field [len(indices), ...].
 
-        Equal arguments give equal arrays, and a row depends only on its own index.
+        Equal arguments give equal arrays, and a row depends only on its own index. The caller
+        copies the arrays before the next call, so their memory may be used again.
         """
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:

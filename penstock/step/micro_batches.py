@@ -82,7 +82,8 @@ class Batches:
 
 
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return a batch's arrays as tensors over the same memory.
+    """Return a batch's arrays as tensors in memory of their own: a source may return the same
+    memory for the rows of another engine, or memory that must not be written.
 
     **Raises:** `DataError` if `batch` is not a mapping of arrays, or PyTorch lacks an array's type.
     """
@@ -92,6 +93,7 @@ def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
             f"{type(batch).__name__}"
         )
     try:
-        return {n: torch.from_numpy(np.ascontiguousarray(array)) for n, array in batch.items()}
+        copies = {n: np.array(array, order="C", ndmin=1) for n, array in batch.items()}
+        return {name: torch.from_numpy(array) for name, array in copies.items()}
     except (TypeError, ValueError) as error:
         raise DataError(f"the source gave an array that PyTorch cannot take: {error}") from None

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -368,6 +369,46 @@ def test_source_with_too_few_rows_is_refused(tmp_path):
     assert str(caught.value) == (
         "expected 8 rows of 'left' from the source, got 7; `batch` must return a row per index"
     )
+
+
+def test_source_without_arrays_is_refused(tmp_path):
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
+    trainer._data.training.batch = lambda *call: {}
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the batch lacks 'left': the model reads left, right; the source gave nothing"
+    )
+
+
+class OneBuffer:
+    """A source that returns the same memory in every call; nobody else may write to it."""
+
+    def __init__(self, source):
+        self._source, self._buffers = source, {}
+
+    def batch(self, step, indices, global_batch):
+        found = {}
+        for name, array in self._source.batch(step, indices, global_batch).items():
+            buffer = self._buffers.setdefault(
+                name, np.zeros((global_batch, *array.shape[1:]), array.dtype)
+            )
+            buffer[: len(array)] = array
+            found[name] = buffer[: len(array)]
+            found[name].flags.writeable = False
+        return found
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_source_may_return_the_same_memory_in_every_call(engines, tmp_path):
+    losses = []
+    for wrap in (OneBuffer, lambda source: source):
+        folder = tmp_path / str(len(losses))
+        trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), folder, engines=engines)
+        data = trainer._data.training
+        data.batch = wrap(SimpleNamespace(batch=data.batch)).batch
+        losses.append(trainer.train()["loss"])
+    assert losses[0] == losses[1]
 
 
 def test_strided_rows_train_as_contiguous_copies(tmp_path):
