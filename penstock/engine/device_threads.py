@@ -63,21 +63,22 @@ class Rounds:
         self._calls: list[Call] = []
         self._begun: set[DeviceThread] = set()
         self._broken: Exception | None = None
+        self._is_closed = False
 
     def begin(self, engine: DeviceThread) -> None:
         """Record that an engine begins a step; the first engine to begin also ends the previous
         step.
 
         Raises:
-            GroupError: the group of devices has failed.
+            GroupError: the group of devices has failed, or was closed.
         """
+        self.require_whole()
         if engine in self._begun:
             self.level()
             self._calls.clear()
             self._begun.clear()
             for each in self.engines:
                 each.given = 0
-        self.require_whole()
         self._begun.add(engine)
 
     def give(self, engine: DeviceThread, call: Call) -> Future[Any]:
@@ -117,6 +118,7 @@ class Rounds:
         """Have all devices leave the group and end their threads; a thread that hangs is
         abandoned."""
         self.level()
+        self._is_closed = True
         for engine in self.engines:
             engine.leave()
         for engine in self.engines:
@@ -130,7 +132,12 @@ class Rounds:
             self._abort()
 
     def require_whole(self) -> None:
-        """Raise `GroupError` if the group has failed."""
+        """Raise `GroupError` if the group has failed, or its devices were released."""
+        if self._is_closed:
+            raise GroupError(
+                "the devices of engine.devices were released by close(); create a new Trainer: it "
+                "continues from the last saved step"
+            )
         if self._broken is not None:
             raise GroupError(
                 f"the devices of engine.devices can no longer communicate ({self._broken}); start "

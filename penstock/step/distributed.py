@@ -111,10 +111,11 @@ class DistributedStepRunner:
         Raises:
             NonFiniteError: this error, and errors of the data or the store, leave the step
                 uncommitted; the step can be run again.
-            ClusterError: no engine is available.
+            ClusterError: no engine is available, or the run's processes were released.
             StorageError: a shard was lost, and no copy of its weights and state exists.
             InterruptedError: a stop was requested while nodes were missing.
         """
+        self.manager.event_queue.require_sound()  # no step is requested from closed connections
         started = self._spans.clock()
         self._store.take_traffic()
         if not self._has_begun:

@@ -177,3 +177,12 @@ def test_non_finite_loss_is_traced_to_its_stage_as_in_one_process(company, text,
     with pytest.raises(NonFiniteError) as here:
         company(**wild).trainer.train()
     assert str(here.value) == str(there.value)
+
+
+def test_closed_trainer_requests_no_step_of_its_workers(company, monkeypatch):
+    run = company()
+    run.trainer.run_step()
+    run.close()
+    monkeypatch.setattr(run.trainer._runner, "_attempt", lambda request: pytest.fail("requested"))
+    with pytest.raises(ClusterError, match="connections to the run's processes are closed"):
+        run.trainer.run_step()

@@ -45,10 +45,13 @@ class Monitor:
                 self.changed.notify_all()
 
     def wait(self, is_so: Callable[[], bool]) -> None:
-        """Wait for a condition under the lock; raise the error of a stopped thread."""
+        """Wait for a condition under the lock; raise the error of a stopped thread.
+
+        **Raises:** `StorageError` if the store is closed, so that the condition may never hold.
+        """
         if not is_so():
             with self.spans.span("flash", "wait"):
-                self.changed.wait_for(lambda: self._error is not None or is_so())
+                self.changed.wait_for(lambda: self.is_ending or is_so())
         if self._error is not None:
             if isinstance(self._error, PenstockError):
                 raise self._error
@@ -56,6 +59,11 @@ class Monitor:
                 f"{self._path}: the store stopped: {self._error}; open the run again: it "
                 "continues from the last durable step"
             ) from self._error
+        if self._closing and not is_so():
+            raise StorageError(
+                f"{self._path}: the store is closed; open the run again: it continues from the "
+                "last durable step"
+            )
 
     def close(self) -> None:
         """Tell the threads to end."""

@@ -225,6 +225,13 @@ def test_close_during_a_step_leaves_no_thread():
     assert sorted(group.left) == [0, 1, 2]
 
 
+def test_closed_group_refuses_a_step(group):
+    assert group.step() == GOOD
+    group.close()
+    with pytest.raises(GroupError, match=r"were released by close\(\); create a new Trainer"):
+        group.step()
+
+
 def test_failed_collective_ends_the_group_without_deadlock():
     group = Group({(1, "forward", 1): ValueError("first"), (1, "pass over", 1): OSError("lost it")})
     with pytest.raises((ValueError, GroupError)):

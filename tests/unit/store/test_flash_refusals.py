@@ -38,6 +38,16 @@ def test_removed_folder_ends_the_run_at_the_next_durable_step(flash, tmp_path, a
         train(store, 2, seed=0)
 
 
+def test_closed_store_refuses_a_step(flash):
+    program = make_program(LAYERS)
+    store = flash(program)
+    store.load(random_weights(program, 0).items())
+    train(store, 1, seed=0)
+    store.close()
+    with pytest.raises(StorageError, match=r"the store is closed; open the run again"):
+        train(store, 1, seed=0)
+
+
 def test_other_keep_steps_is_refused_by_its_key(flash):
     flash(make_program(LAYERS), keep_steps=2).close()
     with pytest.raises(ConfigError, match=r"created to keep 2 durable steps.*keep_steps to 2"):
