@@ -205,4 +205,4 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)  # of NaN, NaN

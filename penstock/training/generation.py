@@ -10,7 +10,7 @@ import torch
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
 from penstock.engine import Batch, Engine, compute
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NonFiniteError
 from penstock.models import ModelSource
 from penstock.planning import (
     ExecutionPlan,
@@ -176,11 +176,17 @@ def generate_tokens(
 
     Attention is causal, so a text shorter than the window is padded at its end. Of a longer text
     the model sees the last `window` tokens.
+
+    Raises:
+        ConfigError: the prompt is empty, or an option has no meaning.
+        NonFiniteError: the logits of the next token are NaN or infinite.
     """
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token to start from")
     if temperature < 0:
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
     generator = np.random.default_rng(seed)
     window = engine.program.values["input_ids"].tensor.shape[1]
     schedule = StepSchedule.forward_only(engine.program)
@@ -205,6 +211,11 @@ def _choose(
     logits: torch.Tensor, temperature: float, top_k: int | None, generator: np.random.Generator
 ) -> int:
     values = logits.detach().double().cpu().numpy()
+    if not np.isfinite(values.max()):  # tokens that a model rules out are -inf
+        raise NonFiniteError(
+            f"the largest logit of the next token is {values.max()}: the model's weights have "
+            "overflowed, or its forward divides by 0; generate from an older checkpoint"
+        )
     if temperature == 0:
         return int(values.argmax())
     if top_k is not None and top_k < len(values):
