@@ -12,7 +12,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,7 +176,13 @@ class DeviceThread:
         rounds.engines.append(self)
 
     def start(self) -> None:
-        """Wait until the device is ready; raise its error if it failed."""
+        """Wait until the device is ready; raise its error, or that of a device which it waits for.
+
+        A device waits for the others of its group, also for one that has failed.
+        """
+        building = [engine._building for engine in self._rounds.engines]
+        for built in wait(building, return_when=FIRST_EXCEPTION).done:
+            built.result()
         self._member: Member = self._building.result()
         self.program: Program = self._member.engine.program
         self.memory: MemoryAccount = self._member.engine.memory

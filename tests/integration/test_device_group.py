@@ -15,7 +15,8 @@ from waiting import wait_until
 
 from penstock.config import Config
 from penstock.engine import Sharing, predict_bytes
-from penstock.errors import ConfigError, NonFiniteError
+from penstock.errors import ConfigError, GroupError, NonFiniteError
+from penstock.step.local_engines import DeviceGroup
 from penstock.training.trainer import Trainer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -105,7 +106,6 @@ def test_run_resumes_with_other_devices(kind, alone, tmp_path):
 
 def test_error_on_one_device_ends_only_the_step(kind, alone, tmp_path):
     devices = TWO[kind]
-    before = set(threading.enumerate())
     trainer, events = trainer_of(
         language_model("gpt2", **DROPOUT),
         RECIPE,
@@ -135,7 +135,8 @@ def test_error_on_one_device_ends_only_the_step(kind, alone, tmp_path):
     assert trainer.store.content_hash() == weights
     account_is_below_what_was_predicted(trainer, kind, len(devices))
     trainer.close()
-    wait_until(lambda: set(threading.enumerate()) <= before)
+    names = [f"penstock-{engine.name}" for engine in trainer.engines]
+    wait_until(lambda: not any(thread.name in names for thread in threading.enumerate()))
 
 
 def account_is_below_what_was_predicted(trainer, kind, devices):
@@ -146,6 +147,18 @@ def account_is_below_what_was_predicted(trainer, kind, devices):
     held = sharing.device_bytes(layout.program, layout.plan.slots)
     for engine in trainer.engines:
         assert held < engine.memory.peak_bytes <= predicted
+
+
+def test_error_of_a_device_that_the_first_waits_for_is_raised(monkeypatch, tmp_path):
+    def member(group, rank, name):
+        if rank == 1:
+            raise MemoryError("no room on the second device")
+        assert group._meeting.is_broken.wait(timeout=20), "the first device waited for the second"
+        raise GroupError("another device has left the group")
+
+    monkeypatch.setattr(DeviceGroup, "_member", member)
+    with pytest.raises(MemoryError, match="no room on the second device"):
+        trainer_of(language_model("gpt2"), RECIPE, tmp_path, engine={"devices": ["cpu", "cpu"]})
 
 
 def test_non_finite_loss_names_the_stage(kind, tmp_path):
