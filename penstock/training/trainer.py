@@ -290,7 +290,7 @@ class Trainer:
             try:
                 last_loss = self.run_step().loss
                 self._checkpoint_scheduler.poll()
-            except NonFiniteError:
+            except (NonFiniteError, DataError):
                 self.save()  # the committed state is valid
                 raise
             except InterruptedError:  # a stop was requested while no engine was available

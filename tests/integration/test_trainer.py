@@ -295,6 +295,28 @@ def test_non_finite_loss_names_the_stage_and_commits_nothing(engines, tmp_path):
         again.train()
 
 
+class Ends:
+    """A source whose data end after some steps."""
+
+    def __init__(self, source, steps: int) -> None:
+        self._source, self._steps = source, steps
+
+    def batch(self, step, indices, global_batch):
+        if step >= self._steps:
+            raise DataError(f"no rows for step {step + 1}")
+        return self._source.batch(step, indices, global_batch)
+
+
+def test_error_of_the_data_loses_no_committed_step(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=8)
+    source = Ends(case.data(recipe.seed), 5)
+    settings = recipe.config(tmp_path / "run", checkpoint={"every": None})
+    trainer = Trainer(settings, model=case.source(recipe.seed), source=source, quiet=True)
+    with pytest.raises(DataError, match="no rows for step 6"):
+        trainer.train()
+    assert read_state(find_checkpoint(tmp_path / "run" / "checkpoints", "latest")).step == 5
+
+
 class RootOfZero(nn.Module):
     """The loss is a number, its gradient is not: the root of exactly zero."""
 
