@@ -200,10 +200,7 @@ class RayLauncher:
         """Request one more worker; it starts when a node has the resources."""
         self._started += 1
         worker = f"worker-{self._started}"
-        if self._lost is not None:
-            self._ended.put(WorkerExit(worker, f"{worker} was not started: {self._lost}"))
-        else:
-            self._requests.put(lambda: self._start(worker, role))
+        self._requests.put(lambda: self._start(worker, role))
         return worker
 
     def poll(self) -> list[WorkerExit]:
@@ -274,10 +271,20 @@ class RayLauncher:
             while self._run_requests():
                 self._watch()
                 self._query_resources()
-            self._end_all()
         except Exception as error:  # Ray raises many kinds; the running engines continue
-            self._lost = f"Ray no longer responds: {_reason(error)}"
-            log.error("%s; lost engines are not replaced", self._lost)
+            self._lose_ray(error)
+            while (request := self._requests.get()) is not None:
+                request()
+        else:
+            with contextlib.suppress(Exception):  # without Ray, actors end with the run
+                self._end_all()
+
+    def _lose_ray(self, error: Exception) -> None:
+        """Report all workers: their ends would not be reported, and the run would wait for them."""
+        self._lost = f"Ray no longer responds: {_reason(error)}"
+        log.error("%s; lost engines are not replaced", self._lost)
+        for worker in self._actors:
+            self._ended.put(WorkerExit(worker, f"{worker} is not observed: {self._lost}"))
 
     def _run_requests(self) -> bool:
         """Start and end workers as requested; return whether to continue."""
@@ -290,6 +297,16 @@ class RayLauncher:
         return True
 
     def _start(self, worker: str, role: Role) -> None:
+        if self._lost is not None:
+            self._ended.put(WorkerExit(worker, f"{worker} was not started: {self._lost}"))
+            return
+        try:
+            self._actors[worker] = self._make_actor(worker, role)
+        except Exception as error:
+            self._ended.put(WorkerExit(worker, f"{worker} was not started: {_reason(error)}"))
+            raise
+
+    def _make_actor(self, worker: str, role: Role) -> _Actor:
         wants, actors = self._connection.wants[role], list(self._actors.values())
         is_relay = role == "relay"
         # A relay's link carries as much as that of any other worker, so all of them count. A node
@@ -306,11 +323,11 @@ class RayLauncher:
         actor = self._kind.options(**options).remote(str(Path.cwd()))
         where = actor.where.remote()
         serving = actor.serve.remote(self._address, self._token, worker, role)
-        self._actors[worker] = _Actor(actor, where, serving, role, node)
+        return _Actor(actor, where, serving, role, node)
 
     def _kill(self, worker: str) -> None:
         actor = self._actors.get(worker)
-        if actor is None:
+        if actor is None or self._lost is not None:
             return
         died, _ = self._ray.wait([actor.serving], num_returns=1, timeout=_DEATH_SECONDS)
         actor.is_ended = not died

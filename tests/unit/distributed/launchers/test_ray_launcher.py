@@ -12,6 +12,7 @@ import pytest
 from waiting import wait_until
 
 from penstock.config import Config
+from penstock.distributed.control.worker_replacement import WorkerSupervisor
 from penstock.distributed.launchers import ray as on_ray
 from penstock.distributed.launchers.ray import RayConnection, RayLauncher, RayWorker
 from penstock.errors import ClusterError, ConfigError
@@ -268,6 +269,66 @@ def test_unreachable_actor_is_killed(kind):
             "worker-1 on a-node with pid 7 ended: It is unavailable: RPC error."
         ]
         assert ray.killed == 1
+    finally:
+        launcher.close()
+
+
+class LostRay(FullRay):
+    """A Ray that stops answering: at the first actor, or once it runs."""
+
+    def __init__(self, answers: bool) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def nodes(self):
+        if not self.answers:
+            raise ConnectionError("a heading\nits head is gone")
+        return super().nodes()
+
+    def wait(self, references, num_returns, timeout):
+        if not self.answers:
+            raise ConnectionError("a heading\nits head is gone")
+        return super().wait(references, num_returns, timeout)
+
+
+LOST = "Ray no longer responds: its head is gone"
+
+
+def test_workers_requested_of_lost_ray_are_reported():
+    """Else the run would wait for them without end."""
+    launcher = RayLauncher(pretended(LostRay(answers=False)), ("10.0.0.1", 1), "token")
+    ended: list[str] = []
+    try:
+        for _ in range(3):
+            launcher.start("engine")
+        wait_until(lambda: ended.extend(each.how for each in launcher.poll()) or len(ended) == 3)
+        assert ended == [
+            "worker-1 was not started: its head is gone",
+            f"worker-2 was not started: {LOST}",
+            f"worker-3 was not started: {LOST}",
+        ]
+    finally:
+        launcher.close()
+
+
+def test_run_that_lost_ray_gives_up_replacing_its_engines():
+    """The engines that still compute go on; without enough of them the run ends with the reason."""
+    ray = LostRay(answers=True)
+    launcher = RayLauncher(pretended(ray), ("10.0.0.1", 1), "token")
+    events: list[str] = []
+    supervisor = WorkerSupervisor(launcher, lambda kind, text: events.append(f"{kind}: {text}"))
+    wanted = {"engine": 2}
+    try:
+        supervisor.fill(wanted)
+        wait_until(lambda: ray.made == 2)
+        for worker in ("worker-1", "worker-2"):
+            supervisor.mark_ready(worker)
+        ray.answers = False
+        wait_until(lambda: supervisor.replace(wanted) or supervisor.given_up)
+        assert supervisor.given_up.endswith(f"was not started: {LOST}")
+        assert events[:2] == [
+            f"worker ended: worker-{number} is not observed: {LOST}" for number in (1, 2)
+        ]
     finally:
         launcher.close()
 
