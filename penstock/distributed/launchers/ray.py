@@ -81,9 +81,13 @@ class RayConnection:
         }
         if variables and not self.is_one_node:  # a Ray started here inherits them
             self.options["runtime_env"] = {"env_vars": variables}
-        has_room = (n["Alive"] and n["Resources"].get("CPU", 0) >= 1 for n in ray.nodes())
-        self.hosts = sum(has_room)
-        self.host = "127.0.0.1" if self.is_one_node else _host(ray, address)
+        try:
+            has_room = (n["Alive"] and n["Resources"].get("CPU", 0) >= 1 for n in ray.nodes())
+            self.hosts = sum(has_room)
+            self.host = "127.0.0.1" if self.is_one_node else _host(ray, address)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connection; stop Ray if it was started here."""

@@ -77,6 +77,34 @@ class IdleRay:
         ]
 
 
+class UnreachableRay(IdleRay):
+    """A Ray that connects and then answers nothing."""
+
+    def __init__(self) -> None:
+        self.is_connected = False
+
+    def is_initialized(self) -> bool:
+        return self.is_connected
+
+    def init(self, **options) -> None:
+        self.is_connected = True
+
+    def nodes(self) -> list[dict]:
+        raise ConnectionError("its head is gone")
+
+    def shutdown(self) -> None:
+        self.is_connected = False
+
+
+def test_failed_connection_leaves_no_ray(monkeypatch):
+    """Else the next run of this process would take that Ray for the user's own."""
+    ray = UnreachableRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(ConnectionError):
+        RayConnection(config(), "cpu")
+    assert not ray.is_connected
+
+
 @pytest.mark.parametrize(
     ("device", "address", "engine", "shard"),
     [
