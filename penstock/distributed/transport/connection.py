@@ -71,6 +71,10 @@ class Connection:
         take: receives every message, in the reader's thread.
         ended: is called once with the reason when the connection has ended.
         shares: whether payloads may go through shared memory.
+
+    Raises:
+        OSError: the peer has closed the connection.
+        RuntimeError: the system gives this process no more threads.
     """
 
     def __init__(
@@ -102,8 +106,13 @@ class Connection:
         self._shm_receiver: ShmReceiver | None = None  # owned by the reader
         self._heard_at = time.monotonic()
         _set_options(stream)
-        for name, work in (("reads", self._read), ("writes", self._write)):
-            threading.Thread(target=work, name=f"penstock connection {name}", daemon=True).start()
+        try:
+            for name, work in (("reads", self._read), ("writes", self._write)):
+                name = f"penstock connection {name}"
+                threading.Thread(target=work, name=name, daemon=True).start()
+        except RuntimeError as error:
+            self.close(error)
+            raise
 
     def send(self, message: Message) -> None:
         """Queue a message after all earlier messages; returns at once.

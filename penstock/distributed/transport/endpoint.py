@@ -255,7 +255,7 @@ class Endpoint:
 
         def opened() -> None:
             waiting = self._opening.pop(to, [])
-            if self._addresses.get(to) != address:
+            if self._addresses.get(to) != address or not connection.is_open:
                 connection.close()  # the node left while the connection was opened
                 return
             self.attach(to, connection)
@@ -282,9 +282,13 @@ class Endpoint:
     # The threads
 
     def _add_connection(self, stream: Stream) -> Connection:
-        connection = Connection(
-            stream, self._received, self._connection_ended, lambda: self.shares_memory
-        )
+        try:
+            connection = Connection(
+                stream, self._received, self._connection_ended, lambda: self.shares_memory
+            )
+        except (OSError, RuntimeError) as error:
+            stream.socket.close()
+            raise ClusterError(f"the connection cannot be served: {error}") from None
         self._all_connections.add(connection)
         if self._closing:  # `close` may have run before it was added
             connection.close()

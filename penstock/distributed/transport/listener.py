@@ -55,7 +55,8 @@ class ConnectionListener:
     Args:
         listener: the listening socket; the listener closes it.
         credentials: of the run.
-        accept: receives the stream of an authenticated peer, in the listener's thread.
+        accept: receives the stream of an authenticated peer, in the listener's thread; it closes
+            the socket and raises `ClusterError` if this process cannot serve the connection.
     """
 
     def __init__(
@@ -188,7 +189,11 @@ class ConnectionListener:
     def _admit(self, pending: _PendingConnection, stream: Stream) -> None:
         self._forget(pending)
         pending.connection.setblocking(True)
-        self._accept(stream)
+        try:
+            self._accept(stream)
+        except ClusterError as error:
+            host, port = pending.address
+            self._warnings.log_limited(f"closed a connection from {host}:{port}: {error}")
 
     def _unauthenticated(self) -> list[_PendingConnection]:
         return [each for each in self._pending.values() if each.encrypted is None]

@@ -31,7 +31,12 @@ from penstock.distributed.protocol.messages import (
     unpack,
     unpack_arrays,
 )
-from penstock.distributed.transport import Connection, Endpoint, new_token
+from penstock.distributed.transport import (
+    Connection,
+    Endpoint,
+    endpoint as endpoint_module,
+    new_token,
+)
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
@@ -110,6 +115,54 @@ def test_connection_stays_open_after_message_of_new_epoch(endpoints):
     here.endpoint.call(lambda: context.send(2, Message(MessageType.WEIGHT_CREDIT, 5, 1)))
     wait_until(lambda: len(other.node.messages) == 2)
     assert not other.ended
+
+
+def test_connection_that_ends_while_it_is_opened_is_not_used(endpoints, monkeypatch):
+    """Else every later message to that node would go into it, and be lost."""
+    token = new_token()
+    here, other = endpoints(token, 1), endpoints(token, 2)
+    connect = here.endpoint.connect
+
+    def connect_and_lose(address):
+        connection = connect(address)
+        connection.close()
+        wait_until(lambda: here.ended)
+        return connection
+
+    with monkeypatch.context() as patched:
+        patched.setattr(here.endpoint, "connect", connect_and_lose)
+        send_from(here, other)
+        wait_until(lambda: here.ended)
+    wait_until(lambda: send_from(here, other) or other.node.messages)
+
+
+def test_node_is_reached_after_connection_could_not_be_served(endpoints, monkeypatch, caplog):
+    token = new_token()
+    here, other = endpoints(token, 1), endpoints(token, 2)
+    make = endpoint_module.Connection
+
+    def refuse(*arguments):
+        if threading.current_thread().name == "penstock listener":
+            return make(*arguments)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(endpoint_module, "Connection", refuse)
+        send_from(here, other)
+        wait_until(lambda: caplog.records)
+    wait_until(lambda: send_from(here, other) or other.node.messages)
+    told = "node 1 cannot connect to node 2: {}:{}: the connection cannot be served: "
+    assert caplog.messages[0].startswith(told.format(*other.endpoint.address))
+
+
+def send_from(here, other) -> None:
+    """Send a message of node 1 to node 2, over a connection that is opened if there is none."""
+
+    def send() -> None:
+        here.endpoint.set_addresses({2: other.endpoint.address}, 5)
+        here.endpoint.send(1, 2, Message(MessageType.WEIGHT_CREDIT, 5, 1))
+
+    here.endpoint.call(send)
 
 
 def test_idle_connection_uses_keepalive(endpoints):

@@ -8,13 +8,18 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from recording_endpoints import greet, raw
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Message, MessageType
-from penstock.distributed.transport import handshake, new_token
+from penstock.distributed.transport import (
+    connection as connection_module,
+    handshake,
+    new_token,
+)
 from penstock.distributed.transport.certificates import Credentials
 from penstock.distributed.transport.tls import TlsStream
 from penstock.errors import ClusterError
@@ -109,6 +114,29 @@ def test_flood_from_another_address_drops_only_its_own_connections(endpoints):
         assert friend.recv(32) == handshake._proof(token, b"accepts", theirs, hello)
         for connection in unauthenticated:
             connection.close()
+
+
+def test_listener_continues_when_a_connection_gets_no_threads(endpoints, monkeypatch, caplog):
+    """A limit of threads may be reached for a moment; later nodes must get in."""
+    token = new_token()
+    here, friend = endpoints(token, 1), endpoints(token, 2)
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            if self.name == "penstock connection writes":
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    limited = SimpleNamespace(Thread=NoThread, Lock=threading.Lock)
+    with monkeypatch.context() as patched, raw(here) as first:
+        patched.setattr(connection_module, "threading", limited)
+        stream = handshake.connect(first, Credentials(token))
+        first.settimeout(SECONDS)
+        with pytest.raises((EOFError, ConnectionError)):
+            stream.read_into(memoryview(bytearray(1)))
+        wait_until(lambda: caplog.records)
+    assert "the connection cannot be served: can't start new thread" in caplog.messages[0]
+    friend.endpoint.connect(here.endpoint.address)
 
 
 def test_nodes_connect_during_connection_flood(endpoints):
