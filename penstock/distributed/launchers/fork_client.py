@@ -61,21 +61,25 @@ class ForkClient:
         self._forks: dict[str, _Fork] = {}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        with theirs, tempfile.TemporaryFile("w+") as module_names, log.open("ab") as output:
-            module_names.write("\n".join(modules))
-            module_names.seek(0)
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "penstock.distributed.launchers.fork_server"),
-                    *(*command, str(theirs.fileno())),
-                ],
-                env=environment,
-                stdin=module_names,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with theirs, tempfile.TemporaryFile("w+") as module_names, log.open("ab") as output:
+                module_names.write("\n".join(modules))
+                module_names.seek(0)
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "penstock.distributed.launchers.fork_server"),
+                        *(*command, str(theirs.fileno())),
+                    ],
+                    env=environment,
+                    stdin=module_names,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._control.close()
+            raise
         self._began = time.monotonic()
 
     @property

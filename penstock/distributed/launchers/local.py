@@ -109,7 +109,10 @@ class LocalLauncher:
             ended.append(WorkerExit(name, self._how(name, process.pid, process.returncode)))
         for fork_server in self._fork_servers:
             for worker in fork_server.poll():
-                self._start_process(worker)
+                try:
+                    self._start_process(worker)
+                except OSError as error:  # the caller decides whether to start another
+                    ended.append(WorkerExit(worker, f"{worker} was not started: {error}"))
             ended += [
                 WorkerExit(n, self._how(n, pid, code)) for n, pid, code in fork_server.take_ended()
             ]
@@ -124,8 +127,12 @@ class LocalLauncher:
             self._may_fork = False
             reason = lost.unusable_because or f"{_MOST_FORK_SERVERS} fork servers were lost"
             log.info("the fork server is no longer used, new workers start slower: %s", reason)
-        else:
+            return
+        try:
             self._start_fork_server()
+        except OSError as error:
+            self._may_fork = False
+            log.info("no fork server could be started, new workers start slower: %s", error)
 
     def waits_for(self) -> str | None:
         """Return None: a process of this machine runs at once."""
