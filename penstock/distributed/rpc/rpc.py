@@ -248,26 +248,33 @@ class RpcClient:
     def take(self, message: Message) -> None:
         """Handle a frame of a response; in the endpoint's thread."""
         self.heard(message.sender)
-        assembler = self._assemblers.setdefault(message.sender, FrameAssembler(self._most))
+        sender = message.sender
+        assembler = self._assemblers.setdefault(
+            sender, FrameAssembler(lambda number: self._most(sender, number))
+        )
         incomplete = assembler.number
         try:
             complete = assembler.take(message)
         except CorruptionError as error:
             for number in {message.op, incomplete or message.op}:
-                self._answer(number, InvalidResponseError(str(error)))
+                self._answer(sender, number, InvalidResponseError(str(error)))
             return
         if complete is not None:
-            self._answer(*complete)
+            self._answer(sender, *complete)
 
-    def _most(self, number: int) -> int:
+    def _most(self, node: int, number: int) -> int:
         with self._lock:
-            return self._waiting[number].most if number in self._waiting else 0
+            call = self._waiting.get(number)
+        return call.most if call is not None and call.node == node else 0
 
-    def _answer(self, number: int, answer: RpcMessage | Exception) -> None:
+    def _answer(self, node: int, number: int, answer: RpcMessage | Exception) -> None:
+        """Complete a call of this node; a response to the call of another node is ignored."""
         with self._lock:
-            call = self._waiting.pop(number, None)
-        if call is not None:
-            call.answers.put(answer)
+            call = self._waiting.get(number)
+            if call is None or call.node != node:
+                return
+            del self._waiting[number]
+        call.answers.put(answer)
 
     def lost(self, node: int, why: str) -> None:
         """Fail all pending calls of a lost node."""

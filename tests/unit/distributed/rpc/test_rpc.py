@@ -230,6 +230,17 @@ def test_calls_may_be_concurrent():
     assert [each.answer().body["node"] for each in reversed(asked)] == [5, 4, 3]
 
 
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_response_to_call_of_another_node_is_ignored(is_valid):
+    """Node 4 must neither answer for node 3, nor cost it its place by a damaged response."""
+    calls = RpcClient(lambda node, message: None, lambda: None)
+    asked = calls.begin(3, "flush", {}, {})
+    (reply,) = frames(MessageType.RPC_REPLY, 4, 1, RpcMessage({"node": 4}))
+    calls.take(reply if is_valid else replace(reply, body={}))
+    calls.take(next(frames(MessageType.RPC_REPLY, 3, 1, RpcMessage({"node": 3}))))
+    assert asked.answer().body["node"] == 3
+
+
 def test_remote_error_keeps_its_class():
     def refuse(node, number, asked):
         text = {"error": "CorruptionError", "text": "the slot is damaged"}
