@@ -15,6 +15,7 @@ import argparse
 import logging
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -282,6 +283,9 @@ def main() -> None:
     except PenstockError as error:
         print(f"worker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("worker: stopped by Ctrl-C; the run continues without it", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -290,18 +294,26 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description="Join a run as an engine, a shard or a relay, until the run ends.",
     )
     parser.add_argument("where", metavar="HOST|RUN/cluster.json", help="host or file of the run")
-    parser.add_argument("port", metavar="PORT", type=int, nargs="?", help="port of the run at HOST")
+    parser.add_argument(
+        "port", metavar="PORT", type=_port, nargs="?", help="port of the run at HOST"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--shard", type=int, help="number of the shard that this worker holds")
     only.add_argument("--relay", action="store_true", help="be a relay (fabric.relays)")
     parser.add_argument(
         "--port",
-        type=int,
+        type=_port,
         default=0,
         dest="listen",
         help="port on which this worker listens for other workers; by default any free port",
     )
     return parser.parse_args(arguments)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fake_workers import TOKEN
@@ -12,6 +13,7 @@ from waiting import wait_until
 
 from penstock.distributed.launchers.local import thread_states
 from penstock.distributed.transport import Endpoint
+from penstock.distributed.worker import main as worker_main
 from penstock.distributed.worker.main import Worker
 from penstock.errors import ClusterError
 
@@ -41,3 +43,27 @@ def test_worker_disconnected_before_assignment_reports_error():
             Worker(run.address, TOKEN).serve()
     finally:
         run.close()
+
+
+def test_interrupted_worker_prints_no_traceback(monkeypatch, capsys):
+    def serve() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker_main, "Worker", lambda *_: SimpleNamespace(serve=serve))
+    monkeypatch.setattr(sys, "argv", ["worker", "127.0.0.1", "4000"])
+    monkeypatch.setenv(worker_main.TOKEN, TOKEN)
+    with pytest.raises(SystemExit) as ended:
+        worker_main.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "worker: stopped by Ctrl-C; the run continues without it\n"
+
+
+@pytest.mark.parametrize("arguments", [["70000"], ["-1"], ["4000", "--port", "70000"]])
+def test_impossible_port_is_refused(arguments, monkeypatch, capsys):
+    """The system would take the rest of a division by 65,536, and connect elsewhere."""
+    monkeypatch.setattr(sys, "argv", ["worker", "127.0.0.1", *arguments])
+    monkeypatch.setenv(worker_main.TOKEN, TOKEN)
+    with pytest.raises(SystemExit) as ended:
+        worker_main.main()
+    assert ended.value.code == 2
+    assert "usage" in capsys.readouterr().err
