@@ -91,8 +91,9 @@ class Evaluator:
         """
         counts = _Counts()
         micro = self._layout.micro_batch
-        for rows in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
-            self._add(counts, to_tensors(rows))
+        for batch in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
+            if rows := to_tensors(batch):
+                self._add(counts, rows)
         if counts.weight == 0:
             what = "labelled tokens" if self._predicts else "rows"
             raise DataError(f"the held-out data has no {what}: there is nothing to evaluate")

@@ -87,6 +87,17 @@ def test_empty_held_out_data_is_refused_before_the_first_step(tmp_path):
         trainer.evaluate()
 
 
+def test_held_out_batches_without_fields_count_for_nothing(tmp_path):
+    class WithEmpty(ArraySource):
+        def evaluation_batches(self, batch_size, rows):
+            yield from super().evaluation_batches(batch_size, rows)
+            yield {}
+
+    plain, _ = trainer_of(tmp_path / "plain", ArraySource(rows(8)))
+    trainer, _ = trainer_of(tmp_path / "run", WithEmpty(rows(8)))
+    assert trainer.evaluate() == plain.evaluate()
+
+
 def test_regression_has_no_perplexity(tmp_path):
     told = []
     trainer, _ = trainer_of(tmp_path, rows(16, seed=1), told=told)
