@@ -8,7 +8,8 @@ model that the message names. So a process accepts messages only from holders of
 
 The payload follows the body, or is in a slot of shared memory (`transport/shared_memory.py`); the
 header says which. Every frame carries the epoch in which it was sent, and a checksum (XXH3) over
-the whole frame.
+the whole frame. The header has a checksum of its own, at its begin: a receiver that believed a
+damaged length would wait for bytes that never come.
 """
 
 import enum
@@ -25,8 +26,8 @@ from penstock.errors import CorruptionError, DataError
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
-_MAGIC = b"PNSK"
-_HEADER = struct.Struct("<4sBBHIIIIIIQIQQ")
+_HEADER = struct.Struct("<IBBHIIIIIIQIQQ")
+_CHECK_BYTES, _DIGEST_BYTES = 4, 8  # of the header at its begin, of the frame at its end
 HEADER_BYTES = _HEADER.size
 _WHOLE_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _ARRAY_TYPES = ("bool", *_WHOLE_TYPES, "float16", "float32", "float64")
@@ -132,13 +133,14 @@ def pack(message: Message, slot: int | None = None) -> tuple[bytes, bytes]:
             f"got {len(body)} and {message.size} in a {message.kind.name} message"
         )
     slot_field = 0 if slot is None else slot + 1
-    digest = _digest(_header(message, slot_field, len(body), 0), body, message.payload)
+    bare = bytes(_CHECK_BYTES) + _header(message, slot_field, len(body), 0)[_CHECK_BYTES:]
+    digest = _digest(bare, body, message.payload)
     return _header(message, slot_field, len(body), digest), body
 
 
 def _header(message: Message, slot_field: int, body_bytes: int, digest: int) -> bytes:
-    return _HEADER.pack(
-        _MAGIC,
+    header = _HEADER.pack(
+        0,
         message.kind,
         slot_field,
         message.level,
@@ -153,6 +155,12 @@ def _header(message: Message, slot_field: int, body_bytes: int, digest: int) -> 
         message.size,
         digest,
     )
+    return _check(header) + header[_CHECK_BYTES:]
+
+
+def _check(header: bytes) -> bytes:
+    """Return the checksum of a header, without the place of the checksum."""
+    return xxhash.xxh3_64_digest(header[_CHECK_BYTES:])[:_CHECK_BYTES]
 
 
 def _digest(header: bytes, body: bytes, payload: np.ndarray | None) -> int:
@@ -169,9 +177,14 @@ def lengths(header: bytes) -> tuple[int, int]:
     Raises:
         CorruptionError: it is no header, or its lengths are over the limits.
     """
-    magic, *_, body_bytes, payload_bytes, _ = _HEADER.unpack(header)
-    if magic != _MAGIC or body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise CorruptionError("a frame's header is damaged: its first bytes or lengths are invalid")
+    *_, body_bytes, payload_bytes, _ = _HEADER.unpack(header)
+    if header[:_CHECK_BYTES] != _check(header):
+        raise CorruptionError("a frame's header is damaged: its checksum is wrong")
+    if body_bytes > MAX_BODY_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise CorruptionError(
+            f"a frame has {body_bytes:,} bytes of body and {payload_bytes:,} of payload, expected "
+            f"at most {MAX_BODY_BYTES:,} and {MAX_PAYLOAD_BYTES:,}"
+        )
     return body_bytes, payload_bytes
 
 
@@ -190,7 +203,7 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
     (_, kind, _, level, epoch, sender, to, op, chunk, index, step, _, size, digest) = (
         _HEADER.unpack(header)
     )
-    bare = header[:-_DIGEST_BYTES] + bytes(_DIGEST_BYTES)
+    bare = bytes(_CHECK_BYTES) + header[_CHECK_BYTES:-_DIGEST_BYTES] + bytes(_DIGEST_BYTES)
     found = _digest(bare, body, payload)
     if found != digest:
         raise CorruptionError(
@@ -205,9 +218,6 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
     if not isinstance(parsed, dict):
         raise CorruptionError(f"a frame from node {sender} has a body that is not a mapping")
     return Message(known, epoch, sender, step, op, chunk, level, index, parsed, payload, size, to)
-
-
-_DIGEST_BYTES = 8
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:

@@ -231,11 +231,10 @@ def test_random_frames_raise_corruption_error(frame):
 
 
 def taken(frame: bytes) -> Message:
-    """Take a frame as a link does, of which no more comes than this."""
+    """Take a frame as a link does."""
     header, rest = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
     body_bytes, payload_bytes = lengths(header)
-    if body_bytes + payload_bytes != len(rest):
-        raise CorruptionError("the next frame's bytes would be read as this one's")
+    assert body_bytes + payload_bytes == len(rest)
     return unpack(header, rest[:body_bytes], np.frombuffer(rest[body_bytes:], np.uint8).copy())
 
 
@@ -256,6 +255,18 @@ def test_every_flipped_bit_of_frame_is_detected(place, bit):
     frame[place % len(frame)] ^= 1 << bit
     with pytest.raises(CorruptionError):
         taken(bytes(frame))
+
+
+def test_every_flipped_bit_of_header_is_detected_before_its_lengths_are_used():
+    """A receiver that believed a greater length would wait for bytes that never come."""
+    message = message_with(np.arange(10), kind=MessageType.GRADIENT, epoch=3, sender=9, to=4)
+    header, _ = pack(message)
+    assert lengths(header) == (0, 80)
+    for bit in range(8 * len(header)):
+        flipped = bytearray(header)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptionError, match="header is damaged: its checksum is wrong"):
+            lengths(bytes(flipped))
 
 
 JSON = st.recursive(
