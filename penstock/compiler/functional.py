@@ -12,7 +12,7 @@ to a tensor that needs a gradient.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -59,6 +59,27 @@ def functionalise(captured: Capture) -> Capture:
         detach_read(graph, reader, source)
     _drop_in_place_detaches(graph, run.detached)
     return replace(captured, graph=_retraced(graph))
+
+
+def without_writes(joint: fx.Graph) -> fx.Graph:
+    """Return a graph with the same function, in operators without writes, for a graph that autograd
+    has been traced into.
+
+    Operators that autograd runs write in place inside, also through views: the derivative of `rfft`
+    fills a part of zeros. Only the writes that a result depends on by its arguments would stay in a
+    part of the graph.
+
+    **Raises:** `CompileError` if PyTorch cannot replace a write.
+    """
+    if not any(writes(node) for node in joint.nodes):
+        return joint
+    values = [node.meta["val"] for node in joint.find_nodes(op="placeholder")]
+
+    def run(*given: torch.Tensor) -> list[Any]:
+        return _replayed(joint, given, FunctionalTensorMode())
+
+    with values[0].fake_mode, torch.no_grad(), _explained(joint):
+        return make_fx(run)(*values).graph
 
 
 def writes(node: fx.Node) -> bool:
@@ -242,16 +263,12 @@ def _explained(graph: fx.Graph) -> Iterator[None]:
 def _retraced(graph: fx.Graph) -> fx.Graph:
     """Return a graph with the same function, in operators without writes."""
     placeholders = graph.find_nodes(op="placeholder")
-    replay = fx.Interpreter(nn.Module(), graph=graph)
-    replay.extra_traceback = False
     functionalise_key = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 
     def run(*values: torch.Tensor) -> list[Any]:
-        mode = FunctionalTensorMode(pre_dispatch=True, export=True)
-        with torch._C._ExcludeDispatchKeyGuard(functionalise_key), mode:
-            given = [FunctionalTensor.to_functional(value) for value in values]
-            results = replay.run(*given, enable_io_processing=False)
-            return [_plain(result) for result in results]
+        with torch._C._ExcludeDispatchKeyGuard(functionalise_key):
+            mode = FunctionalTensorMode(pre_dispatch=True, export=True)
+            return _replayed(graph, values, mode)
 
     values = [node.meta["val"] for node in placeholders]
     preserved = traceback.preserve_node_meta()
@@ -267,6 +284,18 @@ def _retraced(graph: fx.Graph) -> fx.Graph:
     index_instead_of_strides(new)
     new.eliminate_dead_code()
     return new
+
+
+def _replayed(
+    graph: fx.Graph, values: Sequence[torch.Tensor], mode: FunctionalTensorMode
+) -> list[Any]:
+    """Run a graph; PyTorch replaces its writes under `mode`."""
+    replay = fx.Interpreter(nn.Module(), graph=graph)
+    replay.extra_traceback = False
+    with mode:
+        given = [FunctionalTensor.to_functional(value) for value in values]
+        results = replay.run(*given, enable_io_processing=False)
+        return [_plain(result) for result in results]
 
 
 def _make_copy_differentiable(graph: fx.Graph, copy: fx.Node) -> None:

@@ -26,6 +26,7 @@ from penstock.compiler import sparse_lowering
 from penstock.compiler.activation_calls import lower_activations
 from penstock.compiler.attention_calls import lower_attention
 from penstock.compiler.counted_costs import operator_costs, total_flops, weight_flops
+from penstock.compiler.functional import without_writes
 from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
@@ -199,7 +200,7 @@ def _trace(
             others = [*args, *results, *input_grads]
             return (*results, *_dense(input_grads), *_own(_dense(weight_grads), others))
 
-        traced = make_fx(joint)(*flat, key, *tangents).graph
+        traced = without_writes(make_fx(joint)(*flat, key, *tangents).graph)
     leave_device_open(traced)
     _simplify(traced)
     choose_products(traced, products)
