@@ -60,6 +60,8 @@ class LanguageModel(nn.Module):
         output, logits = self.run(inputs)
         if logits.dtype != torch.float32:  # an unneeded .float() would leave nodes in the graph
             logits = logits.float()
+        if not logits.is_contiguous():  # a part of the model's result, as in ProphetNet
+            logits = logits.contiguous()
         logits = logits.view(-1, logits.size(-1))
         loss = F.cross_entropy(logits, labels.view(-1), ignore_index=IGNORED_LABEL, reduction="sum")
         of_routers = router_loss(self.model, output)

@@ -40,6 +40,14 @@ class TokenModel(nn.Module):
         return self.head(self.table(input_ids).cumsum(1))
 
 
+class TwoTokens(TokenModel):
+    """Predicts the next two tokens, as ProphetNet; only the first prediction is returned."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids).cumsum(1)
+        return self.head(torch.stack([x, x.flip(-1)], 1))[:, 0]
+
+
 def make_mlp(width: int = 16) -> nn.Module:
     return Mlp(width)
 
@@ -236,6 +244,16 @@ def test_custom_language_model_is_accepted() -> None:
     got = run(source, export(source), inputs, seed=9)
     torch.manual_seed(9)
     logits = TokenModel()(inputs["input_ids"])
+    expected = F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
+    torch.testing.assert_close(got, expected)
+
+
+def test_logits_may_be_a_part_of_what_the_model_computes() -> None:
+    source = ModelSource.from_factory(f"{__name__}:TwoTokens", task="causal_lm", vocab_size=50)
+    inputs = batch_for(source, 2)
+    got = run(source, export(source), inputs, seed=9)
+    torch.manual_seed(9)
+    logits = TwoTokens()(inputs["input_ids"])
     expected = F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
     torch.testing.assert_close(got, expected)
 
