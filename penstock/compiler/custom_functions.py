@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.compiler.custom_gradients import WITHIN_FUNCTION
+from penstock.compiler.tensors import may_need_gradient
 from penstock.compiler.unsupported import Unsupported
 
 _ops = torch.ops.penstock
@@ -198,9 +199,7 @@ def _connected_outputs(cls: _Function, context: Context, outputs: Sequence[Any])
     connected = [
         place
         for place, value in enumerate(outputs)
-        if isinstance(value, Tensor)
-        and (value.is_floating_point() or value.is_complex())
-        and id(value) not in fixed
+        if may_need_gradient(value) and id(value) not in fixed
     ]
     if len(connected) > 1 and not context.materialize_grads:
         raise Unsupported(

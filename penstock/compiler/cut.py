@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from penstock.compiler.tensors import may_need_gradient
 from penstock.errors import BudgetError
 
 # Without containers, stages of about an eighth of the model keep the engine's slots small.
@@ -262,7 +263,7 @@ class _Sums:
 
         def note(place: int, read: fx.Node) -> fx.Node:
             value = read.meta.get("val")
-            if not isinstance(value, torch.Tensor) or value.is_floating_point():
+            if not isinstance(value, torch.Tensor) or may_need_gradient(value):
                 readers.setdefault(read, []).append(place)
             return read
 

@@ -11,6 +11,7 @@ from collections.abc import Container
 import torch
 from torch import fx
 
+from penstock.compiler.tensors import may_need_gradient
 from penstock.errors import CompileError
 
 _RECORDS = "records_gradients"  # meta key: does its innermost region record?
@@ -78,8 +79,7 @@ def detach_reads(graph: fx.Graph, weights: Container[str]) -> None:
 
 def detach_read(graph: fx.Graph, reader: fx.Node, source: fx.Node) -> None:
     """Make one reader of a value read it detached."""
-    value = source.meta.get("val")
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
+    if may_need_gradient(source.meta.get("val")):
         with graph.inserting_before(reader):
             node = graph.call_function(torch.ops.aten.detach.default, (source,))
         node.meta = dict(source.meta)

@@ -17,6 +17,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
+def may_need_gradient(value: Any) -> bool:
+    """Return whether a value is a tensor of a type that autograd differentiates."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def storage_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists."""
     return int(tensor.untyped_storage()._cdata)

@@ -63,6 +63,24 @@ class CutsOff(Layer):
         return (self.linear(x) * gate * shift).sum()
 
 
+class ReadsComplexWithoutGradients(Layer):
+    """Reads a complex number that needs a gradient under `no_grad`; `writes` elsewhere or not."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.writes = writes
+
+    def forward(self, x):
+        y = self.linear(x)
+        turned = torch.view_as_complex(y.unflatten(1, (-1, 2)))
+        scale = torch.ones(WIDTH)
+        if self.writes:
+            scale[0] = 2.0
+        with torch.no_grad():
+            length = turned.abs().repeat_interleave(2, 1)
+        return (y * length * scale).sum()
+
+
 class KeepsATable(Layer):
     """Has a tensor that is a plain attribute."""
 
@@ -111,6 +129,11 @@ def test_write_to_an_unsupported_view_is_refused(view):
 @pytest.mark.parametrize("module", [FillsWithoutGradients, FillsWithGradients, CutsOff])
 def test_gradients_flow_past_writes_as_in_pytorch(module):
     assert_as_plain(module(), torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_complex_numbers_read_without_gradients_get_none(writes):
+    assert_as_plain(ReadsComplexWithoutGradients(writes), torch.randn(ROWS, WIDTH))
 
 
 def test_doubled_chunk_of_the_input_has_double_gradient():
