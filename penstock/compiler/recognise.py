@@ -116,7 +116,7 @@ def _match(
 ) -> str | None:
     """Evaluate the region on the grid and return the equal fused function, if there is one."""
     outside = [u for m in members if m is not end for u in m.users if u not in members]
-    if outside:
+    if outside or not source.meta["val"].is_floating_point():
         return None
     values: dict[fx.Node, torch.Tensor] = {source: grid}
     for member in members:

@@ -138,6 +138,15 @@ def test_a_function_of_two_tensors_is_kept():
     assert_as_plain(module, rows)
 
 
+def test_a_function_of_whole_numbers_is_kept():
+    class Counts(Activated):
+        def forward(self, x):
+            steps = torch.arange(3)
+            return (self.second(self.first(x)) * (steps * torch.sigmoid(steps))).square().sum()
+
+    assert_as_plain(Counts(None), batch())
+
+
 class ReadsAndAdds(nn.Module):
     """In-place operators on values of its own, in the order that decides the result."""
 
