@@ -40,6 +40,7 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     _key_dropouts(graph, _key_placeholder(graph))
     captured = functionalise(captured)
     graph = captured.graph
+    _ask_for_dense_gradients(graph)
     fuse_activations(graph)
     fuse_heads(graph)
     _number_dropouts(graph)
@@ -93,6 +94,24 @@ def _refuse_shapes_from_values(graph: fx.Graph) -> None:
                 f"({node.target}), which no ahead-of-time graph can hold: use torch.where or a "
                 "mask instead."
             )
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CompileError(
+                f"{source_line(node)} takes a number out of a tensor ({node.target}), which no "
+                "ahead-of-time graph can hold: compute with the tensor itself, without .item() or "
+                ".tolist()."
+            )
+
+
+def _ask_for_dense_gradients(graph: fx.Graph) -> None:
+    """Turn off `sparse` of an embedding: it chooses the layout of a gradient, and the store's are
+    dense."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for place, argument in enumerate(node.target._schema.arguments):
+                if argument.name in ("sparse", "sparse_grad") and place < len(node.args):
+                    node.update_arg(place, False)
+                elif argument.name in ("sparse", "sparse_grad") and argument.name in node.kwargs:
+                    node.update_kwarg(argument.name, False)
 
 
 def fuse_heads(graph: fx.Graph) -> int:

@@ -245,3 +245,22 @@ def test_attention_with_dropout_is_repeatable():
     first, second = one_step(module, [rows]), one_step(module, [rows])
     assert first.losses == second.losses
     assert first.losses != one_step(Attends(0.0, True), [rows]).losses
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradient_of_an_embedding_is_dense(table):
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.table = table(10, 8, sparse=True)
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(self.table(x)).square().sum()
+
+    module, x = Looks(), torch.tensor([[1, 4, 1], [7, 0, 4]])
+    step = one_step(module, [{"x": x}])
+    module(x).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(step.gradients[name], parameter.grad.to_dense(), msg=name)
