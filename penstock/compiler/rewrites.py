@@ -36,7 +36,7 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     graph = captured.graph
     _refuse_regions(graph)
     _drop_checks(graph)
-    _refuse_shapes_from_values(graph)
+    _refuse_values(graph)
     _key_dropouts(graph, _key_placeholder(graph))
     captured = functionalise(captured)
     graph = captured.graph
@@ -76,6 +76,11 @@ def _refuse_regions(graph: fx.Graph) -> None:
                 f"{source_line(node)} uses control flow inside the graph ({what}), which Penstock "
                 "does not compile: use torch.where, or make the decision outside the model."
             )
+        if (getattr(node.target, "__module__", None) or "").startswith("torch._functorch"):
+            raise CompileError(
+                f"{source_line(node)} uses a transform of torch.func (torch.vmap, jvp), which "
+                "Penstock does not compile: write the operators for the whole batch."
+            )
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -85,7 +90,8 @@ def _drop_checks(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _refuse_shapes_from_values(graph: fx.Graph) -> None:
+def _refuse_values(graph: fx.Graph) -> None:
+    """Reject numbers and shapes that depend on the values of tensors."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not all(isinstance(n, int) for n in value.shape):
@@ -301,6 +307,12 @@ def _refuse_random(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in target.tags and target.namespace == "aten":
             if target is aten.scaled_dot_product_attention.default:
                 continue  # random only through its dropout, which was removed above
+            if "dropout" in (argument.name for argument in target._schema.arguments):
+                raise CompileError(
+                    f"{source_line(node)} calls a whole recurrent network ({target}), which "
+                    "Penstock does not compile: call its cell (torch.nn.LSTMCell, GRUCell, "
+                    "RNNCell) for each position."
+                )
             raise CompileError(
                 f"{source_line(node)} draws random numbers with {target}, which a replayed step "
                 "could not repeat; use torch.nn.Dropout, or pass the random values as an input."

@@ -137,6 +137,30 @@ class Remembers(Linear):
         return (self.linear(x) + self.seen).sum()
 
 
+class TakesANumber(Linear):
+    def forward(self, x):
+        return self.linear(x).sum() * x.max().item()
+
+
+class TakesAList(Linear):
+    def forward(self, x):
+        return self.linear(x).sum() * sum(x[0].tolist())
+
+
+class MapsOverRows(Linear):
+    def forward(self, x):
+        return torch.vmap(lambda row: self.linear(row).sum())(x).sum()
+
+
+class Recurs(Linear):
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.steps(self.linear(x))[0].sum()
+
+
 class DrawsNoise(Linear):
     def forward(self, x):
         return self.linear(x + torch.randn_like(x)).sum()
@@ -177,6 +201,10 @@ class HasSpares(Linear):
 VALUE = (
     "The forward needs the value of a tensor, which no ahead-of-time graph can hold: use "
     "torch.where or masking, or make the decision outside the model."
+)
+NUMBER = (
+    "takes a number out of a tensor (aten.item.default), which no ahead-of-time graph can hold: "
+    "compute with the tensor itself, without .item() or .tolist()."
 )
 BUFFER = (
     "(running statistics of a norm, a cache): an engine keeps no state between steps, so a "
@@ -242,6 +270,22 @@ UNSEEN = (
             "self.linear(x).t().as_strided((2, 2), (1, 2)).sum()",
             "reads a tensor by as_strided that is itself a view or not contiguous: make it "
             "contiguous (.contiguous().clone()) first, or use slices and permute.",
+        ),
+        (TakesANumber, "the model at ", "x.max().item()", NUMBER),
+        (TakesAList, "the model at ", "x[0].tolist()", NUMBER),
+        (
+            MapsOverRows,
+            "the model at ",
+            "torch.vmap(lambda row: self.linear(row).sum())(x)",
+            "uses a transform of torch.func (torch.vmap, jvp), which Penstock does not compile: "
+            "write the operators for the whole batch.",
+        ),
+        (
+            Recurs,
+            "steps at ",
+            "return self.steps(self.linear(x))[0].sum()",
+            "calls a whole recurrent network (aten.lstm.input), which Penstock does not compile: "
+            "call its cell (torch.nn.LSTMCell, GRUCell, RNNCell) for each position.",
         ),
         (
             DrawsNoise,
