@@ -309,8 +309,13 @@ def _sink_weight_nodes(nodes: Sequence[fx.Node], weights: Mapping[fx.Node, int])
         for source in node.all_input_nodes:
             if source in of_weights and source not in placed:
                 place(source)
+        if node in placed:
+            return
         placed.add(node)
         ordered.append(node)
+        for user in node.users:  # the results of one operator stay together
+            if user.target is operator.getitem and user in inside and user not in placed:
+                place(user)
 
     for node in nodes:
         used_here = any(user in inside for user in node.users)

@@ -238,3 +238,26 @@ def test_weight_is_transposed_where_it_is_used(slot_bytes):
     module(**X).backward()
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(found.gradients[name], parameter.grad)
+
+
+class CrossAttention(nn.Module):
+    """Queries from one side, keys and values from the other: one weight in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        y = self.before(x)
+        return self.attention(x, y.flip(0), y, need_weights=False)[0].square().mean()
+
+
+@pytest.mark.parametrize("slot_bytes", [None, 1_000])
+def test_parts_of_a_weight_may_be_read_in_different_stages(slot_bytes):
+    torch.manual_seed(0)
+    module = CrossAttention()
+    found = one_step(module, [X], slot_bytes=slot_bytes)
+    module(**X).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad)
