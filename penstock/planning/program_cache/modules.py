@@ -6,7 +6,6 @@ complete description. A model of which something else can be said has none.
 """
 
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -30,6 +29,9 @@ _IMPORTED = frozenset(
         "typing_extensions",
     }
 )
+_KNOWN = _LIBRARIES | _IMPORTED | sys.stdlib_module_names
+# Their functions make masks and attention; models find those by name.
+_FINDERS = ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 # A generation configuration keeps its `hash`, which differs from process to process.
 _OF_THE_PROCESS = frozenset({"_original_object_hash"})
@@ -51,6 +53,9 @@ def describe(module: nn.Module) -> Iterator[str]:
     tensors: dict[int, int] = {}
     classes: dict[type, str] = {}
     values = _Values()
+    for name in _FINDERS:
+        if name in sys.modules:
+            yield f"{name} {_module_digest(name)}"
     for path, child in module.named_modules(remove_duplicate=False):
         if id(child) in modules:
             yield f"{path} is {modules[id(child)]}"
@@ -132,31 +137,47 @@ def _class(owner: type) -> str:
         if not _is_of_library(base):
             raise UndescribedError(f"class {module}.{base.__qualname__}")
         for name, method in vars(base).items():
-            function = inspect.unwrap(method) if inspect.isfunction(method) else None
-            if function is not None and not _is_of_library(function):
+            if _root(method) not in _KNOWN:
                 raise UndescribedError(f"{module}.{base.__qualname__}.{name} was replaced")
         lines.append(f"{module}.{base.__qualname__} {_module_digest(module)}")
     return " ".join(lines)
 
 
 def _module_digest(name: str) -> str:
-    """Return a digest of a module's file.
+    """Return a digest of a module's file, and the functions of attention that it finds by name.
 
     Raises:
         UndescribedError: a global function or class of the module was replaced by another
             library's code.
     """
     module = sys.modules[name]
+    chosen = []
     for attribute, value in vars(module).items():
-        if not isinstance(value, (types.FunctionType, type)):
-            for function in getattr(value, "_global_mapping", {}).values():  # attention, by name
-                _refuse_foreign(name, attribute, function)
-        else:
+        if isinstance(value, (types.FunctionType, type)):
             _refuse_foreign(name, attribute, value)
-    return file_digest(str(module.__file__)) if module.__file__ else ""
+            continue
+        for mapping in ("_global_mapping", "_local_mapping"):
+            for key, function in getattr(value, mapping, {}).items():
+                _refuse_foreign(name, f"{attribute}[{key!r}]", function)
+                written = getattr(function, "__qualname__", type(function).__qualname__)
+                chosen.append(f"{attribute}[{key!r}]={function.__module__}.{written}")
+    digest = file_digest(str(module.__file__)) if module.__file__ else ""
+    return " ".join([digest, *sorted(chosen)])
 
 
 def _refuse_foreign(module: str, name: str, value: Any) -> None:
-    root = (getattr(value, "__module__", None) or "").split(".")[0]
-    if root not in _LIBRARIES | _IMPORTED | sys.stdlib_module_names:
+    if (root := _root(value)) not in _KNOWN:
         raise UndescribedError(f"{module}.{name} is {root}'s")
+
+
+def _root(value: Any) -> str:
+    """Return the package in which a function or class is written; of a function that wraps others,
+    the first that is unknown. `functools.wraps` gives a wrapper the names of what it wraps."""
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(function := getattr(value, "__func__", value), types.FunctionType):
+        root = str(function.__globals__.get("__name__")).split(".")[0]
+        if root not in _KNOWN or not hasattr(function, "__wrapped__"):
+            return root
+        value = function.__wrapped__
+    return (getattr(value, "__module__", None) or "builtins").split(".")[0]

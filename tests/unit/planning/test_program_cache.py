@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import threading
@@ -157,6 +158,41 @@ def _with_own_function(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling_gpt2, "eager_attention_forward", lambda *a, **o: attend(*a, **o))
 
 
+def _with_wrapped_class_method(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
+    owner = type(source.module.model.transformer.h[0].mlp)
+    inner = owner.forward
+
+    @functools.wraps(inner)
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return inner(self, 2 * x)
+
+    patch.setattr(owner, "forward", forward)
+
+
+def _with_wrapped_function(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gpt2 import modeling_gpt2
+
+    attend = modeling_gpt2.eager_attention_forward
+    wrapped = functools.wraps(attend)(lambda *a, **o: attend(*a, **o))
+    patch.setattr(modeling_gpt2, "eager_attention_forward", wrapped)
+
+
+def _with_own_attention(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", lambda *a, **o: attend(*a, **o))
+
+
+def _with_own_masks(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    patch.setitem(
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *a, **o: mask(*a, **o)
+    )
+
+
 def _with_hook(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
     source.module.model.transformer.h[0].register_forward_hook(lambda m, i, o: None)
 
@@ -169,9 +205,13 @@ def _with_hook(source: ModelSource, patch: pytest.MonkeyPatch) -> None:
             _with_own_method,
             _with_own_class_method,
             _with_own_function,
+            _with_wrapped_class_method,
+            _with_wrapped_function,
+            _with_own_attention,
+            _with_own_masks,
             _with_hook,
         ],
-        [_with_own_method, _with_hook],
+        [_with_own_method, _with_wrapped_class_method, _with_own_attention, _with_hook],
     ),
 )
 def test_a_users_own_code_in_a_library_model_is_compiled_anew(
