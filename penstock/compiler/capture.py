@@ -46,6 +46,7 @@ _ONE_TYPE = {
     nn.functional.conv_transpose2d,
     nn.functional.layer_norm,
     nn.functional.group_norm,
+    nn.functional.multi_head_attention_forward,
     nn.functional.scaled_dot_product_attention,
     torch.matmul,
     torch.mm,
@@ -73,12 +74,22 @@ _IN_FLOAT32 = {
     nn.functional.smooth_l1_loss,
     nn.functional.soft_margin_loss,
 }
+# Their running statistics and positions are float32, and would be less exact in bfloat16.
+_IN_WIDEST = {
+    nn.functional.batch_norm,
+    nn.functional.grid_sample,
+    nn.functional.instance_norm,
+}
 # The arguments that make a norm update its running statistics.
 _UPDATES_STATISTICS = ("training", "train", "use_input_stats")
 
 
 class _OneType(TorchFunctionMode):
-    """Runs products of mixed operands in bfloat16 and losses in float32, as autocast would."""
+    """Runs products of mixed operands in bfloat16 and losses in float32, as autocast would.
+
+    The mode does not see the calls within a function that it sees, such as those of
+    `multi_head_attention_forward`.
+    """
 
     def __torch_function__(
         self,
@@ -88,11 +99,12 @@ class _OneType(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ONE_TYPE:
+        if func in _ONE_TYPE or func in _IN_WIDEST:
             floats = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
             if floats == {torch.float32, torch.bfloat16}:
-                args = tuple(map(_lower, args))
-                kwargs = {name: _lower(value) for name, value in kwargs.items()}
+                cast = _lower if func in _ONE_TYPE else _raise
+                args = tuple(map(cast, args))
+                kwargs = {name: cast(value) for name, value in kwargs.items()}
         elif func in _IN_FLOAT32:
             args = tuple(map(_raise, args))
             kwargs = {name: _raise(value) for name, value in kwargs.items()}
