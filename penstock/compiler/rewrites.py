@@ -260,7 +260,7 @@ def _expand_attention(graph: fx.Graph, node: fx.Node, key: fx.Node) -> None:
             groups = value_of(query).shape[-3] // value_of(keys).shape[-3]
             keys = call(aten.repeat_interleave.self_int, keys, groups, -3)
             values = call(aten.repeat_interleave.self_int, values, groups, -3)
-        scaled = call(aten.mul.Tensor, query, scale if scale else head_width**-0.5)
+        scaled = call(aten.mul.Tensor, query, head_width**-0.5 if scale is None else scale)
         scores = call(aten.matmul.default, scaled, call(aten.transpose.int, keys, -2, -1))
         if arguments.get("is_causal", False):
             length, width = value_of(query).shape[-2], value_of(arguments["key"]).shape[-2]

@@ -205,11 +205,12 @@ def test_dropouts_are_numbered_within_the_model():
 class Attends(nn.Module):
     """Attention, by the fused operator, whose own dropout no replay could repeat."""
 
-    def __init__(self, dropout, causal, groups=1):
+    def __init__(self, dropout, causal, groups=1, scale=None):
         super().__init__()
         torch.manual_seed(2)
         self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8 // groups)
         self.dropout, self.causal, self.groups = dropout, causal, groups
+        self.scale = scale
 
     def forward(self, x):
         query = self.query(x).view(4, 4, 4, 2).transpose(1, 2)  # [batch, heads, tokens, width]
@@ -220,18 +221,21 @@ class Attends(nn.Module):
             keys,
             dropout_p=self.dropout,
             is_causal=self.causal,
+            scale=self.scale,
             enable_gqa=self.groups > 1,
         )
         return mixed.square().sum()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_small_dropout_is_close_to_attention(causal, groups):
+@pytest.mark.parametrize(
+    ("causal", "groups", "scale"),
+    [(False, 1, None), (False, 2, None), (True, 1, None), (True, 2, None), (False, 1, 0.0)],
+)
+def test_attention_with_small_dropout_is_close_to_attention(causal, groups, scale):
     """With a probability that drops nothing here, it must be what the fused operator computes."""
     rows = batch()
-    step = one_step(Attends(1e-9, causal, groups), [rows])
-    plain = Attends(0.0, causal, groups)
+    step = one_step(Attends(1e-9, causal, groups, scale), [rows])
+    plain = Attends(0.0, causal, groups, scale)
     loss = plain(**rows)
     loss.backward()
     assert step.losses[0] == pytest.approx(float(loss.detach()), rel=1e-5)
