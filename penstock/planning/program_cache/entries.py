@@ -42,9 +42,10 @@ def read_entry(key: str, kind: Kind = "programs") -> memoryview | None:
         if not _is_own(path):
             return None
         data = read_plain(path, _MOST_ENTRY_BYTES)
-        os.utime(path)  # used now
     except OSError:
         return None
+    with contextlib.suppress(OSError):  # the folder may be read-only
+        os.utime(path)  # used now
     begin = len(_MAGIC) + _CHECKSUM_BYTES
     content = memoryview(data)[begin:]
     if data[:begin] != _MAGIC + _checksum(key, content):

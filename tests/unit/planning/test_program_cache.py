@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import random
@@ -331,6 +332,16 @@ def test_a_truncated_entry_is_compiled_again(compiled, folder, length):
     program_of(small())
     assert len(compiled) == 2
     assert path.read_bytes() == data
+
+
+def test_an_entry_on_a_read_only_disk_is_read(compiled, folder, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    program_of(small())
+    monkeypatch.setattr(entries.os, "utime", refuse)
+    program_of(small())
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize(
