@@ -44,7 +44,7 @@ HELP = """\
 python -m penstock.demo [KEY=VALUE]...
 
 Trains recipes/demo.yaml, generates a sample and exports the model. Any key of the recipe may be
-set, such as run.dir=runs/short run.steps=100. The same command again resumes an unfinished run,
+set, such as run.dir=runs/short run.steps=200. The same command again resumes an unfinished run,
 and only prints the results of a finished one.
 """
 
