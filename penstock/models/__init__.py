@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.models.lora import Adapter as Adapter
     from penstock.models.modes import parts_in_eval_mode as parts_in_eval_mode
     from penstock.models.source import ModelSource as ModelSource
-    from penstock.models.stored_buffers import as_files as as_files
+    from penstock.models.stored_buffers import buffer_files as buffer_files
     from penstock.models.weight_files import WeightFiles as WeightFiles
 
 __getattr__ = lazily(__name__, __file__)

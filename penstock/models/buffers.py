@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from penstock.models.origin import WeightSource
+from penstock.models.tensor_digest import tensor_digest
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,11 @@ class ModelBuffers:
 
     def stored_digest(self) -> str | None:
         """Return a hash of the values that are from a file; None if there are none."""
-        if not self._origin.stored:
-            return None
-        digest = xxhash.xxh3_128()
-        for name, value in self.stored().items():
-            digest.update(f"{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
-            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return tensor_digest(self.stored()) if self._origin.stored else None
 
     def persistent(self) -> dict[str, torch.Tensor]:
-        """Return the values in the model's `state_dict()`, by each of their names.
-
-        `save_pretrained` of `transformers` leaves out the tensors in `_keys_to_ignore_on_save`, and
-        so does this method.
-        """
-        module = self._origin.module
-        first = {id(tensor): name for name, tensor in self._origin.names.buffers.items()}
-        left_out = getattr(module, "_keys_to_ignore_on_save", None) or ()
-        names = {
-            name: first[id(value)]
-            for name, value in module.state_dict(keep_vars=True).items()
-            if id(value) in first and name not in left_out
-        }
+        """Return the values of `persistent_names`, by each of their names."""
+        names = persistent_names(self._origin)
         values = dict(self._origin.materialise(self.seed, set(names.values())))
         return {name: values[first] for name, first in names.items()}
 
@@ -58,3 +41,18 @@ class ModelBuffers:
     def are_random(self) -> bool:
         """Whether values may depend on `seed`."""
         return self._origin.draws(self._origin.names.buffers)
+
+
+def persistent_names(origin: WeightSource) -> dict[str, str]:
+    """Return the first name of every buffer in the `state_dict()` of a model, by each of its names.
+
+    `save_pretrained` of `transformers` leaves out the tensors in `_keys_to_ignore_on_save`, and so
+    does this function.
+    """
+    first = {id(tensor): name for name, tensor in origin.names.buffers.items()}
+    left_out = getattr(origin.module, "_keys_to_ignore_on_save", None) or ()
+    return {
+        name: first[id(value)]
+        for name, value in origin.module.state_dict(keep_vars=True).items()
+        if id(value) in first and name not in left_out
+    }

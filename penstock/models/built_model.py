@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 from torch import nn
 
 from penstock.compiler import tensor_attributes
@@ -16,6 +15,7 @@ from penstock.models.deferred import TensorNames
 from penstock.models.finite_weights import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
 from penstock.models.shared_memory import refuse_shared_memory
+from penstock.models.tensor_digest import tensor_digest
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
@@ -127,9 +127,4 @@ class Built:
 
     def fingerprint(self) -> str:
         """Return a hash of all tensors' names, shapes, types and values."""
-        digest = xxhash.xxh3_128()
-        for name, tensor in self._values.items():
-            digest.update(f"{name}\0{list(tensor.shape)}\0{tensor.dtype}\0".encode())
-            values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(values.numpy().data)
-        return digest.hexdigest()
+        return tensor_digest(self._values)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.errors import ConfigError, few
+from penstock.models.buffers import persistent_names
 from penstock.models.deferred import Deferred
 from penstock.models.huggingface_weight_names import Converted, Direct, match
 from penstock.models.weight_files import WeightFiles
@@ -108,9 +109,7 @@ class Pretrained:
     @property
     def notes(self) -> tuple[str, ...]:
         """A message about the buffers of the model's state that the folder does not have."""
-        first = {id(tensor): name for name, tensor in self.names.buffers.items()}
-        state = self.module.state_dict(keep_vars=True).values()
-        missing = sorted({first[id(v)] for v in state if id(v) in first} - self.stored)
+        missing = sorted({*persistent_names(self).values()} - self.stored)
         if not missing:
             return ()
         return (

@@ -54,7 +54,7 @@ class WithStoredBuffers:
         return self._deferred.draws(name for name in names if name not in self._values)
 
 
-def as_files(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def buffer_files(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Return the file of buffers by its name; nothing if there are none."""
     contiguous = {name: value.contiguous() for name, value in values.items()}
     return {BUFFERS: safetensors.torch.save(contiguous)} if values else {}

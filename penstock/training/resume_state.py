@@ -91,9 +91,7 @@ class ResumeState:
                 and _is_count(slot_bytes)
                 and _is_count(best_step)
                 and _is_count(best_batches)
-                and (
-                    _is_count(evaluated_step) or (type(evaluated_step), evaluated_step) == (int, 0)
-                )
+                and _is_count(evaluated_step, least=0)
                 and 0 <= evaluations < 2**63
                 and type(buffer_seed) is int
                 and all(
@@ -112,5 +110,5 @@ class ResumeState:
         return dataclasses.asdict(self)
 
 
-def _is_count(value: object) -> bool:
-    return value is None or (type(value) is int and 0 < value < 2**63)
+def _is_count(value: object, least: int = 1) -> bool:
+    return value is None or (type(value) is int and least <= value < 2**63)

@@ -75,11 +75,11 @@ BUFFERS = ("act_fn.beta", "layer_scalar", "e_score_correction_bias")
 TEXT = "the water turns the wheel, the weights turn the loss, and the stream goes on\n" * 200
 
 
-def saved(family: str, folder: Path) -> Path:
+def saved(family: str, folder: Path, **changes) -> Path:
     """Save a model whose buffers differ from those of a new one."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **MODELS[family]), dtype=torch.float32
+        AutoConfig.for_model(family, **{**MODELS[family], **changes}), dtype=torch.float32
     )
     changed = [b for name, b in model.named_buffers() if name.endswith(BUFFERS)]
     assert changed
@@ -121,11 +121,7 @@ def settings(hf: Path, run: Path, **changes) -> dict:
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     """Return a folder of a DeepSeek that knows all bytes."""
-    folder = tmp_path_factory.mktemp("deepseek")
-    before = MODELS["deepseek_v3"]
-    MODELS["deepseek_v3"] = {**before, "vocab_size": 257}
-    yield saved("deepseek_v3", folder / "hf")
-    MODELS["deepseek_v3"] = before
+    return saved("deepseek_v3", tmp_path_factory.mktemp("deepseek") / "hf", vocab_size=257)
 
 
 @pytest.mark.parametrize("family", quick_first(MODELS, ["apertus", "deepseek_v3", "gemma4_text"]))
@@ -178,13 +174,11 @@ KINDS = {
 @pytest.mark.parametrize("kind", quick_first(KINDS, ["memory", "lora"]))
 def test_run_does_not_need_the_folder_of_its_buffers(kind, hf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    needs_base = kind == "lora"
+    needs_base = kind == "lora"  # its checkpoints omit the frozen weights
     own = tmp_path / "own"
     shutil.copytree(hf, own)
-    whole = Trainer(settings(own, tmp_path / "one" / "run"), quiet=True, cluster="none")
-    if kind == "lora":
-        whole.close()
-        whole = Trainer(settings(own, tmp_path / "one" / "run", **KINDS[kind]), quiet=True)
+    changes = KINDS["lora"] if needs_base else {}
+    whole = Trainer(settings(own, tmp_path / "one" / "run", **changes), quiet=True)
     whole.train()
     expected = whole.store.content_hash()
     whole.close()

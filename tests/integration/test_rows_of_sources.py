@@ -1,0 +1,142 @@
+"""The rows that a source gives: refused if they are not those that the model was compiled for.
+
+A source may end, return the same memory in every call, or return rows that are not contiguous.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from plain_training import Recipe, trainer_of
+from tiny_models import CONTRASTIVE, language_model, with_rows
+
+from penstock.errors import DataError
+from penstock.store import find_checkpoint, read_state
+from penstock.training.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda rows: {**rows, "left": rows["left"].astype(np.float64)},
+            "the batch's 'left' must be float32 [4, 12] per micro-batch, as in the model's example "
+            "inputs; the source gave float64 [4, 12]",
+        ),
+        (
+            lambda rows: {**rows, "right": rows["right"][:, :5]},
+            "the batch's 'right' must be float32 [4, 12] per micro-batch, as in the model's "
+            "example inputs; the source gave float32 [4, 5]",
+        ),
+        (
+            lambda rows: {"left": rows["left"]},
+            "the batch lacks 'right': the model reads left, right; the source gave left",
+        ),
+    ],
+)
+def test_rows_of_another_type_or_shape_are_refused(change, message, tmp_path):
+    case = with_rows(CONTRASTIVE, change(CONTRASTIVE.arrays(0)))
+    trainer, _ = trainer_of(case, Recipe(size=8, micro=4), tmp_path)
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == message
+    assert trainer.step == 0
+
+
+def test_rows_of_a_language_model_without_labels_are_refused(tmp_path):
+    rows = language_model("gpt2").arrays(0)
+    case = with_rows(language_model("gpt2"), {"input_ids": rows["input_ids"]})
+    trainer, _ = trainer_of(case, Recipe(size=8, micro=4), tmp_path)
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the batch lacks 'labels', the token that each position should predict (-100: none); the "
+        "source gave input_ids"
+    )
+    assert trainer.step == 0
+
+
+def test_source_with_too_few_rows_is_refused(tmp_path):
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
+    source = trainer._data.training
+    whole = source.batch
+    source.batch = lambda *call: {name: rows[:-1] for name, rows in whole(*call).items()}
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "expected 8 rows of 'left' from the source, got 7; `batch` must return a row per index"
+    )
+
+
+def test_source_without_arrays_is_refused(tmp_path):
+    trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
+    trainer._data.training.batch = lambda *call: {}
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "the batch lacks 'left': the model reads left, right; the source gave nothing"
+    )
+
+
+class OneBuffer:
+    """A source that returns the same memory in every call; nobody else may write to it."""
+
+    def __init__(self, source):
+        self._source, self._buffers = source, {}
+
+    def batch(self, step, indices, global_batch):
+        found = {}
+        for name, array in self._source.batch(step, indices, global_batch).items():
+            buffer = self._buffers.setdefault(
+                name, np.zeros((global_batch, *array.shape[1:]), array.dtype)
+            )
+            buffer[: len(array)] = array
+            found[name] = buffer[: len(array)]
+            found[name].flags.writeable = False
+        return found
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_source_may_return_the_same_memory_in_every_call(engines, tmp_path):
+    losses = []
+    for wrap in (OneBuffer, lambda source: source):
+        folder = tmp_path / str(len(losses))
+        trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), folder, engines=engines)
+        data = trainer._data.training
+        data.batch = wrap(SimpleNamespace(batch=data.batch)).batch
+        losses.append(trainer.train()["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_strided_rows_train_as_contiguous_copies(tmp_path):
+    rows = CONTRASTIVE.arrays(0)
+    wide = {name: np.repeat(array, 2, axis=1)[:, ::2] for name, array in rows.items()}
+    losses = []
+    for number, given in enumerate((rows, wide)):
+        trainer, _ = trainer_of(
+            with_rows(CONTRASTIVE, given), Recipe(steps=6), tmp_path / str(number)
+        )
+        losses.append(trainer.train()["loss"])
+    assert losses[0] == losses[1]
+
+
+class Ends:
+    """A source whose data end after some steps."""
+
+    def __init__(self, source, steps: int) -> None:
+        self._source, self._steps = source, steps
+
+    def batch(self, step, indices, global_batch):
+        if step >= self._steps:
+            raise DataError(f"no rows for step {step + 1}")
+        return self._source.batch(step, indices, global_batch)
+
+
+def test_error_of_the_data_loses_no_committed_step(tmp_path):
+    case, recipe = language_model("gpt2"), Recipe(steps=8)
+    source = Ends(case.data(recipe.seed), 5)
+    settings = recipe.config(tmp_path / "run", checkpoint={"every": None})
+    trainer = Trainer(settings, model=case.source(recipe.seed), source=source, quiet=True)
+    with pytest.raises(DataError, match="no rows for step 6"):
+        trainer.train()
+    assert read_state(find_checkpoint(tmp_path / "run" / "checkpoints", "latest")).step == 5
