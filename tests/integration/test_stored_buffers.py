@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import Trainer
 from penstock.compiler import CompileOptions
-from penstock.errors import ConfigError, CorruptionError
+from penstock.distributed.worker.roles import _require_same_model
+from penstock.errors import ClusterError, ConfigError, CorruptionError
 from penstock.models import KEPT, ModelSource
 from penstock.planning import builders
 from penstock.planning.program_cache.key import program_key
@@ -251,6 +252,8 @@ def test_program_in_the_cache_is_that_of_the_buffers(hf, tmp_path):
     assert key(ours) == key(kept)
     assert key(ours) != key(theirs)
     assert ours.fields() == kept.fields() != theirs.fields()
+    with pytest.raises(ClusterError, match="has read another model .* than the trainer .buffers: "):
+        _require_same_model({"model": ours.fields()}, theirs)
 
 
 def test_folder_without_a_buffer_says_so_at_the_start(hf, tmp_path):
