@@ -3,7 +3,9 @@
 Checks: the tests that run on every device (exactness against plain PyTorch, recomputation,
 resuming, engines, bit for bit) and on all of them as a group over NCCL (`engine.devices`), and
 bfloat16 losses against the resident loop's. Figures: tokens/s of streaming against the resident
-PyTorch loop (fused AdamW, bf16 autocast) in turns, each loop in a process of its own; how much of
+PyTorch loop (fused AdamW, bf16 autocast) in turns, each loop in a process of its own, and of the
+trainers that keep their state in host memory as well, FSDP2 with `CPUOffloadPolicy` and, where
+DeepSpeed is installed, ZeRO-3; how much of
 the weights' copying hides behind computation; the rate of the copies; the device memory of the
 engine against what was predicted; how fast weights arrive at all GPUs as a group, which each fetch
 a part and gather the rest, beside how fast they arrive at one. With one GPU it is a group of one.
@@ -25,23 +27,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contract import describe_machine, print_result
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
+from side_by_side.gpu_loops import FSDP, LOOPS, RESIDENT, ZERO, Setup, has_zero
+from side_by_side.worker import peak_rss_bytes
+from side_by_side.zero_infinity import environment
 
 if TYPE_CHECKING:
     from penstock.telemetry import StepDone
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
+BETAS = (0.9, 0.999)
+PENSTOCK = "penstock"
 TARGET = 0.92  # what other offloading trainers reach of resident speed
 UNIT = "tokens/s over resident PyTorch's"
 # model, sequences per step, sequences per micro-batch, rounds
 RUNS = [("gpt2", 64, 16, 5), ("gpt3-1.3b", 64, 8, 3)]
 QUICK_RUNS = [("gpt2", 16, 8, 2)]
+# Small micro-batches: the activations of all loops are on the GPU at the same time.
+OFFLOAD_RUN, QUICK_OFFLOAD_RUN = ("gpt3-1.3b", 64, 4, 3), ("gpt2", 16, 8, 2)
 # A sequence per GPU: so little to compute that weights are waited for.
 GROUP_RUN, QUICK_GROUP_RUN = ("gpt3-1.3b", 5), ("gpt2", 2)
 SPARSITY = 0.9
@@ -79,8 +88,10 @@ def main() -> None:
         return
     checks = {} if options.quick else {"devices": run_tests()}
     rows = [compare(*run) for run in (QUICK_RUNS if options.quick else RUNS)]
+    rows.append(compare(*(QUICK_OFFLOAD_RUN if options.quick else OFFLOAD_RUN), offloading()))
     for row in rows:
-        checks[f"bf16 loss of {row['model']}"] = row["loss_difference"] < 0.05
+        loops = " and ".join(row["ratios"])
+        checks[f"bf16 loss of {row['model']} and {loops}"] = row["loss_difference"] < 0.05
     group = compare_group(*(QUICK_GROUP_RUN if options.quick else GROUP_RUN))
     checks["losses of the group are those of one"] = group["same_losses"]
     products = compare_products(QUICK_SPARSE_TOKENS if options.quick else SPARSE_TOKENS)
@@ -91,7 +102,7 @@ def main() -> None:
         print(f"{name:40} {'passed' if passed else 'FAILED'}")
     print_result(
         "gpu",
-        min(row["ratio"] for row in rows),
+        min(row["ratios"][RESIDENT] for row in rows if RESIDENT in row["ratios"]),
         target=TARGET,
         unit=UNIT,
         machine=machine | {"device": torch.cuda.get_device_name()},
@@ -106,6 +117,14 @@ def main() -> None:
         sys.exit(1)
 
 
+def offloading() -> tuple[str, ...]:
+    """Return the other trainers that can keep their state in host memory."""
+    if has_zero():
+        return (FSDP, ZERO)
+    print("ZeRO-3 is left out: DeepSpeed is not installed (pip install deepspeed)")
+    return (FSDP,)
+
+
 def run_tests() -> bool:
     """Run the tests of all devices in a process of their own; return whether they passed."""
     paths = [str(ROOT / "tests" / name) for name in TESTS]
@@ -113,33 +132,41 @@ def run_tests() -> bool:
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def compare(model: str, size: int, micro: int, rounds: int) -> dict:
-    """Let the two loops take turns; print a table; return medians and what was traced."""
+def compare(
+    model: str, size: int, micro: int, rounds: int, others: Sequence[str] = (RESIDENT,)
+) -> dict:
+    """Let Penstock and other loops take turns; print a table; return medians and what was traced.
+
+    `ratios` are Penstock's tokens/s over those of each other loop.
+    """
+    jobs = {name: Job(name, model, size, micro) for name in (PENSTOCK, *others)}
     workers = {
-        name: Worker(Job(name, model, size, micro), __file__) for name in ("penstock", "resident")
+        name: Worker(job, __file__, environment=variables(name)) for name, job in jobs.items()
     }
     seconds = take_turns(workers, rounds)
     finals = {name: worker.finish() for name, worker in workers.items()}
     tokens = size * LENGTH
-    ratio = median_ratio(seconds["resident"], seconds["penstock"])
+    ratios = {name: median_ratio(seconds[name], seconds[PENSTOCK]) for name in others}
     print(f"\n{model}, bf16, {size} x {LENGTH} tokens per step in micro-batches of {micro}")
     medians = {name: statistics.median(seconds[name]) for name in workers}
     print_table(
-        {"loop": 10, "tokens/s": 10, "step s": 8, "device GiB": 11, "last loss": 10},
+        {"loop": 14, "tokens/s": 10, "step s": 8, "device GiB": 11, "host GiB": 9, "last loss": 10},
         (
             (
                 name,
                 f"{tokens / medians[name]:.0f}",
                 f"{medians[name]:.3f}",
                 f"{finals[name]['peak_bytes'] / 2**30:.2f}",
+                f"{finals[name]['peak_rss_bytes'] / 2**30:.2f}",
                 f"{worker.losses[-1]:.4f}",
             )
             for name, worker in workers.items()
         ),
     )
-    ours = finals["penstock"]
+    ours = finals[PENSTOCK]
+    shares = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in ratios.items())
     print(
-        f"streaming is {ratio:.3f} of resident; weights came at {ours['copy_gb_per_second']:.1f} "
+        f"streaming is {shares}; weights came at {ours['copy_gb_per_second']:.1f} "
         f"GB/s, {ours['overlap']:.0%} of their copying beside computation; the device computed "
         f"{ours['compute_share']:.0%} of the step; engine memory: {ours['peak_bytes'] / 2**30:.2f} "
         f"GiB measured, {ours['account_bytes'] / 2**30:.2f} in the account, "
@@ -147,14 +174,20 @@ def compare(model: str, size: int, micro: int, rounds: int) -> dict:
     )
     return {
         "model": model,
-        "ratio": round(ratio, 4),
+        "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
         "tokens_per_second": {name: tokens / medians[name] for name in workers},
         "loss_difference": max(
             abs(a - b)
-            for a, b in zip(workers["penstock"].losses, workers["resident"].losses, strict=True)
+            for name in others
+            for a, b in zip(workers[PENSTOCK].losses, workers[name].losses, strict=True)
         ),
-        **{name: finals[name] for name in workers},
+        **finals,
     }
+
+
+def variables(loop: str) -> dict[str, str]:
+    """Return the environment variables of a loop."""
+    return environment(sys.executable, "cuda") if loop == ZERO else {}
 
 
 def compare_group(model: str, rounds: int) -> dict:
@@ -163,8 +196,8 @@ def compare_group(model: str, rounds: int) -> dict:
 
     count = torch.cuda.device_count()
     jobs = {
-        "group": Job("penstock", model, count, 1, count),
-        "one": Job("penstock", model, count, 1),
+        "group": Job(PENSTOCK, model, count, 1, count),
+        "one": Job(PENSTOCK, model, count, 1),
     }
     workers = {name: Worker(job, __file__) for name, job in jobs.items()}
     seconds = take_turns(workers, rounds)
@@ -206,8 +239,8 @@ def compare_products(tokens: tuple[int, ...]) -> list[dict]:
 def compare_sparse(model: str, size: int, micro: int, rounds: int) -> dict:
     """Let runs with dense and with sparse blocks take turns; print times, bytes and memory."""
     jobs = {
-        "dense": Job("penstock", model, size, micro),
-        "sparse": Job("penstock", model, size, micro, sparsity=SPARSITY),
+        "dense": Job(PENSTOCK, model, size, micro),
+        "sparse": Job(PENSTOCK, model, size, micro, sparsity=SPARSITY),
     }
     workers = {name: Worker(job, __file__) for name, job in jobs.items()}
     seconds = take_turns(workers, rounds)
@@ -255,12 +288,14 @@ def work(job: Job) -> None:
     """Be a worker."""
     import torch
 
-    make = penstock_loop if job.loop == "penstock" else resident_loop
-    step, finish = make(job)
+    if job.loop == PENSTOCK:
+        step, finish = penstock_loop(job)
+    else:
+        step, finish = LOOPS[job.loop](setup(job)), dict
 
     def describe() -> dict:
         peak = torch.cuda.max_memory_allocated()  # before `finish` does another step
-        return {"peak_bytes": peak, **finish()}
+        return {"peak_bytes": peak, "peak_rss_bytes": peak_rss_bytes(), **finish()}
 
     serve(step, describe=describe, settle=torch.cuda.synchronize)
 
@@ -281,7 +316,7 @@ def settings(job: Job) -> dict:
             "weight_decay": WEIGHT_DECAY,
             "clip_norm": CLIP,
             "decay_1d": True,
-            "betas": [0.9, 0.999],
+            "betas": list(BETAS),
             "schedule": {"name": "constant"},
         },
         "sparsity": {"method": "static", "sparsity": job.sparsity} if job.sparsity else {},
@@ -300,16 +335,28 @@ def batches(vocabulary: int):  # type: ignore[no-untyped-def]
     return ArraySource({"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()})
 
 
+def setup(job: Job) -> Setup:
+    """Return the run as the other loops take it."""
+    optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS)}
+    rows = batches(vocabulary_of(job.model))
+    return Setup(job.model, rows, job.size, job.micro, optimizer, CLIP, SEED)
+
+
+def vocabulary_of(model: str) -> int:
+    """Return the size of a preset's vocabulary."""
+    from penstock.models import ModelSource
+
+    return ModelSource.from_preset(model, {}).vocab_size or 2
+
+
 def penstock_loop(job: Job) -> Loop:
     """Return a step of Penstock's trainer on the GPU, and what to say at the end."""
     import torch
 
     from penstock.engine import Sharing, predict_bytes
-    from penstock.models import ModelSource
     from penstock.training import Trainer
 
-    vocabulary = ModelSource.from_preset(job.model, {}).vocab_size or 2
-    trainer = Trainer(settings(job), source=batches(vocabulary))
+    trainer = Trainer(settings(job), source=batches(vocabulary_of(job.model)))
     layout = trainer._layout
 
     def finish() -> dict:
@@ -391,49 +438,6 @@ def common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> 
         else:
             j += 1
     return total
-
-
-def resident_loop(job: Job) -> Loop:
-    """Return a step of the plain PyTorch loop with everything on the device."""
-    import torch
-
-    from penstock.constants import IGNORED_LABEL
-    from penstock.models import ModelSource
-
-    size, micro = job.size, job.micro
-    source = ModelSource.from_preset(job.model, {})
-    vocabulary = source.vocab_size or 2
-    from transformers import AutoModelForCausalLM
-
-    assert source.hf_config is not None
-    # The same weights as the trainer's: those that the model's own initialiser draws from the seed.
-    torch.manual_seed(SEED)
-    net = AutoModelForCausalLM.from_config(source.hf_config, dtype=torch.float32).cuda().train()
-    optimizer = torch.optim.AdamW(
-        net.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    rows_of = batches(vocabulary)
-    steps = iter(range(1_000_000))
-
-    def step() -> float:
-        batch = rows_of.batch(next(steps), range(size), size)
-        rows = {name: torch.from_numpy(value).cuda() for name, value in batch.items()}
-        total = torch.zeros((), device="cuda")
-        for begin in range(0, size, micro):
-            ids, labels = (rows[n][begin : begin + micro] for n in ("input_ids", "labels"))
-            with torch.autocast("cuda", torch.bfloat16):
-                logits = net(input_ids=ids, use_cache=False).logits
-                loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL
-                )
-            (loss * micro / size).backward()
-            total += loss.detach() * micro / size
-        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total.item()
-
-    return step, dict
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, _KinetoProfile
 
 def peak_allocated_bytes(body: Callable[[], object]) -> int:
     """Run `body` and return the most bytes that were allocated in it and alive at once."""
-    recorder = _KinetoProfile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    recorder = _KinetoProfile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     recorder.prepare_trace()
     inner = recorder.profiler
     assert inner is not None
-    inner._parse_kineto_results = lambda result: []  # type: ignore[method-assign]  # slow, unread
+    inner._parse_kineto_results = lambda *_, **__: []  # type: ignore[method-assign]  # slow, unread
     recorder.start_trace()
     with torch.no_grad():
         kept = body()

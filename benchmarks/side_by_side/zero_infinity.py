@@ -57,13 +57,13 @@ def installed_version(python: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def environment(python: str) -> dict[str, str]:
-    """Return the variables that DeepSpeed wants to find in a process that is alone."""
+def environment(python: str, accelerator: str = "cpu") -> dict[str, str]:
+    """Return the variables that DeepSpeed reads in a process that is alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return {
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": accelerator,
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",

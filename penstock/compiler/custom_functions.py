@@ -144,7 +144,7 @@ def _apart() -> Iterator[None]:
     mode = get_proxy_mode()
     assert mode is not None
     graph = mode.tracer.graph
-    last = next(reversed(graph.nodes), None)
+    last = next(iter(reversed(graph.nodes)), None)
     with _GradModeUnrecorded(), torch.no_grad():
         yield
     for node in reversed(graph.nodes):

@@ -33,7 +33,8 @@ def lean_tracing() -> Iterator[None]:
 
     module: Any = proxy_tensor
     describe = module._extract_tensor_metadata
-    traces, fx.config.do_not_emit_stack_traces = fx.config.do_not_emit_stack_traces, True
+    # Tracers set their attribute `record_stack_traces` when they are made.
+    module.PythonKeyTracer.record_stack_traces = property(lambda _: False, lambda *_: None)
     tracer.create_node = create_node_with_line
     module._extract_tensor_metadata = lambda *_args, **_kwargs: None
     try:
@@ -41,7 +42,7 @@ def lean_tracing() -> Iterator[None]:
     finally:
         tracer.create_node = create_node
         module._extract_tensor_metadata = describe
-        fx.config.do_not_emit_stack_traces = traces
+        del module.PythonKeyTracer.record_stack_traces
 
 
 def innermost_forward(frame: FrameType | None) -> str | None:

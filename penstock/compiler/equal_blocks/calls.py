@@ -79,4 +79,4 @@ def metadata_of_each(tensors: Any) -> tuple[Metadata, ...]:
 
 def last_node(tracer: Any) -> fx.Node | None:
     """Return the newest node of a graph that is being traced."""
-    return next(reversed(tracer.graph.nodes), None)
+    return next(iter(reversed(tracer.graph.nodes)), None)

@@ -7,7 +7,7 @@ import torch
 from compared_programs import assert_same, facts_of, nodes_of
 from random_modules import RandomModule
 from tiny_models import CASES
-from torch import fx, nn
+from torch import nn
 from torch.fx.experimental import proxy_tensor
 from views_and_writes import ROWS, WIDTH
 
@@ -74,15 +74,14 @@ def test_export_prints_no_stack():
 
 
 def test_tracing_is_as_before_after_an_error():
-    before = (
-        proxy_tensor._ModuleStackTracer.create_node,
-        proxy_tensor._extract_tensor_metadata,
-        fx.config.do_not_emit_stack_traces,
-    )
+    def state():
+        return (
+            proxy_tensor._ModuleStackTracer.create_node,
+            proxy_tensor._extract_tensor_metadata,
+            dict(vars(proxy_tensor.PythonKeyTracer)),
+        )
+
+    before = state()
     with pytest.raises(ValueError, match="of the model"), lean_tracing():
         raise ValueError("of the model")
-    assert before == (
-        proxy_tensor._ModuleStackTracer.create_node,
-        proxy_tensor._extract_tensor_metadata,
-        fx.config.do_not_emit_stack_traces,
-    )
+    assert state() == before
