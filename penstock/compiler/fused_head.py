@@ -41,6 +41,15 @@ def _aligned(vocabulary: int) -> int:
     return -(-vocabulary // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
 
+def _has_aligned_rows(hidden: Tensor) -> bool:
+    """Return whether rows of logits begin at multiples of `ALIGNED_COLUMNS`.
+
+    MKL is slow to write an odd number of columns in float32, and cuBLAS has no fast kernels for
+    rows that do not begin at multiples of 16 bytes (`docs/decisions.md`).
+    """
+    return hidden.device.type != "cpu" or hidden.dtype == torch.float32
+
+
 class HeadWeight(Protocol):
     """The weight of a head and its products; `step` is the number of rows of a full chunk.
 
@@ -74,14 +83,12 @@ class _DenseWeight:
         self._weight, self._products = weight, products
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        is_float_on_cpu = hidden.device.type == "cpu" and hidden.dtype == torch.float32
-        if is_float_on_cpu and not uses_onednn(self._products):
+        if _has_aligned_rows(hidden) and not uses_onednn(self._products):
             return self._aligned_logits(hidden)
         return product(hidden, self._weight.t(), self._products)
 
     def _aligned_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits whose rows begin at multiples of 64 bytes: MKL is slow to write an odd
-        number of columns (`docs/decisions.md`)."""
+        """Return logits with a distance between rows that products write fast."""
         width = _aligned(self.vocabulary)
         logits = hidden.new_empty((hidden.shape[0], width))[:, : self.vocabulary]
         return torch.mm(hidden, self._weight.t(), out=logits)
@@ -292,7 +299,7 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
 def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:
     """Return the bytes of a chunk's logits, and of the float32 copies for its losses."""
     rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
+    width = _aligned(vocabulary) if _has_aligned_rows(hidden) else vocabulary
     if hidden.device.type != "cpu":
-        return rows * vocabulary * (hidden.element_size() + 2 * 4)
-    width = _aligned(vocabulary) if hidden.dtype == torch.float32 else vocabulary
+        return rows * (2 * width * hidden.element_size() + vocabulary * 2 * 4)
     return rows * width * hidden.element_size()

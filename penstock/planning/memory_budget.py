@@ -51,6 +51,7 @@ _SAVING_BYTES = 48 << 20  # buffers of the checkpoint writer
 _CHECKING_BYTES = 16 << 20  # of a data set, whose chunks are checked one at a time
 _COPIES_OF_BATCH = 3  # as drawn, as tensors, as the engine's inputs
 _AUTO_ENGINE, _AUTO_FLASH = 0.5, 0.25  # of free memory, where no cap is set
+_AUTO_DEVICE = 0.85  # of a device's own free memory; libraries and fragments need the rest
 # Private memory of forked processes (`/proc/PID/smaps_rollup`, Private_Dirty, PyTorch 2.13 for
 # CPUs). The fork server has 315 MiB. An engine or shard has 80 MiB after its first steps with 4
 # stages, 102 MiB with 26 stages. A spare engine has 27 MiB less.
@@ -216,7 +217,7 @@ class Budget:
         if self._target.has_own_memory:
             least = self._machine.free_bytes(self._devices)
             on_one = count if config.cluster.start == "local" else 1  # processes on one device
-            return int(least * _AUTO_ENGINE) // on_one
+            return int(least * _AUTO_DEVICE) // on_one
         if not self._engines_here:  # as for one engine, with its connections only
             alone = config.model_copy(update={"engines": 1})
             rest += self._connections - _shared_bytes(alone, self._program)

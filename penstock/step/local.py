@@ -4,9 +4,10 @@ The fabric streams weights from the store to the engines and reduces gradients t
 step counts only after its commit; a failure before the commit leaves the store unchanged.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 
 from penstock.collectives import Fabric
 from penstock.engine import (
@@ -19,7 +20,9 @@ from penstock.engine import (
 )
 from penstock.planning import ExecutionPlan
 from penstock.spans import Measured, Spans, gather
+from penstock.sparsity import StreamedWeight
 from penstock.step.cycle_figures import step_cycles
+from penstock.step.fetching import Fetches
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
@@ -57,6 +60,7 @@ class StepRunner:
         self._layout = layout
         self._store = store
         self._fabric = fabric
+        self._fetches = Fetches(self._fetch)
         self._begun = 0  # steps
         self._engines = engines
         self._batches = batches
@@ -86,7 +90,8 @@ class StepRunner:
         kept = kept_entries(self._store)
         schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
-        waiting = self._sweep(schedule.before_loss, None)
+        # Updates are pending until the first fetch of a weight; none is after the loss.
+        waiting = self._sweep(schedule.before_loss, None, fetches_ahead=True)
         losses = [x for engine in self._engines for x in engine.losses()]
         try:
             require_finite(self._step, losses)
@@ -96,6 +101,7 @@ class StepRunner:
         self._return_gradients(self._sweep(schedule.after_loss, waiting))
         with self._spans.span("store", "commit", step=self._step):
             commit = self.commit = self._store.commit()
+        hidden = self._fetches.take_hidden_seconds()
         measured = self.measured = gather(self._spans, self._store.spans)
         return step_done(
             commit,
@@ -103,6 +109,7 @@ class StepRunner:
             loss=math.fsum(losses) * loss_scale,
             seconds=self._spans.clock() - started,
             store_seconds=measured.seconds["store"],
+            hidden_seconds=hidden,
             tokens=self._tokens,
             engine_bytes=self.engine_peak_bytes,
             figures=MaskFigures.of(self._layout, kept, commit.decision),
@@ -123,38 +130,54 @@ class StepRunner:
         return scale
 
     def _sweep(
-        self, operations: Sequence[Operation], waiting: _Computed | None
+        self,
+        operations: Sequence[Operation],
+        waiting: _Computed | None,
+        fetches_ahead: bool = False,
     ) -> _Computed | None:
         """Compute operations; during each, the gradients of the previous operation are returned.
 
         Args:
             waiting: the operation before the first.
+            fetches_ahead: weights may be fetched by another thread during each operation.
 
         Returns:
             The last operation, whose gradients are not returned yet.
         """
-        for operation in self._streamed(operations):
-            made = [self._compute(number, operation) for number in range(len(self._engines))]
-            self._return_gradients(waiting)
-            waiting = (operation, made)
+        with closing(self._streamed(operations, fetches_ahead)) as streamed:
+            for operation in streamed:
+                made = [self._compute(number, operation) for number in range(len(self._engines))]
+                self._return_gradients(waiting)
+                waiting = (operation, made)
         return waiting
 
-    def _streamed(self, operations: Sequence[Operation]) -> Iterator[Operation]:
+    def _streamed(
+        self, operations: Sequence[Operation], fetches_ahead: bool
+    ) -> Generator[Operation]:
         """Yield operations whose weights are loaded.
 
-        Weights of later operations are loading, as far as the engines have free buffers.
+        Weights of later operations are loading, as far as the engines have free buffers. If there
+        are such buffers, the weights after those are being fetched if `fetches_ahead`.
         """
         ahead = min(engine.stages_ahead for engine in self._engines)
-        coming = iter(operations)
-        for place, operation in enumerate(operations):
-            for later in itertools.islice(coming, 1 if place else 1 + ahead):
-                self._load(later)
-            yield operation
+        coming = deque(operations)
+        try:
+            for place, operation in enumerate(operations):
+                for _ in range(min(len(coming), 1 if place else 1 + ahead)):
+                    self._load(coming.popleft())
+                if fetches_ahead and ahead and coming:
+                    self._fetches.start(coming[0])
+                yield operation
+        finally:
+            self._fetches.finish()
+
+    def _fetch(self, operation: Operation) -> Sequence[StreamedWeight]:
+        return self._store.fetch(operation.stage, operation.positions)
 
     def _load(self, operation: Operation) -> None:
         span = self._spans.span("store", "fetch", step=self._step, op=operation.number)
         with span:
-            weights = self._store.fetch(operation.stage, operation.positions)
+            weights = self._fetches.take(operation)
             span.bytes = sum(weight.nbytes for weight in weights)
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
                 engine.load(operation.stage, tensors)
@@ -191,6 +214,7 @@ def step_done(
     engine_bytes: int,
     figures: MaskFigures,
     cycles: StepCycles | None = None,
+    hidden_seconds: float = 0.0,
 ) -> StepDone:
     """Return the event of a committed step.
 
@@ -202,10 +226,13 @@ def step_done(
         engine_bytes: the peak memory of any engine.
         figures: of the arithmetic and the masks.
         cycles: of the engines, if they count them.
+        hidden_seconds: of the store's work beside that of engines, not in `store_seconds`.
     """
     decision = commit.decision
     traffic, flash = store.take_traffic(), store.take_flash_traffic()
-    waited = traffic.update_seconds + traffic.snapshot_seconds + flash.waited_seconds
+    delays = (traffic.update_seconds, traffic.snapshot_seconds, flash.waited_seconds)
+    update, snapshot, flash_wait = _without(delays, hidden_seconds)
+    waited = update + snapshot + flash_wait
     return StepDone(
         step=decision.step,
         loss=loss,
@@ -220,16 +247,24 @@ def step_done(
         store_bytes=sum(store.memory_bytes.values()),
         flash_read_bytes=flash.read_bytes,
         flash_written_bytes=flash.written_bytes,
-        flash_wait_seconds=flash.waited_seconds,
+        flash_wait_seconds=flash_wait,
         flash_speculated_bytes=flash.speculated_bytes,
         flash_discarded_bytes=flash.discarded_bytes,
         compute_seconds=seconds - max(store_seconds, waited),
         weight_seconds=max(0.0, store_seconds - waited),
-        update_seconds=traffic.update_seconds,
-        snapshot_seconds=traffic.snapshot_seconds,
+        update_seconds=update,
+        snapshot_seconds=snapshot,
         peak_rss_bytes=process_memory.peak_resident_bytes(),
         flops=figures.flops,
         sparsity=figures.sparsity,
         changed_entries=figures.changed_entries,
         cycles=cycles,
     )
+
+
+def _without(delays: Sequence[float], hidden: float) -> Iterator[float]:
+    """Yield delays without the part that nobody waited for, which is taken from the first ones."""
+    for delay in delays:
+        shown = max(0.0, delay - hidden)
+        hidden -= delay - shown
+        yield shown
