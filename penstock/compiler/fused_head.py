@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.compiler import device_losses
 from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product, uses_onednn
 from penstock.kernels import cross_entropy as kernels
 
@@ -39,15 +40,6 @@ def _aligned(vocabulary: int) -> int:
     if vocabulary < _LEAST_ALIGNED:
         return vocabulary
     return -(-vocabulary // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
-
-
-def _has_aligned_rows(hidden: Tensor) -> bool:
-    """Return whether rows of logits begin at multiples of `ALIGNED_COLUMNS`.
-
-    MKL is slow to write an odd number of columns in float32, and cuBLAS has no fast kernels for
-    rows that do not begin at multiples of 16 bytes (`docs/decisions.md`).
-    """
-    return hidden.device.type != "cpu" or hidden.dtype == torch.float32
 
 
 class HeadWeight(Protocol):
@@ -76,28 +68,52 @@ class HeadWeight(Protocol):
 
 
 class _DenseWeight:
-    """A dense weight [vocabulary, width]; `products` are those of `matmul_backend.py`."""
+    """A dense weight [vocabulary, width]; `products` are those of `matmul_backend.py`.
+
+    On a device, cuBLAS has fast kernels only for sizes that 16 bytes divide: the weight gets rows
+    of zeros at its end, and the logits columns of zeros, which no loss reads and no gradient
+    changes.
+    """
 
     def __init__(self, weight: Tensor, products: str) -> None:
         self.vocabulary, self.gradient_dtype = weight.shape[0], weight.dtype
-        self._weight, self._products = weight, products
+        self._products = products
+        self._width = _aligned(self.vocabulary)
+        self._is_padded = _is_padded(weight)
+        self._weight = weight
+        if self._is_padded:
+            self._weight = weight.new_zeros((self._width, weight.shape[1]))
+            self._weight[: self.vocabulary] = weight
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        if _has_aligned_rows(hidden) and not uses_onednn(self._products):
+        is_float_on_cpu = hidden.device.type == "cpu" and hidden.dtype == torch.float32
+        if is_float_on_cpu and not self._is_padded and not uses_onednn(self._products):
             return self._aligned_logits(hidden)
-        return product(hidden, self._weight.t(), self._products)
+        return product(hidden, self._weight.t(), self._products)[:, : self.vocabulary]
 
     def _aligned_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits with a distance between rows that products write fast."""
-        width = _aligned(self.vocabulary)
-        logits = hidden.new_empty((hidden.shape[0], width))[:, : self.vocabulary]
+        """Return logits whose rows begin at multiples of 64 bytes: MKL is slow to write an odd
+        number of columns (`docs/decisions.md`)."""
+        logits = hidden.new_empty((hidden.shape[0], self._width))[:, : self.vocabulary]
         return torch.mm(hidden, self._weight.t(), out=logits)
 
     def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
-        return product(logits, self._weight, self._products)
+        return product(self._whole(logits), self._weight, self._products)
 
     def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
-        return product(logits.t(), hidden, self._products)
+        gradient = product(self._whole(logits).t(), hidden, self._products)
+        return gradient[: self.vocabulary]
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Return logits with the columns of the padding."""
+        if not self._is_padded:
+            return logits
+        return logits.as_strided((logits.shape[0], self._width), (self._width, 1))
+
+
+def _is_padded(weight: Tensor) -> bool:
+    """Return whether a weight gets rows of zeros for its products."""
+    return weight.device.type != "cpu" and _aligned(weight.shape[0]) != weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -245,9 +261,7 @@ def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     if logits.device.type == "cpu":
         losses = kernels.cross_entropy(_bits(logits), labels.numpy(), ignore_index=ignore_index)
         return torch.from_numpy(losses)
-    return torch.nn.functional.cross_entropy(
-        logits.float(), labels, ignore_index=ignore_index, reduction="none"
-    )
+    return device_losses.cross_entropy(logits, labels, ignore_index)
 
 
 def _most_likely(logits: Tensor) -> Tensor:
@@ -265,16 +279,8 @@ def _losses_to_gradients(
             _bits(logits), labels.numpy(), ignore_index=ignore_index, scale=float(factor)
         )
         return torch.from_numpy(losses)
-    logarithms = torch.log_softmax(logits, dim=1, dtype=torch.float32)
-    row_losses = torch.nn.functional.nll_loss(
-        logarithms, labels, ignore_index=ignore_index, reduction="none"
-    )
-    probabilities = logarithms.exp_()
-    kept = labels != ignore_index
-    rows = torch.arange(len(labels), device=labels.device)
-    probabilities[rows, labels.where(kept, 0)] -= 1.0
-    logits.copy_(probabilities.mul_((kept * factor)[:, None]))
-    return row_losses
+    assert isinstance(factor, Tensor)
+    return device_losses.cross_entropy_and_gradient(logits, labels, ignore_index, factor)
 
 
 def _bits(logits: Tensor) -> np.ndarray:
@@ -285,21 +291,24 @@ def _bits(logits: Tensor) -> np.ndarray:
 
 
 def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
-    """Return the bytes that the operator allocates besides its results: logits, and sums in
-    float32."""
+    """Return the bytes that the operator allocates besides its results: logits, sums in float32,
+    and a padded weight with its gradient's padding."""
     element = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
-    logits = chunk_bytes(hidden, weight.shape[0])
+    own = chunk_bytes(hidden, weight.shape[0])
+    if _is_padded(weight):
+        own += (2 * _aligned(weight.shape[0]) - weight.shape[0]) * weight.shape[1] * element
     if not gradients or rows == hidden.shape[0]:
-        return logits
+        return own
     parts = element if weight.dtype == torch.float32 else 4 + element
-    return logits + weight.numel() * parts
+    return own + weight.numel() * parts
 
 
 def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:
-    """Return the bytes of a chunk's logits, and of the float32 copies for its losses."""
+    """Return the bytes of a chunk's logits, and of copies for its losses."""
     rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
-    width = _aligned(vocabulary) if _has_aligned_rows(hidden) else vocabulary
     if hidden.device.type != "cpu":
-        return rows * (2 * width * hidden.element_size() + vocabulary * 2 * 4)
+        width = 2 * _aligned(vocabulary)  # log_softmax copies rows that are apart
+        return rows * (width * hidden.element_size() + vocabulary * 2 * 4)
+    width = _aligned(vocabulary) if hidden.dtype == torch.float32 else vocabulary
     return rows * width * hidden.element_size()
