@@ -320,9 +320,17 @@ def settings(job: Job) -> dict:
             "schedule": {"name": "constant"},
         },
         "sparsity": {"method": "static", "sparsity": job.sparsity} if job.sparsity else {},
-        "engine": {"device": "cuda", "devices": group or None},
+        # Half of the device: the other loop's memory stays allocated while it is not its turn.
+        "engine": {"device": "cuda", "devices": group or None, "memory": device_bytes() // 2},
         "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
     }
+
+
+def device_bytes() -> int:
+    """Return the memory of the first GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1]
 
 
 def batches(vocabulary: int):  # type: ignore[no-untyped-def]
