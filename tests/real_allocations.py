@@ -13,7 +13,9 @@ from torch.profiler import ProfilerActivity, _KinetoProfile
 
 def peak_allocated_bytes(body: Callable[[], object]) -> int:
     """Run `body` and return the most bytes that were allocated in it and alive at once."""
-    recorder = _KinetoProfile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    recorder = _KinetoProfile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    )
     recorder.prepare_trace()
     inner = recorder.profiler
     assert inner is not None

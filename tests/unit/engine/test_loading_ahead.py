@@ -49,3 +49,16 @@ def test_stages_are_loaded_stages_ahead_of_use(ahead, losses_in_place, tmp_path,
             s for name, s in backward[: backward.index(("backward", stage))] if name == "load"
         ]
         assert before == list(range(stages - 2, max(-1, stage - 1 - ahead), -1))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_flash_store_has_the_same_bits_if_weights_are_fetched_ahead(
+    shards, losses_in_place, tmp_path, monkeypatch
+):
+    """Of both kinds of store on flash: their buffers are valid for few fetches."""
+    monkeypatch.setattr(InPlace, "ahead", 1)
+    store = {"flash": {"path": str(tmp_path / "flash")}, "shards": shards}
+    trainer, events = trainer_of(language_model("gpt2"), RECIPE, tmp_path / "run", store=store)
+    trainer.train()
+    assert [event.loss for event in events] == losses_in_place[0]
+    assert trainer.store.content_hash() == losses_in_place[1]
