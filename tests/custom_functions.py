@@ -216,7 +216,8 @@ class ByVjp(Function):
 
     @staticmethod
     def vjp(ctx, gradients):
-        return gradients.pop() * 1.5
+        gradient = gradients.pop() if isinstance(gradients, list) else gradients  # PyTorch 2.11
+        return gradient * 1.5
 
 
 class Constant(Function):

@@ -18,7 +18,7 @@ from torch.autograd import function as autograd_function
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint
 
 from penstock.compiler.custom_gradients import WITHIN_FUNCTION
 from penstock.compiler.tensors import may_need_gradient
@@ -26,6 +26,9 @@ from penstock.compiler.unsupported import Unsupported
 
 _ops = torch.ops.penstock
 _Function = type[torch.autograd.Function]
+# It keeps the arguments of a checkpoint with `use_reentrant=False`, in PyTorch 2.11. Without a
+# gradient function of its result, the checkpoint keeps and recomputes nothing.
+_KEEPS_ARGUMENTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 class Context(autograd_function.FunctionCtx):
@@ -61,8 +64,10 @@ def custom_functions_traced(complete_graph: Callable[[], None]) -> Iterator[None
         # The inside of an operator is not traced, only the operator.
         if get_proxy_mode() is None or not torch.is_grad_enabled():
             return super(base, cls).apply(*args, **kwargs)
-        if cls is CheckpointFunction:
+        if cls is checkpoint.CheckpointFunction:
             return _checkpointed(*args)
+        if cls is _KEEPS_ARGUMENTS:
+            return cls.forward(*args)
         if cls is BackwardHookFunction:
             raise Unsupported(
                 "a backward hook of a module is active",
