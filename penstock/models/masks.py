@@ -30,11 +30,6 @@ def _not_exporting() -> bool:
     return False
 
 
-def _is_tracing_values(is_tracing: Callable[..., bool], tensor: torch.Tensor | None = None) -> bool:
-    """Return whether a tensor's values are unknown; without a tensor, none has to be read."""
-    return tensor is not None and is_tracing(tensor)
-
-
 def _find_packed_sequences(find: Finder, position_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the number of each token's sequence in its row; None: every row is one sequence."""
     constant = constant_value(position_ids)
@@ -50,13 +45,9 @@ def fixed_shape_masks() -> Iterator[None]:
 
     find = masking_utils.find_packed_sequence_indices
     replacements: dict[str, Any] = {
+        "is_torchdynamo_exporting": _not_exporting,
         "find_packed_sequence_indices": partial(_find_packed_sequences, find),
     }
-    if hasattr(masking_utils, "is_torchdynamo_exporting"):
-        replacements["is_torchdynamo_exporting"] = _not_exporting
-    else:  # earlier releases ask the other function about an absent mask
-        tracing = masking_utils.is_tracing
-        replacements["is_tracing"] = partial(_is_tracing_values, tracing)
     originals = {name: getattr(masking_utils, name) for name in replacements}
     for name, replacement in replacements.items():
         setattr(masking_utils, name, replacement)
