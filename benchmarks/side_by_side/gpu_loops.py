@@ -1,8 +1,8 @@
 """Loops of other trainers on one GPU: plain PyTorch with everything resident, and two that keep
 parameters and optimizer state in host memory (FSDP2 with `CPUOffloadPolicy`, DeepSpeed's ZeRO-3).
 
-All train the same Hugging Face model in bfloat16 with float32 master weights and AdamW. Each has
-the settings that its documentation recommends for one GPU.
+All train the same Hugging Face model in bfloat16 with float32 master weights and AdamW. Nothing
+else is tuned: the vocabulary is not padded, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,18 +78,28 @@ def resident_loop(setup: Setup) -> Callable[[], float]:
     import torch
 
     net = setup.model().cuda()
+    return step_of(setup, net, lambda is_last: torch.autocast("cuda", torch.bfloat16))
+
+
+def step_of(
+    setup: Setup, net: torch.nn.Module, around: Callable[[bool], AbstractContextManager[Any]]
+) -> Callable[[], float]:
+    """Return a step with PyTorch's AdamW; `around` a micro-batch's forward is a context, which is
+    told whether it is the last one of the step."""
+    import torch
+
     optimizer = torch.optim.AdamW(net.parameters(), fused=True, **setup.optimizer)
     steps = iter(range(1_000_000))
 
     def step() -> float:
         parts = setup.micro_batches(next(steps))
         total = torch.zeros((), device="cuda")
-        for ids, labels in parts:
-            with torch.autocast("cuda", torch.bfloat16):
+        for number, (ids, labels) in enumerate(parts, 1):
+            with around(number == len(parts)):
                 loss = loss_of(net(input_ids=ids, use_cache=False).logits, labels) / len(parts)
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), setup.clip, foreach=True)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), setup.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return total.item()
@@ -117,23 +128,12 @@ def fsdp_loop(setup: Setup) -> Callable[[], float]:
     fully_shard(net, **options)
     for buffer in net.buffers():
         buffer.data = buffer.data.cuda()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True, **setup.optimizer)
-    steps = iter(range(1_000_000))
 
-    def step() -> float:
-        parts = setup.micro_batches(next(steps))
-        total = torch.zeros((), device="cuda")
-        for number, (ids, labels) in enumerate(parts, 1):
-            net.set_requires_gradient_sync(number == len(parts))  # type: ignore[operator]
-            loss = loss_of(net(input_ids=ids, use_cache=False).logits, labels) / len(parts)
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), setup.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total.item()
+    def return_gradients(is_last: bool) -> AbstractContextManager[None]:
+        net.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        return nullcontext()
 
-    return step
+    return step_of(setup, net, return_gradients)
 
 
 def zero_loop(setup: Setup) -> Callable[[], float]:

@@ -84,6 +84,7 @@ class StepRunner:
         """
         started = self._spans.clock()
         gather(self._spans, self._store.spans)  # discard the spans of an interrupted step
+        self._fetches.take_hidden_seconds()  # likewise
         self._store.discard()
         self._store.take_traffic()
         self._step = self._store.step + 1

@@ -62,14 +62,14 @@ def test_fetch_that_nobody_takes_is_waited_for_and_forgotten():
 
 
 def test_only_time_that_nobody_waited_for_is_hidden():
-    fetches = Fetches(Source(seconds=0.2))
+    fetches = Fetches(Source(seconds=0.5))
     fetches.start("a")
-    time.sleep(0.3)
+    time.sleep(0.6)
     fetches.take("a")
-    assert fetches.take_hidden_seconds() > 0.15
+    assert fetches.take_hidden_seconds() > 0.4
     fetches.start("b")
     fetches.take("b")
-    assert fetches.take_hidden_seconds() < 0.1
+    assert fetches.take_hidden_seconds() < 0.4
     assert fetches.take_hidden_seconds() == 0
 
 
@@ -124,10 +124,13 @@ def test_step_can_be_repeated_after_an_error_beside_a_fetch(monkeypatch):
     engine = FailingEngine(weights_of(made), stages_ahead=1)
     engine.failing = 0
     again = runner(made, engine, schedule_of)
+    taken, take = [], again._fetches.take_hidden_seconds
+    monkeypatch.setattr(again._fetches, "take_hidden_seconds", lambda: taken.append(take()) or 0)
     with pytest.raises(RuntimeError, match="of the engine"):
         again.run()
     assert not running  # no thread is in the store any more
     assert again.run().step == 1
+    assert taken[1] > 0  # that of the failed step, at the start of the next
     assert made.content_hash() == expected.content_hash()
 
 
