@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from penstock.collector import collector_at_rest
+
 
 def lazily(package: str, file: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package for the names that it imports `if TYPE_CHECKING`.
@@ -38,8 +40,9 @@ def lazily(package: str, file: str) -> Callable[[str], Any]:
         module = modules().get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if module == package:
-            return import_module(f"{package}.{name}")
-        return getattr(import_module(module), name)
+        with collector_at_rest():
+            if module == package:
+                return import_module(f"{package}.{name}")
+            return getattr(import_module(module), name)
 
     return load

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.imports import quick_imports
+from penstock.collector import collector_at_rest
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -82,7 +82,7 @@ def build(
 
     Without graphs it is read and built faster (`outline_program`).
     """
-    with quick_imports():
+    with collector_at_rest(freeze=True):
         from penstock import planning
 
         # Only one of the two is imported: that with graphs imports all that traces.

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from penstock.cli.arguments import ConfigArgument, Overrides, configuration
 from penstock.cli.figure import figure
-from penstock.cli.imports import quick_imports
+from penstock.collector import collector_at_rest
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def plan(
     created. Pictures: `penstock plan figure --help`.
     """
     settings = configuration(config, overrides)
-    with quick_imports():
+    with collector_at_rest(freeze=True):
         from penstock.prediction import Planner, Sweep, parse_deadline
 
     swept = Sweep.parse(sweep) if sweep else None

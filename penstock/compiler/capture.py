@@ -5,7 +5,6 @@ each placeholder (weight, buffer or input), the precision of the stream, and err
 module and the line that cannot be captured.
 """
 
-import gc
 import io
 import linecache
 import logging
@@ -172,7 +171,6 @@ def capture(
             mode,
             _gradients(training, blocks),
             _quiet_torch(),
-            _collector_at_rest(),
             lean_tracing(),
             # Autograd within a forward would follow the results of another block.
             blocks.active() if training else nullcontext(),
@@ -302,22 +300,6 @@ def _quiet_torch() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Disable Python's cycle collector while the graph grows.
-
-    An export creates millions of objects and few cycles. The collector took a third of its time and
-    found almost nothing (GPT-3 175B: 20 MiB).
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

@@ -49,6 +49,7 @@ _OVERWRITING = {
     aten.fill_,
     aten.copy_,
 }
+_PLAIN = {bool, int, float, torch.Generator}
 # They allocate storage without content; replay allocates storage at its first write.
 _ALLOCATING = {
     aten.empty,
@@ -96,6 +97,7 @@ class Recorder(TorchDispatchMode):
         self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
         self._generators: list[torch.Generator] = [torch.default_generator]
         self._known_states: list[dict[bytes, int]] = [{}]
+        self._accepted_fills: set[tuple[Any, ...]] = set()
         self._mark(DEFAULT_GENERATOR, BEFORE_FIRST_DRAW)
 
     def storage_bytes(self) -> list[int]:
@@ -146,15 +148,21 @@ class Recorder(TorchDispatchMode):
         flat, structure = tree_flatten((args, kwargs))
         arguments = tuple(self._encode(x) for x in flat)
         writes = tuple(self._written(func, args, kwargs))
+        overwrites = self._full(*writes) if packet in _OVERWRITING else ()
+        fill = self._fill(func, args, kwargs) if overwrites else None
         known = len(self._storages)
-        try:
-            result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            result = self._run_for_real(func, arguments, structure)
+        if fill in self._accepted_fills:
+            result = args[0]
+        else:
+            try:
+                result = func(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                result = self._run_for_real(func, arguments, structure)
+            if fill is not None:
+                self._accepted_fills.add(fill)
         creates = tuple(self._created(result, known))
         if not creates and not writes:
             return result
-        overwrites = self._full(*writes) if packet in _OVERWRITING else ()
         draw = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             draw = self._draw(_generator_of(flat), flat)
@@ -165,6 +173,20 @@ class Recorder(TorchDispatchMode):
             RecordedOperation(func, arguments, structure, reads, writes, overwrites, creates, draw)
         )
         return result
+
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...] | None:
+        """Return what decides whether a fill of a whole storage is accepted; None if its fake call
+        is needed.
+
+        The fake call has no effect but its errors, so one of several equal fills is called. A large
+        model has thousands of them.
+        """
+        values = (*args[1:], *kwargs.values())
+        if not args or args[0].constant is not None:  # the call ends that its value is known
+            return None
+        if not all(value is None or type(value) in _PLAIN for value in values):
+            return None
+        return (func, args[0].dtype, args[1:], tuple(kwargs.items()))
 
     def _encode(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):

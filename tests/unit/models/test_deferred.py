@@ -85,6 +85,31 @@ class DropPathRates(nn.Module):
         self.register_buffer("kept", kept)
 
 
+class FilledConstants(nn.Module):
+    """Fills with equal arguments: whole tensors, parts, and a tensor whose value was known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(4))
+        self.second = nn.Parameter(torch.empty(4))
+        known = torch.tensor(3.0)
+        with torch.no_grad():
+            for tensor in (self.first, self.second, self.second[1:3], known):
+                tensor.fill_(2.0)
+            self.second[3].fill_(known.item() + 1)
+        self.third = nn.Parameter(torch.empty(3).fill_(known.item()))
+
+
+class RefusedFill(nn.Module):
+    """A fill, and one that PyTorch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.weight.data.normal_(0.0, 1.0)
+        torch.empty(4).normal_(0.0, -1.0)
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     return nn.TransformerEncoder(layer, 3)
@@ -94,7 +119,15 @@ def recurrent() -> nn.Module:
     return nn.LSTM(5, 7, 2)
 
 
-CUSTOM = [ConvNet, InitialisedTwice, OwnSeeds, DropPathRates, encoder, recurrent]
+CUSTOM = [
+    ConvNet,
+    InitialisedTwice,
+    OwnSeeds,
+    DropPathRates,
+    FilledConstants,
+    encoder,
+    recurrent,
+]
 
 
 def real_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -226,6 +259,13 @@ def test_weights_from_before_the_constructor_are_refused() -> None:
         record(lambda: layer)
     with pytest.raises(CompileError, match=r"writes .* into a tensor that existed before"):
         record(lambda: nn.init.zeros_(layer.weight))
+
+
+def test_a_fill_that_pytorch_refuses_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="std"):
+        RefusedFill()
+    with pytest.raises(RuntimeError, match="std"):
+        record(RefusedFill)
 
 
 def test_the_constructor_must_return_a_module() -> None:

@@ -1,10 +1,10 @@
-"""Imports without the garbage collector leave it as it was."""
+"""What runs without the garbage collector leaves it as it was."""
 
 import gc
 
 import pytest
 
-from penstock.cli.imports import quick_imports
+from penstock.collector import collector_at_rest
 
 
 @pytest.fixture(autouse=True)
@@ -19,20 +19,20 @@ def _collector():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_collector_is_paused_during_imports_and_then_as_before(enabled):
     (gc.enable if enabled else gc.disable)()
-    with quick_imports():
+    with collector_at_rest(freeze=True):
         assert not gc.isenabled()
     assert gc.isenabled() is enabled
 
 
 def test_collector_is_as_before_when_an_import_fails():
     gc.enable()
-    with pytest.raises(ModuleNotFoundError), quick_imports():
+    with pytest.raises(ModuleNotFoundError), collector_at_rest(freeze=True):
         import penstock.absent  # noqa: F401
     assert gc.isenabled()
 
 
 def test_imported_objects_are_excluded_from_later_collections():
     gc.unfreeze()
-    with quick_imports():
+    with collector_at_rest(freeze=True):
         pass
     assert gc.get_freeze_count() > 0
