@@ -3,10 +3,12 @@
 Each function builds one part; the trainer combines the parts.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -38,11 +40,13 @@ from penstock.engine import (
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
-from penstock.planning.memory_budget import MemoryShares
 from penstock.planning.program_cache import cached_program
 from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_of
 from penstock.program import Program
-from penstock.store import Base, ReadBase
+
+if TYPE_CHECKING:
+    from penstock.planning.memory_budget import MemoryShares
+    from penstock.store import Base, ReadBase
 
 
 def model_source(
