@@ -309,10 +309,11 @@ class ClusterManager:
     # In the endpoint's thread
 
     def _every(self, now: float) -> None:
+        received = self._endpoint.received_bytes
         for node in self._local:
-            body = {"progress": node.progress, "busy": node.is_busy}
+            body = {"progress": node.progress, "busy": node.is_busy, "received": received}
             self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
-        self.coordinator.tick(now)
+        self.coordinator.tick(now, received)
         self._rendezvous.assign_waiting()
         self._supervisor.replace(self._wanted_workers)
         few = len(self.coordinator.ready) < self._layout.least_engines

@@ -243,8 +243,13 @@ class Coordinator(CoordinatorState):
         if self.phase in (Phase.COMMITTING, *_OPEN):
             self._recover(self._recovery.after_corruption(self._status, text, ends))
 
-    def tick(self, now: float) -> None:
-        """Check the timeouts: silent nodes, and a step without progress."""
+    def tick(self, now: float, received_bytes: int = 0) -> None:
+        """Check the timeouts: silent nodes, and a step without progress.
+
+        Args:
+            now: the time in seconds.
+            received_bytes: of payloads that this process has received, as in a `Heartbeat`.
+        """
         detector = self._detector
         self._stall_timer.pause(detector.pass_time(now, self._timeouts.silence / 4))
         for node, silent in detector.silent(self.membership.all, self._timeouts.silence):
@@ -257,7 +262,8 @@ class Coordinator(CoordinatorState):
         members = self._epochs.view.nodes
         busy, progress = detector.busy(members), tuple(detector.progress(members).values())
         arrived = (self._epochs.acknowledged, *transaction.counts)
-        state = (self.phase, self.epoch, arrived, progress)
+        received = (received_bytes, *detector.received_bytes(members))
+        state = (self.phase, self.epoch, arrived, progress, received)
         stalled = self._stall_timer.stalled_seconds(now, state)
         if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)

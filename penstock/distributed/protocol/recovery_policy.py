@@ -122,7 +122,7 @@ class RecoveryPolicy:
         return self._retry(status, "corruption", text, suspect)
 
     def after_stall(self, status: StepStatus) -> RecoveryAction:
-        """Choose the action after a stall: no node computes, so a message was lost."""
+        """Choose the action after a stall: no node computes or receives, so a message was lost."""
         suspect = self._suspect(status) if self._retry_budget.stalls else None
         text = "the step makes no progress"
         if suspect is not None:

@@ -258,6 +258,7 @@ class Worker:
         body = {
             "progress": node.progress,
             "busy": node.is_busy,
+            "received": self._endpoint.received_bytes,
             **built.role.metrics(),
         }
         connection.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))

@@ -164,7 +164,7 @@ def test_state_of_lost_nodes_is_dropped():
         play.finish()
         gone = play.coordinator.ready[0]
         play.coordinator.lost(gone, "killed")
-        play.say(gone, MessageType.HEARTBEAT, epoch=0, body={"progress": 1})
+        play.say(gone, MessageType.HEARTBEAT, epoch=0, body={"progress": 1, "received": 0})
         play.coordinator.joined(100 + 3 * step)
     assert all(outcome.error is None for outcome in play.ended)
     coordinator = play.coordinator
