@@ -101,6 +101,10 @@ class Coordinator(CoordinatorState):
         self.membership.join(engine)
         self._admit(engine, "joined", f"engine {engine} is ready")
 
+    def watch(self, node: int) -> None:
+        """Start the timeout of a first replica, which is ready: now its silence counts."""
+        self._detector.watch(node)
+
     def relay_joined(self, relay: int) -> None:
         """Add a relay that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join_relay(relay)
@@ -246,9 +250,7 @@ class Coordinator(CoordinatorState):
     def tick(self, now: float, received_bytes: int = 0) -> None:
         """Check the timeouts: silent nodes, and a step without progress.
 
-        Args:
-            now: the time in seconds.
-            received_bytes: of payloads that this process has received, as in a `Heartbeat`.
+        `received_bytes` are those of the payloads that this process has received (`Heartbeat`).
         """
         detector = self._detector
         self._stall_timer.pause(detector.pass_time(now, self._timeouts.silence / 4))

@@ -44,7 +44,7 @@ class FailureDetector:
         self._heartbeats: dict[int, Heartbeat] = {}
 
     def watch(self, node: int) -> None:
-        """Start the timeout of a node that has joined."""
+        """Start the timeout of a node; before that its silence does not count."""
         self._heard_at[node] = self.now
 
     def forget(self, node: int) -> None:
