@@ -129,6 +129,12 @@ class Network:
         """Cut the cable of a host, or put it back."""
         _ip(self.switch, "link", "set", f"port-{number}", "up" if there else "down")
 
+    def slow_down(self, number: int, bits_per_second: int) -> None:
+        """Limit the rate at which a host receives."""
+        queue = ["root", "tbf", "rate", f"{bits_per_second}bit", "burst", "32kb", "latency", "1s"]
+        space = ["nsenter", f"--target={self.switch.pid}", "--net"]
+        _run(*space, "tc", "qdisc", "add", "dev", f"port-{number}", *queue)
+
     def power_off(self, number: int) -> None:
         """End a host without a word: no connection of its is closed."""
         self.plug(number, there=False)

@@ -93,9 +93,9 @@ def watched(config: dict) -> Watched:
     return run
 
 
-def alone(text: Path, folder: Path, steps: int) -> tuple[list[float], str]:
+def alone(text: Path, folder: Path, steps: int, **changes) -> tuple[list[float], str]:
     """The losses and the hash of the weights of one engine in one process."""
-    trainer = Trainer(settings(text, folder))
+    trainer = Trainer(settings(text, folder, **changes))
     try:
         losses = [trainer.run_step().loss for _ in range(steps)]
         return losses, trainer.store.content_hash()

@@ -11,7 +11,7 @@ from grids import thinned
 from sparse_cluster import SparseCluster, alone
 from sparse_stores import assert_same_sparse_state
 
-from penstock.distributed.protocol import MessageType
+from penstock.distributed.protocol import MessageType, UnrecoverableError
 from penstock.distributed.rpc import bytes_of_histograms
 from penstock.distributed.simulation import Faults
 from penstock.distributed.simulation.faults import Rates
@@ -149,6 +149,17 @@ def test_lost_histogram_message_replays_the_step(kind, policy):
     require_same(cluster, cluster.train(), policy)
     assert lost
     assert [event.kind for event in cluster.events if event.kind == "retry"] == ["retry"]
+
+
+def test_lost_histograms_of_a_shard_evict_the_shard_and_no_engine():
+    """The last node of a shard is a suspect after the sixth stall."""
+    cluster = SparseCluster("set", 2, 3, clip_norm=1.0)
+    cluster.loses = lambda m: m.kind is MessageType.HISTOGRAM_REPLY and m.sender == 2
+    with pytest.raises(UnrecoverableError, match="not answered") as raised:
+        cluster.train(1)
+    assert raised.value.node == 2
+    assert [event.node for event in cluster.events if "lost" in event.kind] == [2]
+    assert [event.kind for event in cluster.events].count("retry") == 6
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,7 +1,8 @@
-"""A run over two hosts whose cable is cut and put back: it goes on, to the same bits, encrypted."""
+"""A run over two hosts whose cable is cut and put back, or slow: the same bits, encrypted."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from hosts import network_of
 from packet_capture import Capture
 from stepped_run import SteppedRun
-from test_cluster_processes import alone, settings, text
+from test_cluster_processes import MODEL, alone, settings, text
 
 __all__ = ["network_of", "text"]
 
@@ -53,3 +54,32 @@ def test_cut_cable_does_not_change_bits(text, network_of, tmp_path):
     finally:
         run.close()
     assert (run.losses, weights) == alone(text, tmp_path / "alone", len(run.losses))
+
+
+@pytest.mark.slow  # 40 s, for the same reason
+def test_weights_that_arrive_longer_than_the_stall_are_waited_for(text, network_of, tmp_path):
+    """A weight of 590 kB takes 2.4 s on a link of 2 Mbit/s; a step without progress has 1 s."""
+    if shutil.which("tc") is None:
+        pytest.skip("the `tc` command is not there")
+    network = network_of(2)
+    here, there = network.hosts
+    model = {"preset": "gpt2", "overrides": {**MODEL, "n_layer": 1, "n_embd": 192}}
+    config = settings(
+        text,
+        tmp_path / "run",
+        model=model,
+        engines=1,
+        cluster={"start": "listen", "host": here.address, "stall": 1.0},
+    )
+    run = SteppedRun(config, tmp_path, here)
+    try:
+        run.until("happened", "listening")
+        network.slow_down(1, 2_000_000)
+        command = [sys.executable, "-m", "penstock.cluster.worker"]
+        there.start(*command, str(tmp_path / "run" / "cluster.json"), stderr=subprocess.DEVNULL)
+        run.step()
+        assert {place["host"] for place in run.places()} == {there.address}
+        weights = run.end()
+    finally:
+        run.close()
+    assert (run.losses, weights) == alone(text, tmp_path / "alone", 1, model=model)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.distributed")
 
 _HEARTBEAT_SECONDS = 0.1
-_STARVED_LEASES = 10  # leases for which a worker may wait for a processor
+_STARVED_LEASES = 10  # leases for which a worker may wait for a processor, or load libraries
 _ENGINES_SECONDS = 120.0  # seconds to wait for all engines before the first step
 
 
@@ -133,6 +133,8 @@ class ClusterManager:
             self.replicas,
             self.event_queue,
             on_admitted=self._admit,
+            on_silent=self._end_process,
+            silence=_STARVED_LEASES * config.cluster.lease,
             engines_wanted=lambda: self._wanted_engines,
         )
         self._rendezvous_path = write_record(config.run.dir, self._endpoint.address, token)
@@ -309,11 +311,12 @@ class ClusterManager:
     # In the endpoint's thread
 
     def _every(self, now: float) -> None:
+        received = self._endpoint.received_bytes
         for node in self._local:
-            body = {"progress": node.progress, "busy": node.is_busy}
+            body = {"progress": node.progress, "busy": node.is_busy, "received": received}
             self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
-        self.coordinator.tick(now)
-        self._rendezvous.assign_waiting()
+        self.coordinator.tick(now, received)
+        self._rendezvous.tick(now)
         self._supervisor.replace(self._wanted_workers)
         few = len(self.coordinator.ready) < self._layout.least_engines
         given_up, joining = self._supervisor.given_up, self.registry.joining
@@ -375,10 +378,13 @@ class ClusterManager:
         self.heartbeat_stats.forget(number)
         if member is None:
             return
-        member.connection.close()
-        self.launcher.end(member.worker)
+        self._end_process(member)
         if member.slot is not None:
             self.replicas.lost(member.slot, number)
+
+    def _end_process(self, member: ClusterMember) -> None:
+        member.connection.close()
+        self.launcher.end(member.worker)
 
     def _take(self, message: Message) -> None:
         """Dispatch a message of a node: to the coordinator, or as a reply to an RPC."""

@@ -3,7 +3,8 @@
 A process that joins gets a vacant replica slot of a shard; without a vacant slot it becomes an
 engine, or a relay if no more engines are wanted and relays are. A process that was started for one
 role gets only that role. A process started as a shard waits until a slot is vacant. A process that
-cannot fill its role is refused; another process of its kind would be refused too.
+cannot fill its role is refused; another process of its kind would be refused too. A process that
+stops sending heartbeats before it is ready is ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any
 
 from penstock.distributed.control_messages import Join, Opens, ReplicaSlot, Role
 from penstock.distributed.event_queue import EventQueue
-from penstock.distributed.protocol import COORDINATOR, Coordinator, Message, MessageType
+from penstock.distributed.protocol import (
+    COORDINATOR,
+    Coordinator,
+    FailureDetector,
+    Message,
+    MessageType,
+)
 from penstock.distributed.replication import ReplicaManager
 from penstock.distributed.rpc import error_class
 from penstock.distributed.run_spec import RunSpec
@@ -34,6 +41,8 @@ class Rendezvous:
         replicas: assigns replica slots of shards.
         event_queue: receives an event per refused process.
         on_admitted: attaches a member's connection to its node.
+        on_silent: ends the process of a member that was silent before it was ready.
+        silence: the seconds without a heartbeat after which such a member is ended.
         engines_wanted: returns the wanted number of engines, spares included.
     """
 
@@ -46,12 +55,16 @@ class Rendezvous:
         event_queue: EventQueue,
         *,
         on_admitted: Callable[[ClusterMember], None],
+        on_silent: Callable[[ClusterMember], None],
+        silence: float,
         engines_wanted: Callable[[], int],
     ) -> None:
         self._spec, self._registry, self._coordinator = spec, registry, coordinator
         self._replicas, self._assignment = replicas, replicas.assignment
         self._event_queue = event_queue
-        self._on_admitted, self._engines_wanted = on_admitted, engines_wanted
+        self._on_admitted, self._on_silent = on_admitted, on_silent
+        self._silence, self._engines_wanted = silence, engines_wanted
+        self._detector = FailureDetector()  # of the processes that are joining
         self._next = FIRST_ENGINE
         self._waiting: dict[Connection, Join] = {}  # for a replica slot
 
@@ -64,11 +77,24 @@ class Rendezvous:
         if message.kind is MessageType.JOIN:
             self._join(connection, Join.read(message))
         elif message.kind is MessageType.READY and connection in joining:
-            self._admit(joining.pop(connection), message.body)
+            self._admit(self._remove(connection), message.body)
         elif message.kind is MessageType.FAILURE and connection in joining:
-            member, kind = joining.pop(connection), str(message.body.get("error"))
+            member, kind = self._remove(connection), str(message.body.get("error"))
             text = f"{member} could not be created: {message.body.get('text')}"
             self._reject(member, text, error_class(kind))
+        elif message.kind is MessageType.HEARTBEAT and connection in joining:
+            self._detector.hear(joining[connection].number)
+
+    def tick(self, now: float) -> None:
+        """End the processes that are silent before they are ready; assign vacant slots."""
+        self._detector.pass_time(now, self._silence / 4)
+        joining = {member.number: member for member in self._registry.joining.values()}
+        for number, silent in self._detector.silent(joining, self._silence):
+            member = self._remove(joining[number].connection)
+            text = f"{member} was silent for {silent:.1f} s before it was ready"
+            self._event_queue.emit("worker silent", text, number)
+            self._on_silent(member)
+        self.assign_waiting()
 
     def assign_waiting(self) -> None:
         """Assign vacant replica slots to the processes that wait for a slot."""
@@ -82,8 +108,15 @@ class Rendezvous:
 
     def connection_ended(self, connection: Connection) -> None:
         """Remove a process whose connection ended before it was ready."""
-        self._registry.joining.pop(connection, None)
+        if connection in self._registry.joining:
+            self._remove(connection)
         self._waiting.pop(connection, None)
+
+    def _remove(self, connection: Connection) -> ClusterMember:
+        """Remove a process from those that are joining; return the process."""
+        member = self._registry.joining.pop(connection)
+        self._detector.forget(member.number)
+        return member
 
     def _join(self, connection: Connection, join: Join) -> None:
         """Assign a role to a process that joins, or queue the process for a replica slot."""
@@ -111,6 +144,7 @@ class Rendezvous:
             opens = "empty" if self._assignment.is_held(slot.shard) else "what was left"
         member = ClusterMember(number, connection, join.worker, join.address, role, slot, opens)
         self._registry.joining[connection] = member
+        self._detector.watch(number)
         local_shards = [nodes[0] for nodes in spec.first_nodes]
         if spec.has_shard_processes:
             local_shards = []
@@ -177,6 +211,7 @@ class Rendezvous:
         if member.opens == "what was left":
             self._coordinator.shard_joined(slot.shard, number)
         else:
+            self._coordinator.watch(number)
             self._event_queue.emit("joined", f"{member} is ready", number)
 
     def _reject(self, member: ClusterMember, text: str, kind: type[PenstockError]) -> None:

@@ -101,6 +101,10 @@ class Coordinator(CoordinatorState):
         self.membership.join(engine)
         self._admit(engine, "joined", f"engine {engine} is ready")
 
+    def watch(self, node: int) -> None:
+        """Start the timeout of a first replica, which is ready: now its silence counts."""
+        self._detector.watch(node)
+
     def relay_joined(self, relay: int) -> None:
         """Add a relay that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join_relay(relay)
@@ -243,8 +247,11 @@ class Coordinator(CoordinatorState):
         if self.phase in (Phase.COMMITTING, *_OPEN):
             self._recover(self._recovery.after_corruption(self._status, text, ends))
 
-    def tick(self, now: float) -> None:
-        """Check the timeouts: silent nodes, and a step without progress."""
+    def tick(self, now: float, received_bytes: int = 0) -> None:
+        """Check the timeouts: silent nodes, and a step without progress.
+
+        `received_bytes` are those of the payloads that this process has received (`Heartbeat`).
+        """
         detector = self._detector
         self._stall_timer.pause(detector.pass_time(now, self._timeouts.silence / 4))
         for node, silent in detector.silent(self.membership.all, self._timeouts.silence):
@@ -257,7 +264,8 @@ class Coordinator(CoordinatorState):
         members = self._epochs.view.nodes
         busy, progress = detector.busy(members), tuple(detector.progress(members).values())
         arrived = (self._epochs.acknowledged, *transaction.counts)
-        state = (self.phase, self.epoch, arrived, progress)
+        received = (received_bytes, *detector.received_bytes(members))
+        state = (self.phase, self.epoch, arrived, progress, received)
         stalled = self._stall_timer.stalled_seconds(now, state)
         if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)

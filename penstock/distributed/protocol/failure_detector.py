@@ -12,10 +12,15 @@ from penstock.distributed.protocol.messages import Message
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The content of a node's heartbeat: its progress in the epoch, and whether it has work."""
+    """The content of a node's heartbeat.
+
+    It has the node's progress in the epoch, whether the node has work, and the bytes of payloads
+    that its process has received, those of messages in progress included.
+    """
 
     progress: int = 0
     is_busy: bool = False
+    received_bytes: int = 0
 
     @classmethod
     def read(cls, message: Message) -> Heartbeat:
@@ -24,7 +29,9 @@ class Heartbeat:
         **Raises:** `ProtocolError` if the message is invalid.
         """
         return cls(
-            message_validation.integer(message, "progress", 0), message.body.get("busy") is True
+            message_validation.integer(message, "progress", 0),
+            message.body.get("busy") is True,
+            message_validation.integer(message, "received", 0),
         )
 
 
@@ -37,7 +44,7 @@ class FailureDetector:
         self._heartbeats: dict[int, Heartbeat] = {}
 
     def watch(self, node: int) -> None:
-        """Start the timeout of a node that has joined."""
+        """Start the timeout of a node; before that its silence does not count."""
         self._heard_at[node] = self.now
 
     def forget(self, node: int) -> None:
@@ -59,6 +66,10 @@ class FailureDetector:
     def progress(self, nodes: Iterable[int]) -> dict[int, int]:
         """Return each node's progress in this epoch, from its last heartbeat."""
         return {node: self._heartbeats.get(node, Heartbeat()).progress for node in nodes}
+
+    def received_bytes(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """Return the bytes that each node's process had received at its last heartbeat."""
+        return tuple(self._heartbeats.get(node, Heartbeat()).received_bytes for node in nodes)
 
     def busy(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes that had work at their last heartbeat."""

@@ -50,7 +50,7 @@ class MessageType(enum.IntEnum):
     COMMIT = 9  # coordinator to shards: the step is decided
     COMMITTED = 10  # shard to coordinator
     FAILURE = 11  # to the coordinator: an error
-    HEARTBEAT = 12  # to the coordinator: the node is alive; its progress
+    HEARTBEAT = 12  # to the coordinator: the node is alive; progress and received bytes
     CORRUPT_FRAME = 13  # to the coordinator: a frame with a wrong checksum has arrived
     HELD_STEPS = 14  # coordinator to shard: which steps are held; and the answer
     ROLLBACK = 15  # coordinator to shard: roll back to a step that all shards hold; and the answer

@@ -122,7 +122,7 @@ class RecoveryPolicy:
         return self._retry(status, "corruption", text, suspect)
 
     def after_stall(self, status: StepStatus) -> RecoveryAction:
-        """Choose the action after a stall: no node computes, so a message was lost."""
+        """Choose the action after a stall: no node computes or receives, so a message was lost."""
         suspect = self._suspect(status) if self._retry_budget.stalls else None
         text = "the step makes no progress"
         if suspect is not None:
@@ -175,10 +175,13 @@ def find_suspect(status: StepStatus, membership: Membership, stalls: int) -> tup
     phase, epochs, transaction = status.phase, status.epochs, status.transaction
     if phase is Phase.COMMITTING:
         return transaction.unacknowledged[0], "it has not acknowledged the commit"
-    if phase is not Phase.RUNNING:
+    if phase is Phase.RUNNING:
+        missing, why = transaction.without_histograms, "it has not answered with its histograms"
+    elif phase is Phase.AGREEING:
+        missing, why = epochs.agreement.missing, "it has not reported its step"
+    else:
         missing, why = epochs.unacknowledged, "it has not acknowledged a new epoch"
-        if phase is Phase.AGREEING:
-            missing, why = epochs.agreement.missing, "it has not reported its step"
+    if missing or phase is not Phase.RUNNING:
         if stalls <= _MOST_STALLS:
             missing = [node for node in missing if not membership.holders.is_last_replica(node)]
         return (missing[0], why) if missing else None

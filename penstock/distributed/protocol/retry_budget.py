@@ -90,8 +90,7 @@ class RetryBudget:
             f"step {self.step} was retried {self._counts.total()} times: {counted}; the last time: "
             f"{self._last}. Check that all hosts of the run can connect to each other on any port "
             "(a firewall between engines?), their network cards and cables (ethtool -S) and their "
-            "memory (dmesg). On a slow network an engine's rows of a step may take longer than "
-            "cluster.stall: raise it. Then give the same command again"
+            "memory (dmesg). Then give the same command again"
         )
 
     @property

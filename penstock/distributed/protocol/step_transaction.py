@@ -178,6 +178,13 @@ class StepTransaction:
         return [node for node in self._nodes if node not in self._acknowledgements]
 
     @property
+    def without_histograms(self) -> list[int]:
+        """The replicas that have not answered in the round of histograms; empty without a round."""
+        if not self._round:
+            return []
+        return [node for node in self._nodes if node not in self._histograms]
+
+    @property
     def behind(self) -> list[int]:
         """The replicas that lack gradients, if every shard has another replica with all gradients.
 

@@ -83,6 +83,7 @@ class Network:
         self._order = itertools.count()
         self._sending_until: dict[int, float] = defaultdict(float)  # when a card is free to send
         self._receiving_until: dict[int, float] = defaultdict(float)
+        self._to_receive: dict[int, int] = defaultdict(int)  # bytes, when the card is free again
         self._jobs: dict[int, deque[Job]] = defaultdict(deque)
         self._working: set[int] = set()  # the nodes whose worker is running a job
         self._dead: set[int] = set()
@@ -150,6 +151,13 @@ class Network:
         for action, arguments in self._stopped.pop(number, []):
             action(*arguments)
 
+    def received_bytes(self, number: int) -> int:
+        """Return the bytes that a node's card has received, of a message in progress too."""
+        missing = self._receiving_until[number] - self.now
+        if missing <= 0:
+            return self._to_receive[number]
+        return max(0, self._to_receive[number] - int(missing * self._links.bytes_per_second))
+
     # The node context
 
     def clock(self) -> float:
@@ -170,7 +178,7 @@ class Network:
             arguments = (sender, to, self.now, carried)
             begins = departure + latency + late
             if size and not late:
-                self._at(begins, self._receive, (seconds, to, arguments))
+                self._at(begins, self._receive, (HEADER_BYTES + size, to, arguments))
             else:
                 self._at(begins + seconds, self._unless_stopped, (to, self._deliver, arguments))
 
@@ -210,10 +218,11 @@ class Network:
         if self._jobs[number] and number not in self._working:
             self._begin_job(number)
 
-    def _receive(self, seconds: float, to: int, arguments: tuple[Any, ...]) -> None:
+    def _receive(self, size: int, to: int, arguments: tuple[Any, ...]) -> None:
         """Receive a message whose first byte is there, after those that were there before it."""
-        end = max(self.now, self._receiving_until[to]) + seconds
+        end = max(self.now, self._receiving_until[to]) + size / self._links.bytes_per_second
         self._receiving_until[to] = end
+        self._to_receive[to] += size
         self._at(end, self._unless_stopped, (to, self._deliver, arguments))
 
     def _deliver(
@@ -274,13 +283,14 @@ class Network:
             body = {
                 "progress": self._nodes[number].progress,
                 "busy": number in self._working,
+                "received": self.received_bytes(number),
             }
             self.send(number, COORDINATOR, Message(MessageType.HEARTBEAT, 0, number, body=body))
         self.after(self._heartbeat_seconds, self._send_heartbeats, number)
 
     def _tick(self) -> None:
         assert self._coordinator is not None
-        self._coordinator.tick(self.now)
+        self._coordinator.tick(self.now, self.received_bytes(COORDINATOR))
         self.after(self._heartbeat_seconds / 2, self._tick)
 
     def _report_loss(self, number: int, why: str) -> None:

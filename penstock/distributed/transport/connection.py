@@ -88,6 +88,7 @@ class Connection:
         self.nodes: set[int] = set()  # all nodes known at the other end
         self.epoch = 0  # the latest epoch in a message of the other end
         self.sent_bytes = self.taken_bytes = 0
+        self.received_bytes = 0  # of payloads, those of messages in progress included
         self.shared_bytes = 0  # the part of sent_bytes that went through shared memory
         self._stream, self._socket = stream, stream.socket
         self._take, self._ended, self._shares = take, ended, shares
@@ -145,8 +146,9 @@ class Connection:
         except (OSError, ValueError):  # the socket was just closed
             return False
 
-    def _hear(self) -> None:
+    def _hear(self, payload_bytes: int = 0) -> None:
         self._heard_at = time.monotonic()
+        self.received_bytes += payload_bytes
 
     # The reader thread
 
@@ -175,6 +177,7 @@ class Connection:
         if self._shm_receiver is None:
             raise ProtocolError(f"the peer announced {size} bytes in slot {slot}, but no memory")
         payload = self._shm_receiver.take(slot, size)
+        self.received_bytes += size
         if not self._shm_receiver.is_exhausted:
             return payload
         # The holders of the other slots may wait for the next message. So this slot is returned at

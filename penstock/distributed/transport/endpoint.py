@@ -129,6 +129,15 @@ class Endpoint:
         """How many connections were refused, by address."""
         return self._listener.refused
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of payloads received over the open connections, also of messages in progress.
+
+        Encrypted bytes are counted as they arrive, with what TLS adds to them.
+        """
+        connections = list(self._all_connections)  # other threads may add connections
+        return sum(connection.received_bytes for connection in connections)
+
     def add(self, number: int, node: EndpointNode) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
         local = self._local_nodes[number] = _LocalNode(node, queue.SimpleQueue())

@@ -19,8 +19,10 @@ class Stream(Protocol):
     socket: socket.socket
     is_local: bool  # whether the other end is on this host
 
-    def read_into(self, buffer: memoryview, on_bytes: Callable[[], None] = ...) -> None:
-        """Fill a buffer with the next bytes; `on_bytes` is called after every part.
+    def read_into(self, buffer: memoryview, on_bytes: Callable[[int], None] = ...) -> None:
+        """Fill a buffer with the next bytes.
+
+        `on_bytes` is called after every part with the bytes that have arrived, encrypted or not.
 
         Raises:
             EOFError: the peer has closed the connection.
@@ -46,14 +48,16 @@ class PlainStream:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
 
-    def read_into(self, buffer: memoryview, on_bytes: Callable[[], None] = lambda: None) -> None:
+    def read_into(
+        self, buffer: memoryview, on_bytes: Callable[[int], None] = lambda count: None
+    ) -> None:
         """Fill a buffer with the next bytes."""
         while buffer.nbytes:
             # Large parts: every call costs a wake-up.
             got = self.socket.recv_into(buffer[:_PART_BYTES], 0, socket.MSG_WAITALL)
             if got == 0:
                 raise EOFError("the connection was closed")
-            on_bytes()
+            on_bytes(got)
             buffer = buffer[got:]
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:

@@ -79,7 +79,9 @@ class TlsStream:
 
     # The stream
 
-    def read_into(self, buffer: memoryview, on_bytes: Callable[[], None] = lambda: None) -> None:
+    def read_into(
+        self, buffer: memoryview, on_bytes: Callable[[int], None] = lambda count: None
+    ) -> None:
         """Fill a buffer with the next bytes."""
         while buffer.nbytes:
             if got := self._decrypt_into(buffer):
@@ -88,7 +90,7 @@ class TlsStream:
             received = self.socket.recv_into(self._received)
             if not received:
                 raise EOFError("the connection was closed")
-            on_bytes()
+            on_bytes(received)
             with self._lock:
                 self._incoming.write(self._received[:received])
 

@@ -251,13 +251,17 @@ class Worker:
 
     def _send_heartbeat(self, now: float) -> None:
         node, connection, built = self._node, self._connection, self._built
-        if node is None or connection is None or built is None:
+        if connection is None:
+            return
+        if node is None or built is None:  # the role is not ready, or not assigned
+            connection.send(Message(MessageType.HEARTBEAT, 0, 0))
             return
         if self._adapter is not None:
             self._adapter.tick(now)
         body = {
             "progress": node.progress,
             "busy": node.is_busy,
+            "received": self._endpoint.received_bytes,
             **built.role.metrics(),
         }
         connection.send(Message(MessageType.HEARTBEAT, node.epoch, self._number, body=body))

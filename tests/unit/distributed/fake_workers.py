@@ -43,6 +43,7 @@ class FakeLauncher:
         self.always_fails, self.started = always_fails, 0
         self.roles: list[str] = []
         self.ended: list[WorkerExit] = []
+        self.killed: list[str] = []
 
     def start(self, role: Role) -> str:
         self.started += 1
@@ -63,7 +64,8 @@ class FakeLauncher:
         return self.lacks
 
     def end(self, worker: str) -> None:
-        """Do nothing: there are no processes."""
+        """Record that the worker was to be killed."""
+        self.killed.append(worker)
 
     def close(self) -> None:
         """Do nothing: there are no processes."""

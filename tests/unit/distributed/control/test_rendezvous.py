@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from waiting import wait_until
 
-from penstock.distributed.protocol.messages import MessageType
+from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
-from penstock.errors import ClusterError, ConfigError
+from penstock.errors import ClusterError, ConfigError, StorageError
 
 
 def test_shard_slots_are_assigned_before_engines(open_manager):
@@ -68,6 +68,52 @@ def test_slot_of_worker_lost_before_ready_is_reassigned(open_manager):
     member.connection.close()
     wait_until(lambda: not opened.manager.registry.joining)
     assert open_manager.join(opened)[1].body["place"] == [0, 0]
+
+
+@pytest.mark.parametrize("shards", ["here", "apart"])
+def test_worker_silent_before_it_is_ready_is_ended(open_manager, shards):
+    opened = open_manager(shards=shards, lease=0.02)
+    member, assignment = open_manager.join(opened)
+    wait_until(lambda: opened.launcher.killed == ["guest-1"])
+    wait_until(lambda: not opened.manager.registry.joining)
+    opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["worker silent"]
+    wait_until(lambda: not member.connection.is_open)
+    place = assignment.body["place"]  # free for another
+    assert open_manager.join(opened, role=assignment.body["role"])[1].body["place"] == place
+
+
+def test_worker_with_heartbeats_has_unlimited_time_to_become_ready(open_manager):
+    """The test passes the time: 10 leases of 60 s for the worker that is silent."""
+    opened = open_manager(lease=60.0)
+    rendezvous, registry = opened.manager._rendezvous, opened.manager.registry
+    tick, rendezvous.tick = rendezvous.tick, lambda now: None
+    for _ in range(2):
+        open_manager.join(opened)
+    silent, lively = registry.joining
+    began, lost_at = rendezvous._detector.now, []
+
+    def pass_time() -> None:
+        for seconds in range(0, 3600, 10):
+            rendezvous.take(lively, Message(MessageType.HEARTBEAT, 0, 0))
+            tick(began + seconds)
+            if silent not in registry.joining:
+                lost_at.append(seconds)
+
+    opened.manager._run_in_endpoint(pass_time)
+    assert list(registry.joining) == [lively]
+    assert lost_at[0] == 610
+
+
+def test_first_shard_silent_after_it_is_ready_is_lost(open_manager):
+    """It has sent no heartbeat yet."""
+    opened = open_manager(shards="apart", lease=0.1)
+    member, assignment = open_manager.join(opened)
+    member.report_ready(opened.manager, assignment)
+    wait_until(lambda: opened.launcher.killed == ["guest-1"])
+    assert opened.manager.event_queue.counts["shard lost"] == 1
+    with pytest.raises(StorageError, match="shard 0 of the store was lost before all shards had"):
+        opened.manager.remote_shards()
 
 
 def test_superfluous_shard_is_refused_and_run_continues(open_manager):

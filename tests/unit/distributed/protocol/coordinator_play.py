@@ -138,12 +138,17 @@ class Play:
             self.say(shard, MessageType.COMMITTED, body={"shard": shard})
 
     def pass_time(
-        self, seconds: float, busy=(), silent=(), beat: float = 0.2, progress=None
+        self, seconds: float, busy=(), silent=(), beat: float = 0.2, progress=None, received=None
     ) -> None:
+        progress, received = progress or {}, received or {}
         for _ in range(round(seconds / beat)):
             for node in self.coordinator.membership.participants:
                 if node not in silent:
-                    body = {"progress": (progress or {}).get(node, 0), "busy": node in busy}
+                    body = {
+                        "progress": progress.get(node, 0),
+                        "busy": node in busy,
+                        "received": received.get(node, 0),
+                    }
                     self.say(node, MessageType.HEARTBEAT, epoch=0, body=body)
             self.now += beat
-            self.coordinator.tick(self.now)
+            self.coordinator.tick(self.now, received.get(0, 0))

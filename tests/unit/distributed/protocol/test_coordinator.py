@@ -164,6 +164,20 @@ def test_stalled_commit_is_resent_to_unacknowledged_nodes():
     assert {to for to, _ in play.take(MessageType.COMMIT)} == {1}
 
 
+@pytest.mark.parametrize("receiver", ["engine", "shard", "coordinator"])
+def test_transfer_in_progress_is_no_stall_and_one_that_stands_still_is(receiver):
+    play = Play()
+    play.start(2)
+    play.begun()
+    epoch = play.coordinator.epoch
+    node = {"engine": 101, "shard": 2, "coordinator": 0}[receiver]
+    for second in range(1, 8):
+        play.pass_time(1.0, received={node: 1000 * second})
+    assert play.coordinator.epoch == epoch
+    play.pass_time(2.6, received={node: 7000})
+    assert play.coordinator.epoch == epoch + 1
+
+
 def test_cancelled_step_leaves_coordinator_idle():
     play = Play()
     play.start(2)

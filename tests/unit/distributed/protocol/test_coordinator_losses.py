@@ -31,6 +31,15 @@ def test_silent_shard_is_lost():
     assert error.node == 2
 
 
+def test_first_shard_is_lost_if_it_is_silent_from_the_time_at_which_it_is_ready():
+    play = Play(agreed=False)
+    play.pass_time(5.0, silent=[1, 2])  # their processes have not started
+    assert play.coordinator.holders == ((1,), (2,))
+    play.coordinator.watch(2)
+    play.pass_time(1.3, silent=[1, 2])
+    assert play.coordinator.holders == ((1,), ())
+
+
 def test_pause_of_coordinator_is_not_silence():
     play = Play()
     play.start(2)
@@ -164,7 +173,7 @@ def test_state_of_lost_nodes_is_dropped():
         play.finish()
         gone = play.coordinator.ready[0]
         play.coordinator.lost(gone, "killed")
-        play.say(gone, MessageType.HEARTBEAT, epoch=0, body={"progress": 1})
+        play.say(gone, MessageType.HEARTBEAT, epoch=0, body={"progress": 1, "received": 0})
         play.coordinator.joined(100 + 3 * step)
     assert all(outcome.error is None for outcome in play.ended)
     coordinator = play.coordinator

@@ -60,9 +60,10 @@ def test_invalid_report_or_acknowledgement_evicts_shard(kind):
     assert f"node 1 sent a {kind.name} message" in play.happened[-1].text
 
 
-@pytest.mark.parametrize("body", [{}, {"progress": "far"}, {"progress": -1}, {"progress": None}])
-def test_invalid_heartbeat_evicts_engine(body):
-    play = Play()
+@pytest.mark.parametrize("key", ["progress", "received"])
+@pytest.mark.parametrize("value", ["far", -1, None, 0.5])
+def test_invalid_heartbeat_evicts_engine(key, value):
+    play, body = Play(), {"progress": 0, "received": 0, key: value}
     play.start(2)
     play.say(101, MessageType.HEARTBEAT, epoch=0, body=body)
     assert play.coordinator.ready == (100, 102)

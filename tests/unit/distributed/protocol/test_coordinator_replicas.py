@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from coordinator_play import ENGINES, Play
 
@@ -213,6 +214,54 @@ def test_replica_without_gradients_is_evicted_instead_of_engine():
     assert told(play, "replica lost") == [
         "shard 0: node 3: the other replica of its shard has all gradients, it has not; "
         "the shard continues on node 1"
+    ]
+    assert play.coordinator.ready == ENGINES
+
+
+def select(play: Play) -> None:
+    """Let a step change masks in one round of histograms."""
+    order = play.start(2)
+    play.begun()
+    rounds = [np.zeros(1, np.uint8)]
+    order.open_selections = lambda: rounds[0] if rounds else None
+    order.histograms = lambda message, shard: shard
+    order.narrow = lambda histograms: rounds.clear()
+
+
+@pytest.mark.parametrize("relays", [(), (500, 501)])
+def test_replica_without_histograms_is_evicted_instead_of_engine(relays):
+    play = two(relays=relays)
+    select(play)
+    for _ in range(2):
+        play.work()
+        assert len(play.take(MessageType.HISTOGRAM_REQUEST)) == 4
+        for node in (1, 2, 3):
+            play.say(node, MessageType.HISTOGRAM_REPLY, body={"round": 1})
+        play.pass_time(2.6)
+        play.see()
+        play.begun()
+    assert told(play, "replica lost") == [
+        "shard 1: node 4: it has not answered with its histograms; the shard continues on node 2"
+    ]
+    assert play.coordinator.ready == ENGINES
+    assert play.coordinator.membership.relays == relays
+
+
+def test_last_replica_without_histograms_has_more_time():
+    play = Play()
+    select(play)
+    for _ in range(6):
+        play.work()
+        play.say(1, MessageType.HISTOGRAM_REPLY, body={"round": 1})
+        play.pass_time(2.6)
+        play.see()
+        play.begun()
+        assert not [event for event in play.happened if "lost" in event.kind]
+    play.work()
+    play.say(1, MessageType.HISTOGRAM_REPLY, body={"round": 1})
+    play.pass_time(2.6)
+    assert [(event.kind, event.node) for event in play.happened if "lost" in event.kind] == [
+        ("shard lost", 2)
     ]
     assert play.coordinator.ready == ENGINES
 

@@ -410,7 +410,7 @@ def test_arrived_messages_count_before_timeouts():
     assert seen[:51] == [*map(str, range(50)), "time"]
 
 
-def test_every_byte_of_long_message_counts_as_heard():
+def test_every_byte_of_long_message_counts_as_heard_and_received():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
@@ -432,6 +432,7 @@ def test_every_byte_of_long_message_counts_as_heard():
             sent_at = time.monotonic()
             theirs.sendall(message.payload[part << 18 : (part + 1) << 18].data)
             wait_until(lambda since=sent_at: connection.is_heard(time.monotonic() - since))
+            wait_until(lambda part=part: connection.received_bytes == (part + 1) << 18)
         wait_until(lambda: took)
     finally:
         connection.close()
