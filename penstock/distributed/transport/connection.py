@@ -6,6 +6,9 @@ frame is reported and ends the connection, because the start of the next frame i
 Between processes of one host large payloads do not go over the socket. The sender puts them into
 shared memory (`shared_memory.py`), and the frame names the slot. Frames arrive in the order in
 which they were sent, whichever way their payloads go.
+
+The end of a connection shuts the socket down, which wakes both threads. The last of them closes the
+descriptor: another file may get the number of a closed descriptor at once.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ class Connection:
     """Sends and receives messages over an authenticated connection.
 
     Args:
-        stream: the bytes of an authenticated peer; the connection closes its socket.
+        stream: the bytes of an authenticated peer; the connection closes its socket, also if the
+            constructor fails.
         take: receives every message, in the reader's thread.
         ended: is called once with the reason when the connection has ended.
         shares: whether payloads may go through shared memory.
@@ -97,6 +101,7 @@ class Connection:
         self._buffers = BufferPool()
         self._end_lock = threading.Lock()
         self._has_ended = False
+        self._users = 0  # of the descriptor: threads that have not ended
         # Owned by the writer: waiting messages, slots to return, and the offered shared memory.
         self._waiting: deque[Message] = deque()
         self._to_return: list[int] = []
@@ -105,14 +110,37 @@ class Connection:
         self._may_offer = stream.is_local  # else the peer cannot map shared memory
         self._shm_receiver: ShmReceiver | None = None  # owned by the reader
         self._heard_at = time.monotonic()
-        _set_options(stream)
         try:
-            for name, work in (("reads", self._read), ("writes", self._write)):
-                name = f"penstock connection {name}"
-                threading.Thread(target=work, name=name, daemon=True).start()
+            _set_options(stream)
+        except OSError:
+            self._socket.close()
+            raise
+        self._start("reads", self._read)
+        self._start("writes", self._write)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def use_descriptor() -> None:
+            try:
+                work()
+            finally:
+                self._leave()
+
+        with self._end_lock:
+            self._users += 1
+        try:
+            name = f"penstock connection {name}"
+            threading.Thread(target=use_descriptor, name=name, daemon=True).start()
         except RuntimeError as error:
             self.close(error)
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        """Record that a thread uses the descriptor no more; the last one closes it."""
+        with self._end_lock:
+            self._users -= 1
+            if not self._users and self._has_ended:
+                self._socket.close()
 
     def send(self, message: Message) -> None:
         """Queue a message after all earlier messages; returns at once.
@@ -138,12 +166,12 @@ class Connection:
         """
         if time.monotonic() - self._heard_at < seconds:
             return True
-        try:
+        with self._end_lock:  # meanwhile the descriptor is not closed
+            if self._has_ended:
+                return False
             unread = select.poll()  # unlike select(), for descriptors of any number
             unread.register(self._socket, select.POLLIN)
-            return bool(unread.poll(0)) and not self._has_ended
-        except (OSError, ValueError):  # the socket was just closed
-            return False
+            return bool(unread.poll(0))
 
     def _hear(self) -> None:
         self._heard_at = time.monotonic()
@@ -299,10 +327,9 @@ class Connection:
             if self._has_ended:
                 return
             self._has_ended = True
+            with contextlib.suppress(OSError):  # the peer may have closed it already
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._queue.put(None)
-        with contextlib.suppress(OSError):  # the peer may have closed it already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
         self._ended(self, error)
 
 

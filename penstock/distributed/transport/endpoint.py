@@ -287,7 +287,6 @@ class Endpoint:
                 stream, self._received, self._connection_ended, lambda: self.shares_memory
             )
         except (OSError, RuntimeError) as error:
-            stream.socket.close()
             raise ClusterError(f"the connection cannot be served: {error}") from None
         self._all_connections.add(connection)
         if self._closing:  # `close` may have run before it was added

@@ -141,9 +141,10 @@ def test_node_is_reached_after_connection_could_not_be_served(endpoints, monkeyp
     here, other = endpoints(token, 1), endpoints(token, 2)
     make = endpoint_module.Connection
 
-    def refuse(*arguments):
+    def refuse(stream, *arguments):
         if threading.current_thread().name == "penstock listener":
-            return make(*arguments)
+            return make(stream, *arguments)
+        stream.socket.close()
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
