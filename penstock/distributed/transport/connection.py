@@ -181,10 +181,9 @@ class Connection:
     def _read(self) -> None:
         try:
             while True:
-                header = read_exactly(self._stream, HEADER_BYTES)
-                self._hear()
+                header = read_exactly(self._stream, HEADER_BYTES, self._hear)
                 body_bytes, size = lengths(header)
-                body, payload = read_exactly(self._stream, body_bytes), None
+                body, payload = read_exactly(self._stream, body_bytes, self._hear), None
                 if size or slot_of(header) is not None:
                     payload = self._payload(slot_of(header), size)
                 self._dispatch(unpack(header, body, payload))

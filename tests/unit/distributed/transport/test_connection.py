@@ -1,4 +1,4 @@
-"""The descriptor of a connection is closed after the last thread has left it, and not before."""
+"""When a connection closes its descriptor, and how large the messages are that it carries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import socket
 import threading
 
 import pytest
+from recording_endpoints import greet
 from waiting import SECONDS, wait_until
 
-from penstock.distributed.protocol.messages import Message, MessageType
+from penstock.distributed.protocol import messages
+from penstock.distributed.protocol.messages import Message, MessageType, lengths, pack
+from penstock.distributed.rpc import body_of_report
+from penstock.distributed.transport import new_token
 from penstock.distributed.transport.connection import Connection
 from penstock.distributed.transport.stream import PlainStream
+from penstock.errors import CorruptionError
+from penstock.store import GradientReport
 
 HEARTBEAT = Message(MessageType.HEARTBEAT, 0, 1)
 
@@ -89,3 +95,34 @@ def test_connection_that_the_peer_has_reset_closes_its_descriptor(pair, monkeypa
     with pytest.raises(OSError, match="the peer has closed"):
         Connection(PlainStream(pair[0]), lambda *_: None, lambda *_: None)
     assert pair[0].fileno() == -1
+
+
+def expert_weights() -> list[str]:
+    """Return the names of the experts' weights of a model of 61 layers of 256 experts."""
+    return [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in range(61)
+        for expert in range(256)
+        for part in ("gate", "up", "down")
+    ]
+
+
+def test_report_that_names_every_weight_arrives(endpoints):
+    """Of experts that got no token: their gradients are zero. The body has 2.7 MB."""
+    zero = dict.fromkeys(expert_weights(), 1 << 22)
+    body = body_of_report(GradientReport((1.0,), (), (), {}, zero))
+    token = new_token()
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    connection = greet(one, 1, two)
+    connection.send(Message(MessageType.PREPARED, 0, 1, to=2, body=body))
+    wait_until(lambda: two.node.messages or one.ended or two.ended)
+    (message,) = two.node.messages
+    assert message.body == body
+
+
+def test_lengths_above_the_limits_are_refused_before_a_byte_is_read(monkeypatch):
+    with monkeypatch.context() as patched:  # what a defective sender would send
+        patched.setattr(messages, "MAX_BODY_BYTES", 1 << 40)
+        head, _ = pack(Message(MessageType.HEARTBEAT, 0, 1, body={"": "x" * (64 << 20)}))
+    with pytest.raises(CorruptionError, match="bytes of body"):
+        lengths(head)
