@@ -392,16 +392,23 @@ class Coordinator(CoordinatorState):
         elif self.phase not in _OPEN:
             return  # the report is about an aborted transaction
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
-        if about in self.engines:
-            self._fail(about, kind, text)  # the engine has sent an invalid message
-        elif sender in self.engines and about not in relays:
-            self._fail(sender, kind, text)
-        elif about in relays or sender in relays:
-            self._fail_relay(about if about in relays else sender, f"it failed: {kind}: {text}")
-        elif self.membership.holders.is_last_replica(sender):
-            self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
+        defective: int | None = sender
+        if about not in self._epochs.view.nodes:
+            about = None
+        if about is not None:  # the error is an invalid message of another node
+            if self.phase is Phase.COMMITTING:
+                return  # a decided step needs no message between nodes
+            defective = self._recovery.find_defective(sender, about)
+        if defective is None:
+            self._recover(self._recovery.after_invalid_message(self._status, text))
+        elif defective in self.engines:
+            self._fail(defective, kind, text)
+        elif defective in relays:
+            self._fail_relay(defective, f"it failed: {kind}: {text}")
+        elif self.membership.holders.is_last_replica(defective):
+            self._end(StepResult(self._step, error=UnrecoverableError(defective, kind, text)))
         else:
-            self.lost(sender, f"it reported an error: {text}")
+            self.lost(defective, f"it {'reported' if about is None else 'caused'} an error: {text}")
 
     def _blame(self, node: int, kind: str, text: str) -> None:
         """Fail an engine of the step in flight; evict any other node."""

@@ -100,8 +100,8 @@ class Timeouts:
 
     A node that is silent for `silence` is lost. A step without progress for `stall` is retried,
     unless a node computes. One job of a node may take `job`; until then a step with a busy node
-    needs no progress. `attempts` is how often one step may be retried after corrupt frames and
-    stalls.
+    needs no progress. `attempts` is how often one step may be retried after corrupt frames,
+    invalid messages and stalls.
     """
 
     silence: float = 1.0
