@@ -220,12 +220,9 @@ class Coordinator(CoordinatorState):
             self._take_failure(message)
         elif message.step != self._step:
             self.counts["stale messages"] += 1
-        elif kind is MessageType.LOSSES and phase is Phase.RUNNING:
-            self._take_losses(message)
-        elif kind is MessageType.PREPARED and phase is Phase.RUNNING and is_shard:
-            self._take_prepared(message)
-        elif kind is MessageType.HISTOGRAM_REPLY and phase is Phase.RUNNING and is_shard:
-            self._take_histograms(message)
+        elif phase is Phase.RUNNING:
+            self._present.record(message)
+            self._decide_if_complete()
         elif kind is MessageType.COMMITTED and phase is Phase.COMMITTING and is_shard:
             self._take_committed(message)
 
@@ -337,18 +334,6 @@ class Coordinator(CoordinatorState):
             return
         if self._following is not None:
             self._rows_ahead.send(self._following, self.epoch, self.engines)
-
-    def _take_losses(self, message: Message) -> None:
-        self._present.record_losses(message)
-        self._decide_if_complete()
-
-    def _take_prepared(self, message: Message) -> None:
-        self._present.record_report(message)
-        self._decide_if_complete()
-
-    def _take_histograms(self, message: Message) -> None:
-        self._present.record_histograms(message)
-        self._decide_if_complete()
 
     def _decide_if_complete(self) -> None:
         transaction = self._present

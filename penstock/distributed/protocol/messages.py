@@ -73,6 +73,9 @@ class MessageType(enum.IntEnum):
     HISTOGRAM_REPLY = 27  # shard to coordinator: the counts of its entries
     SPANS = 28  # to a node: measure; return what was measured so far; and the answer
     ROWS = 29  # coordinator to engine: the rows of the next step
+    # How many operations' gradients a replica has stored, if its shard has several replicas: to the
+    # coordinator; and from it to the streaming replica: how many all other replicas have stored.
+    GRADIENT_CREDIT = 30
     # Between the two ends of a connection:
     SHM_OFFER = 100  # an offer of shared memory
     BUFFER_CREDIT = 101  # slots for reuse; empty: the receiver cannot map the shared memory
