@@ -30,6 +30,7 @@ _RIGHT = (
     {"bytes": 0, "arrays": [], "says": {}},
     {"bytes": 0, "arrays": [], "says": {"method": "take_copy", "with": {"source": 7, "step": 1}}},
     {"listens": ["127.0.0.1", 9]},
+    {"stored": 1},
 )
 _SMALL = st.integers(0, 4) | st.integers(0, 2**32 - 1)
 

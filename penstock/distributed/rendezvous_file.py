@@ -38,13 +38,13 @@ def read_record(path: Path) -> tuple[Address, str]:
     """Return the address and the token in a rendezvous file.
 
     Raises:
-        ConfigError: the file is missing or malformed.
+        ConfigError: the file is missing or malformed, or names a port that cannot exist.
     """
     try:
         content = json.loads(read_plain(path, _MOST_BYTES))
         host, port = content["address"]
         token = content["token"]
-        if not (isinstance(host, str) and isinstance(port, int) and isinstance(token, str)):
+        if not (isinstance(host, str) and isinstance(token, str)):
             raise ValueError
     except OSError as error:
         raise ConfigError(
@@ -55,4 +55,9 @@ def read_record(path: Path) -> tuple[Address, str]:
             f"{path}: expected the rendezvous file of a run, with its address and token, got other "
             "content; start the run again, which writes a new file"
         ) from None
+    if type(port) is not int or not 0 < port < 1 << 16:  # the system would drop higher bits
+        raise ConfigError(
+            f"{path}: expected a port from 1 to 65535, got {str(port)[:40]!r}; start the run "
+            "again, which writes a new file"
+        )
     return (host, port), token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from toy_cluster import FIRST_ENGINE, ToyOrder
 
@@ -71,6 +72,9 @@ class NoShard:
     def begin(self, step) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def fetch(self, operation) -> list[None]:
         return [None] * len(operation.weights)
 
@@ -88,18 +92,26 @@ class Order(ToyOrder):
     def decide(self, losses, prepared) -> dict:
         return {}
 
+    def difference(self, first, other) -> None:
+        return None
+
+
+BETWEEN_ENGINES = (FIRST_ENGINE + 1, FIRST_ENGINE + 2)
+REPLICA = 2
+TO_REPLICA = (FIRST_ENGINE + 2, REPLICA)
+
 
 class Lines(Network):
     """A line of its own between any two nodes, as sockets are, of which one is slow.
 
-    Over that one only gradients go: of four engines the second sends its sums to the third, while
-    weights come to both from others, and room is given back to others.
+    Over that one only gradients go. Between engines: of four the second sends its sums to the
+    third, while weights come to both from others, and room is given back to others. To a replica
+    that does not stream: the third engine makes the sums over all.
     """
 
-    slow = (FIRST_ENGINE + 1, FIRST_ENGINE + 2)
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, slow: tuple[int, int] = BETWEEN_ENGINES, seconds: float = 0.0) -> None:
+        super().__init__(cost=lambda number: seconds if number == REPLICA else 0.0)
+        self.slow = slow
         self.free: dict[tuple[int, int], float] = {}  # when a line has taken what is on it
 
     def send(self, sender: int, to: int, message: Message) -> None:
@@ -114,13 +126,19 @@ class Lines(Network):
         return max(0.0, self.free.get(self.slow, 0.0) - self.now) * RATE
 
 
-def step(stages: int, gradients: int) -> tuple[float, float]:
-    """Make a step; return the most that waited to leave an engine, and how long the step took."""
-    plan, network, most = ByStep.always(transfers(stages)), Lines(), 0.0
-    shard = ShardNode(1, 0, network.context(1), plan, NoShard(), gradients=gradients)
-    network.add(1, shard)
+def step(
+    stages: int, gradients: int, network: Lines | None = None, replicas: int = 1
+) -> tuple[float, float]:
+    """Make a step; return the most that waited to leave an engine or to be stored by a replica that
+    does not stream, and how long the step took."""
+    network = network or Lines()
+    plan, most = ByStep.always(transfers(stages)), 0.0
+    numbers = [*range(1, 1 + replicas)]
+    for number in numbers:
+        context = network.context(number)
+        network.add(number, ShardNode(number, 0, context, plan, NoShard(), gradients=gradients))
     timeouts = Timeouts(silence=100.0, stall=100.0)
-    coordinator = Coordinator(network.context(0), [[1]], 4, timeouts, lambda happened: None)
+    coordinator = Coordinator(network.context(0), [numbers], 4, timeouts, lambda happened: None)
     network.set_coordinator(coordinator)
     for number in range(FIRST_ENGINE, FIRST_ENGINE + 4):
         network.add(number, EngineNode(number, network.context(number), plan, NoEngine()))
@@ -129,7 +147,7 @@ def step(stages: int, gradients: int) -> tuple[float, float]:
 
     def look() -> bool:
         nonlocal most
-        most = max(most, network.waiting_bytes())
+        most = max(most, network.waiting_bytes(), GRADIENT_BYTES * len(network._jobs[REPLICA]))
         return bool(ended)
 
     coordinator.start(Order(1), ended.append)
@@ -146,3 +164,26 @@ def test_queued_gradients_of_engine_are_bounded():
         freely, at_best = step(stages, 1000)
         assert seconds < 1.02 * at_best  # the line is as busy as it can be
     assert freely > 5 * bound
+
+
+@pytest.mark.parametrize("what", ["connection", "store"])
+def test_queued_gradients_of_slow_replica_are_bounded(what):
+    """Of one that does not stream: behind its slow connection, and before its slow store."""
+
+    def slow() -> Lines:
+        return Lines(TO_REPLICA) if what == "connection" else Lines((0, 0), seconds=0.1)
+
+    bound = GRADIENTS * GRADIENT_BYTES + 8000
+    for stages in (10, 40):
+        waiting, seconds = step(stages, GRADIENTS, slow(), replicas=2)
+        assert 0 < waiting <= bound
+        freely, at_best = step(stages, 1000, slow(), replicas=2)
+        assert seconds < 1.02 * at_best
+    assert freely > 5 * bound
+
+
+def test_loss_of_slow_replica_does_not_stop_the_step():
+    network = Lines(TO_REPLICA)
+    network.after(0.1, network.kill, REPLICA)
+    _, seconds = step(40, GRADIENTS, network, replicas=2)
+    assert 0.1 < seconds < 0.5, "the others go on at once, without the stall's time limit"

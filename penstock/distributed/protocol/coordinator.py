@@ -224,12 +224,9 @@ class Coordinator(CoordinatorState):
             self._take_failure(message)
         elif message.step != self._step:
             self.counts["stale messages"] += 1
-        elif kind is MessageType.LOSSES and phase is Phase.RUNNING:
-            self._take_losses(message)
-        elif kind is MessageType.PREPARED and phase is Phase.RUNNING and is_shard:
-            self._take_prepared(message)
-        elif kind is MessageType.HISTOGRAM_REPLY and phase is Phase.RUNNING and is_shard:
-            self._take_histograms(message)
+        elif phase is Phase.RUNNING:
+            self._present.record(message)
+            self._decide_if_complete()
         elif kind is MessageType.COMMITTED and phase is Phase.COMMITTING and is_shard:
             self._take_committed(message)
 
@@ -346,18 +343,6 @@ class Coordinator(CoordinatorState):
         if self._following is not None:
             self._rows_ahead.send(self._following, self.epoch, self.engines)
 
-    def _take_losses(self, message: Message) -> None:
-        self._present.record_losses(message)
-        self._decide_if_complete()
-
-    def _take_prepared(self, message: Message) -> None:
-        self._present.record_report(message)
-        self._decide_if_complete()
-
-    def _take_histograms(self, message: Message) -> None:
-        self._present.record_histograms(message)
-        self._decide_if_complete()
-
     def _decide_if_complete(self) -> None:
         transaction = self._present
         if not transaction.is_complete:
@@ -400,16 +385,23 @@ class Coordinator(CoordinatorState):
         elif self.phase not in _OPEN:
             return  # the report is about an aborted transaction
         kind, text = str(message.body.get("error")), str(message.body.get("text"))
-        if about in self.engines:
-            self._fail(about, kind, text)  # the engine has sent an invalid message
-        elif sender in self.engines and about not in relays:
-            self._fail(sender, kind, text)
-        elif about in relays or sender in relays:
-            self._fail_relay(about if about in relays else sender, f"it failed: {kind}: {text}")
-        elif self.membership.holders.is_last_replica(sender):
-            self._end(StepResult(self._step, error=UnrecoverableError(sender, kind, text)))
+        defective: int | None = sender
+        if about not in self._epochs.view.nodes:
+            about = None
+        if about is not None:  # the error is an invalid message of another node
+            if self.phase is Phase.COMMITTING:
+                return  # a decided step needs no message between nodes
+            defective = self._recovery.find_defective(sender, about)
+        if defective is None:
+            self._recover(self._recovery.after_invalid_message(self._status, text))
+        elif defective in self.engines:
+            self._fail(defective, kind, text)
+        elif defective in relays:
+            self._fail_relay(defective, f"it failed: {kind}: {text}")
+        elif self.membership.holders.is_last_replica(defective):
+            self._end(StepResult(self._step, error=UnrecoverableError(defective, kind, text)))
         else:
-            self.lost(sender, f"it reported an error: {text}")
+            self.lost(defective, f"it {'reported' if about is None else 'caused'} an error: {text}")
 
     def _blame(self, node: int, kind: str, text: str) -> None:
         """Fail an engine of the step in flight; evict any other node."""

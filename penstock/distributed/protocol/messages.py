@@ -1,4 +1,4 @@
-"""The messages between nodes of a run: a fixed header, a small body of JSON, raw bytes.
+"""The messages between nodes of a run: a fixed header, a body of JSON, raw bytes.
 
 Reading a message runs no code, whatever its bytes are: the header is a packed struct, the body is
 JSON, the payload is the memory of tensors. Acting on a message may run code: a worker compiles the
@@ -24,7 +24,10 @@ import xxhash
 
 from penstock.errors import CorruptionError, DataError
 
-MAX_BODY_BYTES = 1 << 20
+# A body may name every weight of a model: a report on gradients the weights whose gradients are
+# zero, such as experts without tokens; ASSIGN the capacities of sparse weights. The limit is that
+# of 2^18 names with 256 bytes each.
+MAX_BODY_BYTES = 1 << 26
 MAX_PAYLOAD_BYTES = 1 << 30
 _HEADER = struct.Struct("<IBBHIIIIIIQIQQ")
 _CHECK_BYTES, _DIGEST_BYTES = 4, 8  # of the header at its begin, of the frame at its end
@@ -70,6 +73,9 @@ class MessageType(enum.IntEnum):
     HISTOGRAM_REPLY = 27  # shard to coordinator: the counts of its entries
     SPANS = 28  # to a node: measure; return what was measured so far; and the answer
     ROWS = 29  # coordinator to engine: the rows of the next step
+    # How many operations' gradients a replica has stored, if its shard has several replicas: to the
+    # coordinator; and from it to the streaming replica: how many all other replicas have stored.
+    GRADIENT_CREDIT = 30
     # Between the two ends of a connection:
     SHM_OFFER = 100  # an offer of shared memory
     BUFFER_CREDIT = 101  # slots for reuse; empty: the receiver cannot map the shared memory

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from penstock.distributed.protocol.epoch import EpochManager
 from penstock.distributed.protocol.failure_detector import FailureDetector
+from penstock.distributed.protocol.invalid_messages import InvalidMessages
 from penstock.distributed.protocol.membership import Membership
 from penstock.distributed.protocol.retry_budget import RetryBudget
 from penstock.distributed.protocol.routes import relays_in_trees
@@ -60,7 +61,7 @@ class RecoveryPolicy:
 
     Args:
         membership: the nodes of the run.
-        attempts: how often a step may be retried after corrupt frames and stalls.
+        attempts: how often a step may be retried after corrupt frames, invalid messages and stalls.
         can_replace_engine: whether a new engine may join when no engine is left.
     """
 
@@ -74,6 +75,7 @@ class RecoveryPolicy:
         )
         self._retry_budget = RetryBudget(0, attempts)
         self._relay_failures = 0  # at the step
+        self._invalid_messages = InvalidMessages(membership)  # of the run: no step causes them
 
     def begin(self, step: int) -> None:
         """Start a new retry budget for a step, unless the step is a retry."""
@@ -104,6 +106,22 @@ class RecoveryPolicy:
     def _has_another(self, engine: int) -> bool:
         left = [other for other in self._membership.engines if other != engine]
         return len(left) >= self._membership.least or self._can_replace_engine()
+
+    def find_defective(self, receiver: int, sender: int) -> int | None:
+        """Record that a node has received an invalid message of another; return the defective one,
+        None if the step should be retried first.
+
+        The last replica of a shard may hold the only copy of the state. So the other node is
+        evicted instead; if that does not help, `after_failure` ends the run.
+        """
+        accused = self._invalid_messages.record(receiver, sender)
+        if accused is None or not self._membership.holders.is_last_replica(accused):
+            return accused
+        return receiver if accused == sender else sender
+
+    def after_invalid_message(self, status: StepStatus, text: str) -> RecoveryAction:
+        """Choose the action after an invalid message that accuses no node yet."""
+        return self._retry(status, "invalid message", text, None)
 
     def after_corruption(
         self, status: StepStatus, text: str, ends: Collection[int]

@@ -21,14 +21,15 @@ class RetryBudget:
 
     Args:
         step: the number of the step.
-        attempts: how often the step may be retried after corrupt frames and stalls.
+        attempts: how often the step may be retried after corrupt frames, invalid messages and
+            stalls.
     """
 
     def __init__(self, step: int, attempts: int) -> None:
         self.step = step
         self._attempts = attempts
         self._failed: dict[int, str] = {}  # the error of each engine
-        self._corruptions: Counter[int] = Counter()  # by node, since the last eviction
+        self._corruptions: Counter[int] = Counter()  # by node, without evicted nodes
         self._corruptions_in_a_row = 0
         self._counts: Counter[str] = Counter()
         self._last = ""
@@ -67,14 +68,14 @@ class RetryBudget:
             return None
         worst = max(self._corruptions, key=lambda node: (self._corruptions[node], node in engines))
         self._corruptions_in_a_row = 0
-        self._corruptions.clear()
+        del self._corruptions[worst]  # the next one may have had its frames on the same connection
         return worst
 
     def count_retry(self, why: str, last: str) -> None:
         """Record a retry of the step.
 
         Args:
-            why: "corruption" or "stall".
+            why: "corruption", "invalid message" or "stall".
             last: the last failure, as text.
 
         Raises:
@@ -85,6 +86,8 @@ class RetryBudget:
         if self._counts.total() <= self._attempts:
             return
         counted = f"{self._counts['corruption']} times for a damaged frame, "
+        if self._counts["invalid message"]:
+            counted += f"{self._counts['invalid message']} times for an invalid message, "
         counted += f"{self._counts['stall']} times without progress for cluster.stall"
         raise ClusterError(
             f"step {self.step} was retried {self._counts.total()} times: {counted}; the last time: "

@@ -1,9 +1,11 @@
 """A store shard's part of the step protocol.
 
 One replica of the shard streams its pieces of the weights, operation by operation. Two limits apply
-back-pressure: the buffers of the engines, and the number of operations whose gradients the shard
-has not stored yet. Without weights the engines compute no more gradients, so only a few operations'
-gradients wait in an engine's memory, however slow its connections to this replica are. The shard
+back-pressure: the buffers of the engines, and the number of operations whose gradients not all
+replicas have stored yet. Without weights the engines compute no more gradients, so only a few
+operations' gradients wait in an engine's memory, however slow its connections to the replicas are,
+or in a replica's, however slow its store is. The coordinator passes the credit of the other
+replicas on: it knows which of them are lost. The shard
 receives the sum of each of its gradients once. It reports when all gradients have arrived. It
 commits once, on the coordinator's decision. Between steps the coordinator may roll the shard back
 to a step that it holds.
@@ -135,6 +137,7 @@ class _ShardStep:
     gradients: dict[int, dict[int, np.ndarray | None]] = field(default_factory=dict)
     received: int = 0  # of the operations with gradients, in order: how many have all gradients
     stored: int = 0  # how many of these the store has taken
+    stored_by_others: int | None = None  # and all other replicas have; None: there is no other
     is_prepared: bool = False
     commit_began: bool = False
     histogram_round: int = 0  # the last one requested
@@ -171,6 +174,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self._shard, self._work = shard, work
         self._window, self._most_gradients = window, gradients
         self._streams = False  # whether this replica streams the weights
+        self._has_others = False  # whether the shard has other replicas in this epoch
         self._questions: set[MessageType] = set()  # the coordinator's questions in this epoch
         self._early: list[Message] = []  # of engines and relays, before BEGIN of their step
         self.sent_bytes = 0  # weights sent since the node was created
@@ -181,7 +185,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
     def _enter(self, view: MembershipView) -> None:
         self._questions.clear()
         self._early.clear()
-        self._streams = view.shards[self._shard][0] == self.number
+        replicas = view.shards[self._shard]
+        self._streams, self._has_others = replicas[0] == self.number, len(replicas) > 1
 
     def _take(self, message: Message) -> None:
         if message.kind is MessageType.BEGIN:
@@ -200,6 +205,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
             self._take_credit(message)
         elif message.kind is MessageType.GRADIENT:
             self._take_gradient(message)
+        elif message.kind is MessageType.GRADIENT_CREDIT:
+            self._take_gradient_credit(message)
         else:
             self.refused += 1
 
@@ -231,6 +238,7 @@ class ShardNode(ProtocolNode[_ShardStep]):
             return
         is_first = not self._step.number
         step = self._step = self._new_step(message.step)
+        step.stored_by_others = 0 if self._has_others else None
 
         def ready(_: object) -> None:
             step.begun = True
@@ -261,7 +269,9 @@ class ShardNode(ProtocolNode[_ShardStep]):
             return
         operation = operations[step.fetched]
         earlier = sum(op.number < operation.number for op, _ in step.transfers.receives)
-        if earlier - step.stored >= self._most_gradients:
+        others = step.stored_by_others
+        stored = step.stored if others is None else min(step.stored, others)
+        if earlier - stored >= self._most_gradients:
             return
         step.is_fetching = True
 
@@ -300,6 +310,16 @@ class ShardNode(ProtocolNode[_ShardStep]):
         self._step.credit = max(self._step.credit, message.op)
         self._fetch_next()
 
+    def _take_gradient_credit(self, message: Message) -> None:
+        """Take how many operations' gradients the other replicas have stored."""
+        step = self._step
+        if not message.body:
+            step.stored_by_others = None
+        elif step.stored_by_others is not None:
+            stored = message_validation.integer(message, "stored", 0)
+            step.stored_by_others = max(step.stored_by_others, stored)
+        self._fetch_next()
+
     def _take_gradient(self, message: Message) -> None:
         step = self._step
         _, piece = message_validation.gradient_of(step.transfers.schedule, message)
@@ -324,6 +344,8 @@ class ShardNode(ProtocolNode[_ShardStep]):
 
         def stored(_: object) -> None:
             step.stored += 1
+            if self._has_others:
+                self._notify(MessageType.GRADIENT_CREDIT, {"stored": step.stored})
             self._fetch_next()
 
         receives = step.transfers.receives

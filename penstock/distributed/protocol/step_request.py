@@ -101,7 +101,7 @@ class Timeouts:
     A node that is silent for `silence` is lost. A step without progress for `stall` is retried,
     unless a node computes; received bytes are progress. One job of a node may take `job`; until
     then a step with a busy node needs no progress. `attempts` is how often one step may be retried
-    after corrupt frames and stalls.
+    after corrupt frames, invalid messages and stalls.
     """
 
     silence: float = 1.0

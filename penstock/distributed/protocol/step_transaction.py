@@ -54,6 +54,7 @@ class StepTransaction:
         self._decision: Mapping[str, Any] | None = None
         self._round = 0  # of the selection of mask entries; 0 before the first
         self._histograms: dict[int, tuple[Message, Any]] = {}  # and its content
+        self._stored: dict[int, int] = {}  # the operations whose gradients a replica has stored
         self.commits = 0  # how often the decision was sent again
         self._nodes = list(view.shard_nodes)  # the replicas that have not left
 
@@ -135,6 +136,37 @@ class StepTransaction:
         """Remove a replica; the other replicas of its shard do the same work."""
         if node in self._nodes:
             self._nodes.remove(node)
+            self._send_gradient_credit(self._view.shard_of(node))
+
+    def record(self, message: Message) -> None:
+        """Record a report of an engine or a replica before the step is decided.
+
+        **Raises:** `ProtocolError` if the report is invalid.
+        """
+        match message.kind:
+            case MessageType.LOSSES:
+                self.record_losses(message)
+            case MessageType.PREPARED if message.sender in self._nodes:
+                self.record_report(message)
+            case MessageType.HISTOGRAM_REPLY if message.sender in self._nodes:
+                self.record_histograms(message)
+            case MessageType.GRADIENT_CREDIT if message.sender in self._nodes:
+                self._record_stored(message)
+
+    def _record_stored(self, message: Message) -> None:
+        sender, stored = message.sender, message_validation.integer(message, "stored", 0)
+        self._stored[sender] = max(stored, self._stored.get(sender, 0))
+        shard = self._view.shard_of(sender)
+        if sender != self._view.shards[shard][0]:
+            self._send_gradient_credit(shard)
+
+    def _send_gradient_credit(self, shard: int) -> None:
+        """Tell a shard's streaming replica what all other replicas have stored; an empty body: no
+        other is left."""
+        streaming, *others = self._view.shards[shard]
+        stored = [self._stored.get(node, 0) for node in others if node in self._nodes]
+        body = {"stored": min(stored)} if stored else {}
+        self._send(streaming, MessageType.GRADIENT_CREDIT, body)
 
     def record_losses(self, message: Message) -> None:
         """Record the losses of an engine's micro-batches.
@@ -189,8 +221,15 @@ class StepTransaction:
         """The replicas that lack gradients, if every shard has another replica with all gradients.
 
         The list is empty while all replicas of a shard lack gradients. The stall is on the
-        connections to the listed replicas.
+        connections to the listed replicas. A replica that has stored less than another of its
+        shard is behind, too: the streaming replica waits for its credit.
         """
+        slower = []
+        for nodes in self._shards:
+            most = max((self._stored.get(node, 0) for node in nodes), default=0)
+            slower += [node for node in nodes if self._stored.get(node, 0) < most]
+        if slower:
+            return slower
         for nodes in self._shards:
             if not any(node in self._reports for node in nodes):
                 return []

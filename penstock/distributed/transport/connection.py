@@ -6,6 +6,9 @@ frame is reported and ends the connection, because the start of the next frame i
 Between processes of one host large payloads do not go over the socket. The sender puts them into
 shared memory (`shared_memory.py`), and the frame names the slot. Frames arrive in the order in
 which they were sent, whichever way their payloads go.
+
+The end of a connection shuts the socket down, which wakes both threads. The last of them closes the
+descriptor: another file may get the number of a closed descriptor at once.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ _LIMITS = {
     "TCP_KEEPCNT": 2,
 }
 _POLL_SECONDS = 1.0  # the longest counted wait: in a longer wait this process was not scheduled
+_LARGE_BODY_BYTES = 1 << 12  # smaller ones, such as those of heartbeats, are no progress of a step
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Connection:
     """Sends and receives messages over an authenticated connection.
 
     Args:
-        stream: the bytes of an authenticated peer; the connection closes its socket.
+        stream: the bytes of an authenticated peer; the connection closes its socket, also if the
+            constructor fails.
         take: receives every message, in the reader's thread.
         ended: is called once with the reason when the connection has ended.
         shares: whether payloads may go through shared memory.
@@ -88,7 +93,7 @@ class Connection:
         self.nodes: set[int] = set()  # all nodes known at the other end
         self.epoch = 0  # the latest epoch in a message of the other end
         self.sent_bytes = self.taken_bytes = 0
-        self.received_bytes = 0  # of payloads, those of messages in progress included
+        self.received_bytes = 0  # of payloads and large bodies, also of messages in progress
         self.shared_bytes = 0  # the part of sent_bytes that went through shared memory
         self._stream, self._socket = stream, stream.socket
         self._take, self._ended, self._shares = take, ended, shares
@@ -98,6 +103,7 @@ class Connection:
         self._buffers = BufferPool()
         self._end_lock = threading.Lock()
         self._has_ended = False
+        self._users = 0  # of the descriptor: threads that have not ended
         # Owned by the writer: waiting messages, slots to return, and the offered shared memory.
         self._waiting: deque[Message] = deque()
         self._to_return: list[int] = []
@@ -106,14 +112,37 @@ class Connection:
         self._may_offer = stream.is_local  # else the peer cannot map shared memory
         self._shm_receiver: ShmReceiver | None = None  # owned by the reader
         self._heard_at = time.monotonic()
-        _set_options(stream)
         try:
-            for name, work in (("reads", self._read), ("writes", self._write)):
-                name = f"penstock connection {name}"
-                threading.Thread(target=work, name=name, daemon=True).start()
+            _set_options(stream)
+        except OSError:
+            self._socket.close()
+            raise
+        self._start("reads", self._read)
+        self._start("writes", self._write)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def use_descriptor() -> None:
+            try:
+                work()
+            finally:
+                self._leave()
+
+        with self._end_lock:
+            self._users += 1
+        try:
+            name = f"penstock connection {name}"
+            threading.Thread(target=use_descriptor, name=name, daemon=True).start()
         except RuntimeError as error:
             self.close(error)
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        """Record that a thread uses the descriptor no more; the last one closes it."""
+        with self._end_lock:
+            self._users -= 1
+            if not self._users and self._has_ended:
+                self._socket.close()
 
     def send(self, message: Message) -> None:
         """Queue a message after all earlier messages; returns at once.
@@ -139,26 +168,25 @@ class Connection:
         """
         if time.monotonic() - self._heard_at < seconds:
             return True
-        try:
+        with self._end_lock:  # meanwhile the descriptor is not closed
+            if self._has_ended:
+                return False
             unread = select.poll()  # unlike select(), for descriptors of any number
             unread.register(self._socket, select.POLLIN)
-            return bool(unread.poll(0)) and not self._has_ended
-        except (OSError, ValueError):  # the socket was just closed
-            return False
+            return bool(unread.poll(0))
 
-    def _hear(self, payload_bytes: int = 0) -> None:
+    def _hear(self, progress_bytes: int = 0) -> None:
         self._heard_at = time.monotonic()
-        self.received_bytes += payload_bytes
+        self.received_bytes += progress_bytes
 
     # The reader thread
 
     def _read(self) -> None:
         try:
             while True:
-                header = read_exactly(self._stream, HEADER_BYTES)
-                self._hear()
+                header = read_exactly(self._stream, HEADER_BYTES, lambda _: self._hear())
                 body_bytes, size = lengths(header)
-                body, payload = read_exactly(self._stream, body_bytes), None
+                body, payload = self._body(body_bytes), None
                 if size or slot_of(header) is not None:
                     payload = self._payload(slot_of(header), size)
                 self._dispatch(unpack(header, body, payload))
@@ -167,6 +195,11 @@ class Connection:
         except Exception as error:  # after any error the connection has ended
             payload = self._shm_receiver = None  # else the error's traceback keeps the slot
             self._end(error)
+
+    def _body(self, size: int) -> bytes:
+        if size < _LARGE_BODY_BYTES:
+            return read_exactly(self._stream, size, lambda _: self._hear())
+        return read_exactly(self._stream, size, self._hear)
 
     def _payload(self, slot: int | None, size: int) -> np.ndarray:
         """Return the payload of a frame, from the socket or from a slot."""
@@ -302,10 +335,9 @@ class Connection:
             if self._has_ended:
                 return
             self._has_ended = True
+            with contextlib.suppress(OSError):  # the peer may have closed it already
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._queue.put(None)
-        with contextlib.suppress(OSError):  # the peer may have closed it already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
         self._ended(self, error)
 
 

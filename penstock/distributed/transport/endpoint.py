@@ -69,8 +69,8 @@ class Endpoint:
     It may be set before the first payload.
 
     Raises:
-        ClusterError: this machine has no such interface, the port is taken, or no certificate for
-            TLS can be made.
+        ClusterError: this machine has no such interface, the host name is impossible, the port is
+            taken, or no certificate for TLS can be made.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Endpoint:
         self._opening: dict[int, list[Message]] = {}
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
+        _require_host(host)
         try:
             server_socket = socket.create_server(
                 (host, port), family=_family(host), backlog=_BACKLOG
@@ -131,7 +132,8 @@ class Endpoint:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of payloads received over the open connections, also of messages in progress.
+        """Bytes of payloads and large bodies that the open connections received, also of messages in
+        progress.
 
         Encrypted bytes are counted as they arrive, with what TLS adds to them.
         """
@@ -219,6 +221,7 @@ class Endpoint:
 
     def _authenticated(self, address: Address, seconds: float) -> Stream:
         """Return a mutually authenticated connection."""
+        _require_host(address[0])
         connection = socket.create_connection(address, timeout=seconds)
         try:
             return handshake.connect(connection, self._credentials)
@@ -296,7 +299,6 @@ class Endpoint:
                 stream, self._received, self._connection_ended, lambda: self.shares_memory
             )
         except (OSError, RuntimeError) as error:
-            stream.socket.close()
             raise ClusterError(f"the connection cannot be served: {error}") from None
         self._all_connections.add(connection)
         if self._closing:  # `close` may have run before it was added
@@ -402,15 +404,29 @@ def own_host(address: Address) -> str:
     """Return this machine's address on the route to another machine.
 
     Raises:
-        ClusterError: there is no route.
+        ClusterError: there is no route, or the host name is impossible.
     """
     try:
+        _require_host(address[0])
         (family, _, _, _, remote), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
         with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect(remote)
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, ClusterError) as error:
         raise ClusterError(f"{address[0]}:{address[1]}: {error}") from None
+
+
+def _require_host(host: str) -> None:
+    """Refuse a name for which the socket functions raise other errors than `OSError`."""
+    try:
+        is_possible = b"\0" not in host.encode("idna")
+    except UnicodeError:
+        is_possible = False
+    if not is_possible:
+        raise ClusterError(
+            "expected a host name or an address, in which each part between dots has 1 to 63 "
+            f"characters, got {host[:80]!r}"
+        )
 
 
 def _family(host: str) -> int:

@@ -27,7 +27,7 @@ NONCE_BYTES = 32
 HELLO_BYTES = 1 + NONCE_BYTES  # whether TLS is to follow, and a nonce
 PROOF_BYTES = 32
 SECONDS = 5.0  # limit for the authentication, and again for the TLS handshake
-_GREETING = b"penstock-fabric5"
+_GREETING = b"penstock-fabric6"
 REFUSAL = bytes(PROOF_BYTES)  # sent to a peer whose proof is wrong, before the connection is closed
 
 

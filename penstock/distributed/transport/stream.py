@@ -33,10 +33,12 @@ class Stream(Protocol):
         """Send all parts in order."""
 
 
-def read_exactly(stream: Stream, size: int) -> bytes:
-    """Return the next `size` bytes; raises as `Stream.read_into` does."""
+def read_exactly(
+    stream: Stream, size: int, on_bytes: Callable[[int], None] = lambda count: None
+) -> bytes:
+    """Return the next `size` bytes; calls `on_bytes` and raises as `Stream.read_into` does."""
     buffer = bytearray(size)
-    stream.read_into(memoryview(buffer))
+    stream.read_into(memoryview(buffer), on_bytes)
     return bytes(buffer)
 
 

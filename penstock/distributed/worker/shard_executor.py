@@ -179,7 +179,7 @@ class LocalShardExecutor:
     def prepare(self) -> Mapping[str, Any]:
         """Report the shard's gradients and the state that the shard holds."""
         report = body_of_report(self._store.prepare())
-        # In the order of the program and without names: a body has at most 1 MiB.
+        # In the order of the program and without names, which every node knows.
         kept = kept_entries(self._store)
         report["kept"] = [kept[name] for name in self._store.program.weights if name in kept]
         if isinstance(self._store, ReplicatedStore) and self._has_replica:

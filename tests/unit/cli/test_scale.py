@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -34,6 +35,14 @@ def test_malformed_rendezvous_file_is_refused(tmp_path):
         (tmp_path / NAME).write_text(text)
         with pytest.raises(ConfigError, match="expected the rendezvous file of a run"):
             scale(tmp_path, ["engines=8"])
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536, 70000, True, 80.0, "80"])
+def test_port_that_does_not_exist_is_refused(tmp_path, port):
+    """A port of 65536 + 80 would be that of another program: the system takes it for 80."""
+    (tmp_path / NAME).write_text(json.dumps({"address": ["127.0.0.1", port], "token": "a token"}))
+    with pytest.raises(ConfigError, match=r"a port from 1 to 65535"):
+        scale(tmp_path, ["engines=8"])
 
 
 def test_rendezvous_file_of_a_killed_run_is_refused(tmp_path):

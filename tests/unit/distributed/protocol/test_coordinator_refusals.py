@@ -71,12 +71,83 @@ def test_invalid_heartbeat_evicts_engine(key, value):
     assert play.coordinator.ready == (100, 102)
 
 
-def test_sender_of_invalid_message_is_evicted():
+def report(play: Play, receiver: int, sender: int) -> None:
+    """Let a node report an invalid message, and the step be retried if it is."""
+    text = f"node {sender} sent a GRADIENT message"
+    body = {"error": "ProtocolError", "text": text, "about": sender}
+    play.say(receiver, MessageType.FAILURE, body=body)
+    play.see()
+    play.begun()
+
+
+@pytest.mark.parametrize("second", [100, 101, 2])
+def test_sender_of_two_invalid_messages_is_evicted(second):
     play = Play()
     play.start(2)
-    body = {"error": "ProtocolError", "text": "node 102 sent a GRADIENT message", "about": 102}
-    play.say(100, MessageType.FAILURE, body=body)
+    report(play, 100, 102)
+    assert play.coordinator.ready == ENGINES
+    assert play.happened[-1].kind == "retry"
+    report(play, second, 102)
     assert play.coordinator.ready == (100, 101)
+    play.finish()
+    assert play.ended[-1].error is None
+
+
+@pytest.mark.parametrize("receiver", [100, 5])
+def test_node_that_reports_two_senders_is_evicted(receiver):
+    play = Play(shards=((1, 5), (2, 6)))
+    play.start(2)
+    report(play, receiver, 101)
+    assert receiver in play.coordinator.membership
+    report(play, receiver, 102)
+    assert receiver not in play.coordinator.membership
+    assert {101, 102} <= {*play.coordinator.ready}
+    play.finish()
+    assert play.ended[-1].error is None
+
+
+def test_node_that_reported_a_lost_sender_alone_is_evicted_with_its_next_report():
+    play = Play(shards=((1, 5), (2, 6)))
+    play.start(2)
+    for sender in (101, 101, 102):
+        report(play, 5, sender)
+    assert play.coordinator.ready == (100, 102)
+    assert 5 not in play.coordinator.membership
+
+
+def test_node_whose_report_another_has_confirmed_is_not_accused():
+    play = Play(shards=((1, 5), (2, 6)))
+    play.start(2)
+    for receiver, sender in ((5, 101), (1, 101), (5, 102)):
+        report(play, receiver, sender)
+    assert play.coordinator.ready == (100, 102)
+    assert 5 in play.coordinator.membership
+
+
+def test_receivers_go_for_the_last_replica_of_a_shard_until_the_error_is_the_same():
+    """The replica may hold the only copy of the state, so it is never evicted for messages."""
+    play = Play()
+    play.start(2)
+    report(play, 100, 1)
+    report(play, 100, 1)
+    assert play.coordinator.ready == (101, 102)
+    report(play, 101, 1)
+    report(play, 101, 1)
+    assert isinstance(play.ended[-1].error, UnrecoverableError)
+    assert "engines 100 and 101 failed with the same error" in str(play.ended[-1].error)
+    assert 1 in play.coordinator.membership
+
+
+def test_report_about_another_node_does_not_end_a_decided_step():
+    play = Play()
+    play.start(2)
+    play.begun()
+    play.work()
+    for _ in range(2):
+        report(play, 1, 100)
+    assert play.coordinator.ready == ENGINES
+    play.finish()
+    assert play.ended[-1].error is None
 
 
 def test_failure_of_node_outside_view_is_ignored():

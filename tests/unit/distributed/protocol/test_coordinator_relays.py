@@ -87,7 +87,12 @@ def test_failed_relay_is_evicted(sender, about):
     play.start(2)
     play.begun()
     body = {"error": "ProtocolError", "text": "no sense"}
-    play.say(sender, MessageType.FAILURE, body=body if about is None else {**body, "about": about})
+    if about is not None:  # the second report accuses its sender
+        body["about"] = about
+        play.say(sender, MessageType.FAILURE, body=body)
+        play.see()
+        play.begun()
+    play.say(sender, MessageType.FAILURE, body=body)
     [event] = [event for event in play.happened if "lost" in event.kind]
     assert (event.kind, event.node) == ("relay lost", 500)
     assert event.text == "relay 500: it failed: ProtocolError: no sense"
@@ -113,7 +118,10 @@ def test_engine_that_a_relay_complains_about_is_evicted():
     play.start(2)
     play.begun()
     body = {"error": "ProtocolError", "text": "no sense", "about": 101}
-    play.say(500, MessageType.FAILURE, body=body)
+    for _ in range(2):
+        play.say(500, MessageType.FAILURE, body=body)
+        play.see()
+        play.begun()
     assert [(e.kind, e.node) for e in play.happened if "lost" in e.kind] == [("engine lost", 101)]
 
 

@@ -107,6 +107,43 @@ def test_loss_of_other_replica_does_not_retry_step():
     assert not play.ended
 
 
+def credits(play) -> list[tuple[int, dict]]:
+    return [(to, dict(message.body)) for to, message in play.take(MessageType.GRADIENT_CREDIT)]
+
+
+def test_streaming_replica_receives_credit_of_the_slowest_other():
+    play = Play(shards=((1, 3, 5), (2, 4, 6)))
+    play.start(2)
+    play.begun()
+    for node, stored in ((3, 2), (1, 3), (5, 1), (5, 1), (4, 1)):
+        play.say(node, MessageType.GRADIENT_CREDIT, body={"stored": stored})
+    assert credits(play) == [
+        (1, {"stored": 0}),
+        (1, {"stored": 1}),
+        (1, {"stored": 1}),
+        (2, {"stored": 0}),
+    ]
+    play.coordinator.lost(5, "killed")
+    assert credits(play) == [(1, {"stored": 2})]
+    play.coordinator.lost(3, "killed")
+    assert credits(play) == [(1, {})], "no other is left"
+
+
+def test_second_stall_evicts_replica_that_has_stored_less():
+    """The replica that streams waits for it, and so lacks gradients too."""
+    play = two()
+    play.start(2)
+    play.begun()
+    for _ in range(2):
+        for node in (1, 2, 3, 4):
+            body = {"stored": 1 if node == 3 else 5}
+            play.say(node, MessageType.GRADIENT_CREDIT, body=body)
+        play.pass_time(3.0)
+        play.see()
+        play.begun()
+    assert [event.node for event in play.happened if "lost" in event.kind] == [3]
+
+
 @pytest.mark.parametrize("node", [1, 2, 3, 4])
 def test_decided_step_ends_with_remaining_replicas(node):
     play = two()

@@ -22,6 +22,7 @@ from waiting import SECONDS, wait_until
 from penstock.distributed.protocol import Job
 from penstock.distributed.protocol.messages import (
     HEADER_BYTES,
+    MAX_BODY_BYTES,
     Message,
     MessageType,
     lengths,
@@ -141,9 +142,10 @@ def test_node_is_reached_after_connection_could_not_be_served(endpoints, monkeyp
     here, other = endpoints(token, 1), endpoints(token, 2)
     make = endpoint_module.Connection
 
-    def refuse(*arguments):
+    def refuse(stream, *arguments):
         if threading.current_thread().name == "penstock listener":
-            return make(*arguments)
+            return make(stream, *arguments)
+        stream.socket.close()
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
@@ -200,8 +202,8 @@ def test_removed_node_runs_no_more_jobs(endpoints):
 def test_oversized_frame_ends_connection(endpoints):
     token = new_token()
     one, two = endpoints(token, 1), endpoints(token, 2)
-    connection = greet(one, 1, two)
-    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body={"too large": "x" * (2 << 20)}))
+    connection, too_large = greet(one, 1, two), {"": "x" * MAX_BODY_BYTES}
+    connection.send(Message(MessageType.HEARTBEAT, 0, 1, to=2, body=too_large))
     wait_until(lambda: one.ended and two.ended)
     assert not connection.is_open
 
