@@ -209,6 +209,8 @@ class Trainer:
 
         Raises:
             NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
+            DataError: a source failed, which its cause explains, or gave rows that do not fit the
+                model. The run resumes at the last committed step.
             CorruptionError, StorageError: stored data is damaged, or data cannot be stored.
         """
         if self._is_best:
@@ -290,12 +292,12 @@ class Trainer:
             try:
                 last_loss = self.run_step().loss
                 self._checkpoint_scheduler.poll()
+                self._evaluate_and_judge()
             except (NonFiniteError, DataError):
                 self.save()  # the committed state is valid
                 raise
             except InterruptedError:  # a stop was requested while no engine was available
                 break
-            self._evaluate_and_judge()
             if self._checkpoint_scheduler.is_due(self.step):
                 self._checkpoint_scheduler.begin(self.step)
         self._gradient_check.end(self.store)
