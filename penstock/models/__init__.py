@@ -9,6 +9,7 @@ from penstock.front_door import lazily
 from penstock.models.folder import other_files as other_files, tokenizer_files as tokenizer_files
 from penstock.models.kept_folder import (
     KEPT as KEPT,
+    config_files as config_files,
     keep_small_files as keep_small_files,
     verify_kept as verify_kept,
 )

@@ -18,7 +18,7 @@ from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, set_threads
 from penstock.errors import ConfigError, DataError, NonFiniteError
-from penstock.models import KEPT, ModelSource, buffer_files, keep_small_files
+from penstock.models import KEPT, ModelSource, buffer_files, config_files, keep_small_files
 from penstock.program import Program
 from penstock.progress import view_from_python
 from penstock.step import LocalEngines
@@ -241,9 +241,10 @@ class Trainer:
 
     def _keep_small_files(self) -> None:
         """Copy what the run needs of a Hugging Face folder, which may be removed afterwards."""
-        kept = self.config.run.dir / KEPT
-        if self.model.folder is not None and self.model.folder != kept:
-            keep_small_files(self.model.folder, kept, buffer_files(self.model.buffers.stored()))
+        model, kept = self.model, self.config.run.dir / KEPT
+        if model.folder is not None and model.folder != kept:
+            buffers = buffer_files(model.buffers.stored())
+            keep_small_files(model.folder, kept, config_files(model.config_file) | buffers)
 
     def _refuse_stale(self) -> None:
         """Refuse to train if another trainer has advanced the run."""
