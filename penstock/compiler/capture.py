@@ -274,8 +274,10 @@ def _refused_data(graph: fx.Graph, name: str) -> CompileError:
     reader = next((n for n in graph.nodes if any(i.name == name for i in n.all_input_nodes)), None)
     place = source_line(reader) if reader is not None else "the forward"
     return CompileError(
-        f"{place} reads a tensor whose creation the capture does not record, such as weight.data: "
-        "the program would use one value for ever. Use .detach() instead of .data."
+        f"{place} reads a tensor that the module does not register and the forward does not "
+        "create, such as weight.data or a tensor in a list: the program would use one value for "
+        "ever. Use .detach() instead of .data; keep weights in nn.ParameterList, layers in "
+        "nn.ModuleList and constants in register_buffer instead of a list or mapping."
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.models.modes import parts_in_eval_mode as parts_in_eval_mode
     from penstock.models.source import ModelSource as ModelSource
     from penstock.models.stored_buffers import buffer_files as buffer_files
+    from penstock.models.unregistered import unregistered_weights as unregistered_weights
     from penstock.models.weight_files import WeightFiles as WeightFiles
 
 __getattr__ = lazily(__name__, __file__)
