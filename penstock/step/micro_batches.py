@@ -10,7 +10,7 @@ import torch
 from penstock.collectives import partition
 from penstock.data import IGNORED_LABEL, Source
 from penstock.engine import Rows
-from penstock.errors import DataError
+from penstock.errors import DataError, PenstockError
 from penstock.models import ModelSource
 
 
@@ -88,12 +88,13 @@ class Batches:
 def failure_of_source(wanted: str) -> Iterator[None]:
     """Raise any error of a source as a `DataError`, whose cause is that error.
 
-    A source is the user's code, which fails in its own ways; its failure leaves the committed state
-    valid, unlike other errors of these classes.
+    A source is the user's code, which fails in its own ways. Errors of Penstock's own sources, such
+    as `CorruptionError`, are raised as they are, with `is_from_source`.
     """
     try:
         yield
-    except DataError:
+    except PenstockError as error:
+        error.is_from_source = True
         raise
     except Exception as error:
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))

@@ -17,7 +17,7 @@ from torch import nn
 from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, set_threads
-from penstock.errors import ConfigError, DataError, NonFiniteError
+from penstock.errors import ConfigError, DataError, NonFiniteError, PenstockError
 from penstock.models import KEPT, ModelSource, buffer_files, config_files, keep_small_files
 from penstock.program import Program
 from penstock.progress import view_from_python
@@ -294,8 +294,9 @@ class Trainer:
                 last_loss = self.run_step().loss
                 self._checkpoint_scheduler.poll()
                 self._evaluate_and_judge()
-            except (NonFiniteError, DataError):
-                self.save()  # the committed state is valid
+            except PenstockError as error:
+                if isinstance(error, (NonFiniteError, DataError)) or error.is_from_source:
+                    self.save()  # the committed state is valid
                 raise
             except InterruptedError:  # a stop was requested while no engine was available
                 break

@@ -10,7 +10,7 @@ import pytest
 from plain_training import Recipe, trainer_of
 from tiny_models import CONTRASTIVE, language_model, with_rows
 
-from penstock.errors import DataError
+from penstock.errors import CorruptionError, DataError, PenstockError
 from penstock.store import find_checkpoint, read_state
 from penstock.training.trainer import Trainer
 
@@ -142,6 +142,7 @@ class Ends:
 
 ERRORS = [
     DataError("the file ends"),
+    CorruptionError("the file is damaged"),
     KeyError("text"),
     OSError("the disk is gone"),
     InterruptedError("a system call"),
@@ -155,7 +156,7 @@ def test_failure_of_the_source_loses_no_committed_step(error, tmp_path):
     source = Ends(case.data(recipe.seed), 5, error)
     settings = recipe.config(tmp_path / "run", checkpoint={"every": None})
     trainer = Trainer(settings, model=case.source(recipe.seed), source=source, quiet=True)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(PenstockError) as caught:
         trainer.train()
     assert error in (caught.value, caught.value.__cause__)
     if caught.value is not error:
@@ -165,7 +166,7 @@ def test_failure_of_the_source_loses_no_committed_step(error, tmp_path):
     assert read_state(find_checkpoint(tmp_path / "run" / "checkpoints", "latest")).step == 5
 
 
-@pytest.mark.parametrize("error", ERRORS[:2], ids=repr)
+@pytest.mark.parametrize("error", ERRORS[:3], ids=repr)
 def test_failure_of_the_held_out_source_loses_no_committed_step(error, tmp_path):
     case, recipe = CONTRASTIVE, Recipe(steps=8, size=8, micro=4)
     rows = case.data(recipe.seed)
@@ -176,7 +177,7 @@ def test_failure_of_the_held_out_source_loses_no_committed_step(error, tmp_path)
     trainer = Trainer(
         settings, model=case.source(recipe.seed), source=rows, held_out=held_out, quiet=True
     )
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(PenstockError) as caught:
         trainer.train()
     assert error in (caught.value, caught.value.__cause__)
     saved = read_state(find_checkpoint(tmp_path / "run" / "checkpoints", "latest")).step
