@@ -12,6 +12,7 @@ class PenstockError(Exception):
     """Base of all errors raised on purpose; not raised itself."""
 
     exit_code = 1
+    is_from_source = False  # a data source raised it, which leaves the committed state valid
 
 
 class ConfigError(PenstockError):

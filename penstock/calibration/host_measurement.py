@@ -97,8 +97,13 @@ def calibrate(
         links = _links_of(stack, notice)
         if links is not None:
             cases += links.cases()
-        measured = measure(cases, budget_seconds, on_progress=on_progress)
-        if links is not None:
+        measured = measure(
+            cases,
+            budget_seconds,
+            on_progress=on_progress,
+            on_lost=lambda part, error: notice(f"{error}; all other figures are kept"),
+        )
+        if _processes(measured) is not None:
             on_progress("starting a second process that computes", 1.0)
             measured += _measured_at_once(_AT_ONCE_SHARE * budget_seconds, notice)
         flash = None if disk is None else _flash(measured, folder)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.errors import ClusterError
+
 Part = Literal["engine", "store", "flash", "processes"]
 """The part of the machine to which a figure belongs."""
 
@@ -20,6 +22,9 @@ ENOUGH_REPETITIONS = 3
 
 OnProgress = Callable[[str, float], None]
 """Called with what is being done and the share of the work that is done."""
+
+OnLost = Callable[[Part, ClusterError], None]
+"""Called with a part whose other process has failed, and the error."""
 
 _LEAST_SECONDS = 0.002  # of a repetition; shorter calls are repeated within it
 _MOST_CALLS = 10_000
@@ -80,12 +85,17 @@ class Measured:
         return (max(self.rates) - min(self.rates)) / 2 / self.rate
 
 
+def _raise(part: Part, error: ClusterError) -> None:
+    raise error
+
+
 def measure(
     cases: Iterable[Case],
     budget_seconds: float,
     *,
     clock: Callable[[], float] = time.perf_counter,
     on_progress: OnProgress = lambda text, share: None,
+    on_lost: OnLost = _raise,
 ) -> list[Measured]:
     """Measure every case at least once, then repeat them in turn while the budget lasts.
 
@@ -93,26 +103,44 @@ def measure(
         budget_seconds: of all. Preparation and the first call of each case, in which kernels may
             be compiled, can take longer: they count only if every case has enough repetitions.
         on_progress: also called before each repetition.
+        on_lost: called if a case of a part raises `ClusterError`, once per part. No figures of that
+            part are returned. By default the error is raised.
     """
     cases = list(cases)
     runs: list[_Run] = []
+    lost: set[Part] = set()
+
+    def lose(part: Part, error: ClusterError) -> None:
+        on_lost(part, error)
+        lost.add(part)
+        runs[:] = [run for run in runs if run.part != part]
+
     begun = clock()
     for number, case in enumerate(cases):
+        part = case.quantity.part
+        if part in lost:
+            continue
         on_progress(f"measuring {case.quantity}", number / (2 * len(cases)))
-        runs.append(_Run(case, clock))
+        try:
+            runs.append(_Run(case, clock))
+        except ClusterError as error:
+            lose(part, error)
     spent = first = sum(run.seconds for run in runs)
     rounds = 1
     while any(run.may_repeat for run in runs):
         rounds += 1
-        for run in runs:
-            if not run.may_repeat:
+        for run in list(runs):
+            if not run.may_repeat or run.part in lost:
                 continue
             taken = clock() - begun if rounds > ENOUGH_REPETITIONS else spent
             if taken + run.seconds > budget_seconds:
                 return [run.measured() for run in runs]
             share = (spent - first) / max(budget_seconds - first, 1e-9)
             on_progress(f"repeating {run.case.quantity}", 0.5 + share / 2)
-            spent += run.repeat()
+            try:
+                spent += run.repeat()
+            except ClusterError as error:
+                lose(run.part, error)
     return [run.measured() for run in runs]
 
 
@@ -131,6 +159,10 @@ class _Run:
             self._calls = math.ceil(enough)
             self._rates.clear()
             self.seconds = self.repeat()
+
+    @property
+    def part(self) -> Part:
+        return self.case.quantity.part
 
     @property
     def may_repeat(self) -> bool:

@@ -33,7 +33,10 @@ Overrides = Annotated[
 ]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch.")]
 SequenceLength = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per sequence; default the model's context.")
+    int | None,
+    typer.Option(
+        min=1, help="Tokens per sequence; default those of the run, else the model's context."
+    ),
 ]
 WeightPrecision = Annotated[
     Precision | None, typer.Option(help="Type of streamed weights; default fp32.")
@@ -80,19 +83,26 @@ def build(
 ) -> Program:
     """Return the program of a configuration; options that are given replace its keys.
 
-    Without graphs it is read and built faster (`outline_program`).
+    Without graphs it is read and built faster (`outline_program`). A note on stderr says that
+    sequences of training may be shorter than those of the program.
     """
     with collector_at_rest(freeze=True):
         from penstock import planning
 
         # Only one of the two is imported: that with graphs imports all that traces.
         build_or_outline = planning.build_program if with_graphs else planning.outline_program
-    return build_or_outline(
+    program = build_or_outline(
         config,
         micro_batch=micro_batch,
-        sequence_length=sequence_length or config.data.sequence_length,
+        sequence_length=sequence_length,
         precision=precision.value if precision else config.precision,
     )
+    tokens = program.values.get("input_ids")  # none in a model of the user's own
+    if tokens is not None and sequence_length is None and planning.awaits_records(config):
+        from penstock.prediction import most_tokens
+
+        typer.echo(most_tokens(tokens.tensor.shape[1]), err=True)
+    return program
 
 
 def core_parameters(name: str) -> CoreParameters:

@@ -58,8 +58,24 @@ _ONE_TYPE = {
     torch.Tensor.bmm,
     torch.Tensor.mm,
 }
+# PyTorch has no kernels in bfloat16 for these; those of `matrix_exp` overflow.
+_LINEAR_ALGEBRA = (
+    *("cholesky", "cholesky_ex", "cholesky_inverse", "cholesky_solve"),
+    *("det", "logdet", "slogdet", "matrix_exp", "cond", "matrix_rank"),
+    *("inv", "inv_ex", "inverse", "pinv", "pinverse", "tensorinv"),
+    *("eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals"),
+    *("qr", "geqrf", "orgqr", "ormqr", "householder_product"),
+    *("lu", "lu_factor", "lu_factor_ex", "lu_solve", "ldl_factor", "ldl_factor_ex", "ldl_solve"),
+    *("solve", "solve_ex", "solve_triangular", "triangular_solve", "tensorsolve", "lstsq"),
+)
 # Losses, which autocast also computes in float32: they have few elements, and all are averaged.
 _IN_FLOAT32 = {
+    *(
+        getattr(owner, name)
+        for owner in (torch.linalg, torch, torch.Tensor)
+        for name in _LINEAR_ALGEBRA
+        if hasattr(owner, name)
+    ),
     nn.functional.binary_cross_entropy,
     nn.functional.binary_cross_entropy_with_logits,
     nn.functional.cosine_embedding_loss,
@@ -84,7 +100,8 @@ _UPDATES_STATISTICS = ("training", "train", "use_input_stats")
 
 
 class _OneType(TorchFunctionMode):
-    """Runs products of mixed operands in bfloat16 and losses in float32, as autocast would.
+    """Runs products of mixed operands in bfloat16 and losses in float32, as autocast would, and
+    linear algebra in float32.
 
     The mode does not see the calls within a function that it sees, such as those of
     `multi_head_attention_forward`.
@@ -257,8 +274,10 @@ def _refused_data(graph: fx.Graph, name: str) -> CompileError:
     reader = next((n for n in graph.nodes if any(i.name == name for i in n.all_input_nodes)), None)
     place = source_line(reader) if reader is not None else "the forward"
     return CompileError(
-        f"{place} reads a tensor whose creation the capture does not record, such as weight.data: "
-        "the program would use one value for ever. Use .detach() instead of .data."
+        f"{place} reads a tensor that the module does not register and the forward does not "
+        "create, such as weight.data or a tensor in a list: the program would use one value for "
+        "ever. Use .detach() instead of .data; keep weights in nn.ParameterList, layers in "
+        "nn.ModuleList and constants in register_buffer instead of a list or mapping."
     )
 
 

@@ -31,7 +31,8 @@ class Source(Protocol):
         """Return rows `indices` of the global batch of `step`, each field [len(indices), ...].
 
         Equal arguments give equal arrays, and a row depends only on its own index. The caller
-        copies the arrays before the next call, so their memory may be used again.
+        copies the arrays before the next call, so their memory may be used again. Any error that
+        is raised here or below ends the run, which resumes at its last committed step.
         """
 
     def evaluation_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:

@@ -9,6 +9,7 @@ from penstock.front_door import lazily
 from penstock.models.folder import other_files as other_files, tokenizer_files as tokenizer_files
 from penstock.models.kept_folder import (
     KEPT as KEPT,
+    config_files as config_files,
     keep_small_files as keep_small_files,
     verify_kept as verify_kept,
 )
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.models.modes import parts_in_eval_mode as parts_in_eval_mode
     from penstock.models.source import ModelSource as ModelSource
     from penstock.models.stored_buffers import buffer_files as buffer_files
+    from penstock.models.unregistered import unregistered_weights as unregistered_weights
     from penstock.models.weight_files import WeightFiles as WeightFiles
 
 __getattr__ = lazily(__name__, __file__)

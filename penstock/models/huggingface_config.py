@@ -1,5 +1,6 @@
 """From a Hugging Face configuration to a function that builds the model."""
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,7 +88,11 @@ def make_config(
     for name in overrides:
         if name not in known and name not in fields:
             raise ConfigError(f"{model_type} has no field {name!r}{did_you_mean(name, known)}")
-    merged = {**fields, **{synonyms.get(name, name): value for name, value in overrides.items()}}
+    # The library may change values within the configuration.
+    merged = {
+        **copy.deepcopy(dict(fields)),
+        **{synonyms.get(name, name): value for name, value in overrides.items()},
+    }
     del merged["model_type"]
     if merged.get("quantization_config") is not None:
         raise ConfigError(

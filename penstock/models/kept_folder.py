@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -30,23 +31,30 @@ CHECKSUMS = "checksums.json"
 _ADVICE = "restore the file from a copy, or from the folder that the run started from"
 
 
-def keep_small_files(folder: Path, kept: Path, further: Mapping[str, bytes] | None = None) -> None:
+def config_files(fields: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the file of a configuration by its name."""
+    return {CONFIG: json.dumps(fields, indent=2).encode() + b"\n"}
+
+
+def keep_small_files(folder: Path, kept: Path, read: Mapping[str, bytes] | None = None) -> None:
     """Copy configuration, tokenizer and similar files into `kept`, with their checksums.
 
     Args:
         folder: the Hugging Face folder.
         kept: replaced by the copy.
-        further: files that `kept` gets besides, by name: the buffers (`stored_buffers.py`).
+        read: files of the folder that were read before, by name, which are not read again, and
+            the file of the buffers (`stored_buffers.py`).
 
     Raises:
         StorageError: the operating system refuses to read or write.
     """
+    read = read or {}
     checksums = {}
     try:
         with durable.new_folder(kept) as staging:
             copied = [folder / CONFIG, *tokenizer_files(folder), *other_files(folder)]
-            copies = ((path.name, read_bytes(path)) for path in copied)
-            for name, content in itertools.chain(copies, (further or {}).items()):
+            copies = ((path.name, read_bytes(path)) for path in copied if path.name not in read)
+            for name, content in itertools.chain(copies, read.items()):
                 checksums[name] = xxhash.xxh3_128_hexdigest(content)
                 durable.write_file(staging / name, content)
             sealed = {"files": checksums, "checksum": _checksum_of(checksums)}

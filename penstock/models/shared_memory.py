@@ -20,7 +20,7 @@ _COMPARED_BYTES = 2**28
 
 
 def refuse_shared_memory(module: nn.Module) -> None:
-    """Raise if a parameter shares memory with another tensor of the module.
+    """Raise if a parameter shares memory with another tensor of the module, or is a buffer too.
 
     Adjacent parameters in one memory are allowed, as in `nn.LSTM` on a GPU.
 
@@ -40,6 +40,14 @@ def refuse_shared_memory(module: nn.Module) -> None:
                     "them a copy (.clone())."
                 )
         here.append((name, parameter))
+    for name, buffer in module.named_buffers():
+        for weight, parameter in parameters.get(_storage(buffer), ()):
+            if buffer is parameter:
+                raise CompileError(
+                    f"the buffer {name!r} is the weight {weight!r} itself, and a tensor is either "
+                    "trained or constant. To use the weight, assign it as an attribute without "
+                    "register_buffer; for a constant, register a copy (.detach().clone())."
+                )
     for name, tensor in _other_tensors(module):
         if id(tensor) in known:
             continue

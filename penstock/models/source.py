@@ -74,6 +74,7 @@ class ModelSource:
         vocab_size, max_sequence_length: for language models; None if unknown.
         hf_config: the `transformers` configuration, or None.
         folder: the Hugging Face folder of the model, with its tokenizer, or None.
+        config_file: the content of its `config.json`, as it was read; else empty.
         adapters: adapters by the names of their weights (`with_adapters`).
         from_library: the installed `transformers` has built the model from a configuration; no
             code of the user's took part.
@@ -95,6 +96,7 @@ class ModelSource:
     weight_prefix: str = WEIGHT_PREFIX
     buffer_seed: int = 0
     folder: Path | None = None
+    config_file: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     from_library: bool = False
     notes: tuple[str, ...] = ()
@@ -342,7 +344,7 @@ class ModelSource:
         task = find_task(made)
         origin = Pretrained(recorded(made, task), files, ignore)
         source = _from_library(made, task, origin)
-        return replace(source, folder=folder, notes=origin.notes, _files=files)
+        return replace(source, folder=folder, config_file=fields, notes=origin.notes, _files=files)
 
     @classmethod
     def without_weights(
@@ -352,10 +354,11 @@ class ModelSource:
 
         For a run that already has weights: its initial weights are random.
         """
-        made = make_config(read_config(folder), overrides or {})
+        fields = read_config(folder)
+        made = make_config(fields, overrides or {})
         task = find_task(made)
         origin = with_stored_buffers(recorded(made, task), folder)
-        return replace(_from_library(made, task, origin), folder=folder)
+        return replace(_from_library(made, task, origin), folder=folder, config_file=fields)
 
     @classmethod
     def from_factory(

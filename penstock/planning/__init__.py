@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from penstock.planning.program_cache import OutlinedModels as OutlinedModels
     from penstock.planning.program_outline import outline_program as outline_program
     from penstock.planning.relays import relay_count as relay_count
-    from penstock.planning.sequence_lengths import sequence_length as sequence_length
+    from penstock.planning.sequence_lengths import (
+        awaits_records as awaits_records,
+        sequence_length as sequence_length,
+    )
     from penstock.planning.sparse_weights import mask_rule_of as mask_rule_of
     from penstock.planning.wafer import wafer_options as wafer_options, with_wafer as with_wafer
 

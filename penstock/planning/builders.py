@@ -42,6 +42,7 @@ from penstock.kernels.processor import Processor
 from penstock.models import KEPT, ModelSource, WeightFiles, require_clear, verify_kept
 from penstock.planning.program_cache import cached_program
 from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_of
+from penstock.planning.sequence_lengths import shown_length
 from penstock.program import Program
 
 if TYPE_CHECKING:
@@ -232,9 +233,12 @@ def _buffers(source: ModelSource) -> dict[str, torch.Tensor]:
 def build_program(
     config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
-    """Compile a model for inspection: no memory of a weight's size is allocated."""
+    """Compile a model for inspection: no memory of a weight's size is allocated.
+
+    **Arguments:** `sequence_length` None is that of the run (`shown_length`).
+    """
     source = with_adapters(_base_of(config, None, False, False), config.lora)
-    length = sequence_length or source.max_sequence_length or 1
+    length = sequence_length or shown_length(config, source)
     sparse = sparse_weights_of(config, source)
     return compile_source(
         source,

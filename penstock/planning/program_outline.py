@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.config import Config
 from penstock.planning.program_cache import OutlinedModels
 from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_of
+from penstock.planning.sequence_lengths import shown_length
 from penstock.program import Program
 
 if TYPE_CHECKING:
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
 def outline_program(
     config: Config, *, micro_batch: int, sequence_length: int | None, precision: str
 ) -> Program:
-    """Return the program of a model, perhaps without its graphs and executables."""
+    """Return the program of a model, perhaps without its graphs and executables.
+
+    **Arguments:** `sequence_length` None is that of the run (`shown_length`).
+    """
     models = OutlinedModels(_record, _compile, remember=True)
     source = models.model(config)
     sparse = sparse_weights_of(config, source)
     return models.program(
         source,
         micro_batch=micro_batch,
-        length=sequence_length or source.max_sequence_length or 1,
+        length=sequence_length or shown_length(config, source),
         precision="bf16" if precision == "bf16" else "fp32",
         train=config.train,
         freeze=config.freeze,

@@ -12,6 +12,31 @@ if TYPE_CHECKING:
     from penstock.data import TokenDataset
 
 
+def awaits_records(config: Config) -> bool:
+    """Tell whether the length of a run's sequences depends on records that are not built yet."""
+    data = config.data
+    return (
+        data.sequence_length is None and data.content == "records" and not config.data_dir.exists()
+    )
+
+
+def shown_length(config: Config, source: ModelFacts) -> int:
+    """Return the tokens per sequence of training, as far as they are known before it.
+
+    They are the most that the model takes if `awaits_records`, and 1 if nothing limits them.
+
+    **Raises:** `DataError`, `CorruptionError` if the folder of the data set has none, or a damaged
+    one.
+    """
+    if config.data.sequence_length is None and config.data_dir.exists():
+        from penstock.data import TokenDataset
+
+        dataset = TokenDataset.open(config.data_dir)
+        if dataset.content == "records":
+            return sequence_length(config, source, dataset)
+    return config.data.sequence_length or source.max_sequence_length or 1
+
+
 def sequence_length(config: Config, source: ModelFacts, dataset: TokenDataset | None = None) -> int:
     """Return the tokens per sequence: as configured, or the model's maximum.
 

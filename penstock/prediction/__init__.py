@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fewest_gpus as fewest_gpus,
     )
     from penstock.prediction.planned import Planner as Planner
+    from penstock.prediction.planned_length import most_tokens as most_tokens
     from penstock.prediction.plots import plot_sweep as plot_sweep
     from penstock.prediction.predicted_run import Prediction as Prediction, predict as predict
     from penstock.prediction.printed_page import as_json as as_json, page as page

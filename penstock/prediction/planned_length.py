@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.config import Config
 from penstock.errors import ConfigError
-from penstock.planning import ModelFacts, sequence_length
+from penstock.planning import ModelFacts, awaits_records, sequence_length
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,13 @@ def planned_length(config: Config, source: ModelFacts) -> PlannedLength:
         ConfigError: the length is not known before the data set is built, and has no limit.
         DataError, CorruptionError: the folder of the data set has none, or a damaged one.
     """
+    if awaits_records(config):
+        return _longest_possible(config, source)
     folder = config.data_dir
-    if config.data.sequence_length is None:
-        if folder.exists():
-            from penstock.data import TokenDataset
+    if config.data.sequence_length is None and folder.exists():
+        from penstock.data import TokenDataset
 
-            return PlannedLength(sequence_length(config, source, TokenDataset.open(folder)))
-        if config.data.content == "records":
-            return _longest_possible(config, source)
+        return PlannedLength(sequence_length(config, source, TokenDataset.open(folder)))
     return PlannedLength(sequence_length(config, source))
 
 

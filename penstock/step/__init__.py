@@ -13,6 +13,10 @@ if TYPE_CHECKING:
         counted as counted,
         make_local_engines as make_local_engines,
     )
-    from penstock.step.micro_batches import Batches as Batches, to_tensors as to_tensors
+    from penstock.step.micro_batches import (
+        Batches as Batches,
+        failure_of_source as failure_of_source,
+        to_tensors as to_tensors,
+    )
 
 __getattr__ = lazily(__name__, __file__)

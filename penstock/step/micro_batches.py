@@ -1,6 +1,7 @@
 """The rows of a step, divided over engines: each engine gets only its own micro-batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from penstock.collectives import partition
 from penstock.data import IGNORED_LABEL, Source
 from penstock.engine import Rows
-from penstock.errors import DataError
+from penstock.errors import DataError, PenstockError
 from penstock.models import ModelSource
 
 
@@ -39,7 +40,7 @@ class Batches:
         """Return the rows of each engine in the step after `step` commits.
 
         Raises:
-            DataError: the source returned something other than rows.
+            DataError: the source failed, or returned something other than rows.
         """
         return [
             EngineRows(numbers, self._draw(step, numbers))
@@ -52,7 +53,9 @@ class Batches:
 
     def _draw(self, step: int, numbers: range) -> Rows:
         indices = range(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
-        rows = to_tensors(self._source.batch(step, indices, self._size))
+        with failure_of_source(f"rows of step {step + 1}"):
+            given = self._source.batch(step, indices, self._size)
+        rows = to_tensors(given)
         for name, value in rows.items():
             if len(value) != len(indices):
                 raise DataError(
@@ -79,6 +82,23 @@ class Batches:
         if count == 0:
             raise DataError(f"step {step + 1}: no token of the batch has a label")
         return 1.0 / count
+
+
+@contextmanager
+def failure_of_source(wanted: str) -> Iterator[None]:
+    """Raise any error of a source as a `DataError`, whose cause is that error.
+
+    A source is the user's code, which fails in its own ways. Errors of Penstock's own sources, such
+    as `CorruptionError`, are raised as they are, with `is_from_source`.
+    """
+    try:
+        yield
+    except PenstockError as error:
+        error.is_from_source = True
+        raise
+    except Exception as error:
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+        raise DataError(f"the source failed to give {wanted}: {reason}") from error
 
 
 def to_tensors(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -13,9 +13,10 @@ have different bytes per token.
 """
 
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from penstock.config import Config
@@ -30,7 +31,7 @@ from penstock.planning import (
     measure_current,
 )
 from penstock.program import Program
-from penstock.step import to_tensors
+from penstock.step import failure_of_source, to_tensors
 from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 
@@ -87,11 +88,11 @@ class Evaluator:
         adds `perplexity` and `accuracy`, plain text adds `bits_per_byte` (unless an older release
         built the data set), records add `exact_match` and `records`.
 
-        **Raises:** `DataError` if the batches are empty.
+        **Raises:** `DataError` if the batches are empty, or their source fails.
         """
         counts = _Counts()
         micro = self._layout.micro_batch
-        for batch in self._held_out.evaluation_batches(micro, batches * self._config.batch.size):
+        for batch in self._batches(micro, batches * self._config.batch.size):
             if rows := to_tensors(batch):
                 self._add(counts, rows)
         if counts.weight == 0:
@@ -116,17 +117,22 @@ class Evaluator:
     def check(self) -> None:
         """Refuse errors that would stop a run at its first evaluation.
 
-        **Raises:** `DataError` for held-out data without a row, `CompileError` for a model of the
-        user's own that cannot be evaluated.
+        **Raises:** `DataError` for held-out data without a row or a source that fails,
+        `CompileError` for a model of the user's own that cannot be evaluated.
         """
         micro = self._layout.micro_batch
-        first = next(iter(self._held_out.evaluation_batches(micro, micro)), {})
+        first = next(self._batches(micro, micro), {})
         if not first or _row_count(first) == 0:
             raise DataError(
                 "the held-out data has no rows: give some, or set evaluation.every to null"
             )
         if not self._predicts:
             self._engine(_row_count(first))
+
+    def _batches(self, size: int, limit: int) -> Iterator[Mapping[str, np.ndarray]]:
+        """Yield at most `limit` held-out rows, `size` at a time."""
+        with failure_of_source("held-out rows"):
+            yield from self._held_out.evaluation_batches(size, limit)
 
     @property
     def _predicts(self) -> bool:

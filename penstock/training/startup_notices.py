@@ -5,17 +5,28 @@ from collections.abc import Iterator
 from penstock.config import Config, size_above
 from penstock.engine import predict_bytes
 from penstock.errors import few
-from penstock.models import ModelSource, parts_in_eval_mode
+from penstock.models import ModelSource, parts_in_eval_mode, unregistered_weights
 from penstock.planning import ExecutionPlan
 from penstock.program import Program
 
 
 def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
     """Yield one sentence per choice that the author of a model may not have intended."""
+    yield from _unregistered(source)
     yield from _trained_in_eval_mode(source, layout.program)
     yield from _mean_of_means(config, source, layout)
     yield from _masks_that_never_change(config, layout)
     yield from _values_beyond_a_mesh(config, layout)
+
+
+def _unregistered(source: ModelSource) -> Iterator[str]:
+    if names := unregistered_weights(source.original):
+        yield (
+            f"{few(names)}: not trained, although a gradient is required: what a module keeps in "
+            "buffers, plain tensors, lists or mappings is none of its parameters. To train it, "
+            "assign an nn.Parameter or a module as an attribute, or use nn.ParameterList or "
+            "nn.ModuleList; to keep it as it is, call .requires_grad_(False)"
+        )
 
 
 def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str]:

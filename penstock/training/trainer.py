@@ -17,8 +17,8 @@ from torch import nn
 from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, set_threads
-from penstock.errors import ConfigError, DataError, NonFiniteError
-from penstock.models import KEPT, ModelSource, buffer_files, keep_small_files
+from penstock.errors import ConfigError, DataError, NonFiniteError, PenstockError
+from penstock.models import KEPT, ModelSource, buffer_files, config_files, keep_small_files
 from penstock.program import Program
 from penstock.progress import view_from_python
 from penstock.step import LocalEngines
@@ -209,6 +209,8 @@ class Trainer:
 
         Raises:
             NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
+            DataError: a source failed, which its cause explains, or gave rows that do not fit the
+                model. The run resumes at the last committed step.
             CorruptionError, StorageError: stored data is damaged, or data cannot be stored.
         """
         if self._is_best:
@@ -239,9 +241,10 @@ class Trainer:
 
     def _keep_small_files(self) -> None:
         """Copy what the run needs of a Hugging Face folder, which may be removed afterwards."""
-        kept = self.config.run.dir / KEPT
-        if self.model.folder is not None and self.model.folder != kept:
-            keep_small_files(self.model.folder, kept, buffer_files(self.model.buffers.stored()))
+        model, kept = self.model, self.config.run.dir / KEPT
+        if model.folder is not None and model.folder != kept:
+            buffers = buffer_files(model.buffers.stored())
+            keep_small_files(model.folder, kept, config_files(model.config_file) | buffers)
 
     def _refuse_stale(self) -> None:
         """Refuse to train if another trainer has advanced the run."""
@@ -290,12 +293,13 @@ class Trainer:
             try:
                 last_loss = self.run_step().loss
                 self._checkpoint_scheduler.poll()
-            except (NonFiniteError, DataError):
-                self.save()  # the committed state is valid
+                self._evaluate_and_judge()
+            except PenstockError as error:
+                if isinstance(error, (NonFiniteError, DataError)) or error.is_from_source:
+                    self.save()  # the committed state is valid
                 raise
             except InterruptedError:  # a stop was requested while no engine was available
                 break
-            self._evaluate_and_judge()
             if self._checkpoint_scheduler.is_due(self.step):
                 self._checkpoint_scheduler.begin(self.step)
         self._gradient_check.end(self.store)

@@ -98,6 +98,20 @@ def test_held_out_batches_without_fields_count_for_nothing(tmp_path):
     assert trainer.evaluate() == plain.evaluate()
 
 
+def test_weights_that_are_not_registered_are_named_at_the_start(tmp_path):
+    told = []
+    trainer, module = trainer_of(tmp_path, rows(16, seed=1), told=told)
+    module.scales = [nn.Parameter(torch.ones(2))]
+    trainer.train()
+    texts = [event.text for event in told if isinstance(event, Notice)]
+    assert texts == [
+        "scales[0]: not trained, although a gradient is required: what a module keeps in buffers, "
+        "plain tensors, lists or mappings is none of its parameters. To train it, assign an "
+        "nn.Parameter or a module as an attribute, or use nn.ParameterList or nn.ModuleList; to "
+        "keep it as it is, call .requires_grad_(False)"
+    ]
+
+
 def test_regression_has_no_perplexity(tmp_path):
     told = []
     trainer, _ = trainer_of(tmp_path, rows(16, seed=1), told=told)

@@ -257,6 +257,19 @@ def test_a_damaged_checkpoint_is_not_exported(unbroken, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_run_keeps_the_configuration_that_was_trained(made, tmp_path):
+    shutil.copytree(made / "hf", tmp_path / "hf")
+    (tmp_path / "text.txt").symlink_to(made / "text.txt")
+    trainer = Trainer(settings(tmp_path, tmp_path / "run", 2))
+    before = json.loads((tmp_path / "hf" / "config.json").read_text())
+    set_config(tmp_path / "hf", rms_norm_eps=0.5)
+    trainer.train()
+    trainer.close()
+    kept = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert kept == before
+    assert trained(settings(tmp_path, tmp_path / "run", 4))[1] == 4
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made, tmp_path):
     shutil.copytree(made / "hf", tmp_path / "tokenizer", ignore=shutil.ignore_patterns("c*", "m*"))
     config = settings(made, tmp_path / "run", 1)

@@ -10,7 +10,7 @@ import pytest
 from plain_training import Recipe, trainer_of
 from tiny_models import CONTRASTIVE, language_model, with_rows
 
-from penstock.errors import DataError
+from penstock.errors import CorruptionError, DataError, PenstockError
 from penstock.store import find_checkpoint, read_state
 from penstock.training.trainer import Trainer
 
@@ -121,22 +121,64 @@ def test_strided_rows_train_as_contiguous_copies(tmp_path):
 
 
 class Ends:
-    """A source whose data end after some steps."""
+    """A source that fails after some steps, in training and in evaluations."""
 
-    def __init__(self, source, steps: int) -> None:
-        self._source, self._steps = source, steps
+    def __init__(self, source, steps: int, error: Exception) -> None:
+        self._source, self._steps, self._error = source, steps, error
+        self._evaluations = 0
 
     def batch(self, step, indices, global_batch):
         if step >= self._steps:
-            raise DataError(f"no rows for step {step + 1}")
+            raise self._error
         return self._source.batch(step, indices, global_batch)
 
+    def evaluation_batches(self, batch_size, limit=None):
+        for row in self._source.evaluation_batches(batch_size, limit):
+            self._evaluations += 1
+            if self._evaluations > self._steps:
+                raise self._error
+            yield row
 
-def test_error_of_the_data_loses_no_committed_step(tmp_path):
+
+ERRORS = [
+    DataError("the file ends"),
+    CorruptionError("the file is damaged"),
+    KeyError("text"),
+    OSError("the disk is gone"),
+    InterruptedError("a system call"),
+    StopIteration(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_failure_of_the_source_loses_no_committed_step(error, tmp_path):
     case, recipe = language_model("gpt2"), Recipe(steps=8)
-    source = Ends(case.data(recipe.seed), 5)
+    source = Ends(case.data(recipe.seed), 5, error)
     settings = recipe.config(tmp_path / "run", checkpoint={"every": None})
     trainer = Trainer(settings, model=case.source(recipe.seed), source=source, quiet=True)
-    with pytest.raises(DataError, match="no rows for step 6"):
+    with pytest.raises(PenstockError) as caught:
         trainer.train()
+    assert error in (caught.value, caught.value.__cause__)
+    if caught.value is not error:
+        assert str(caught.value) == (
+            f"the source failed to give rows of step 6: {type(error).__name__}: {error}"
+        ).removesuffix(": ")
     assert read_state(find_checkpoint(tmp_path / "run" / "checkpoints", "latest")).step == 5
+
+
+@pytest.mark.parametrize("error", ERRORS[:3], ids=repr)
+def test_failure_of_the_held_out_source_loses_no_committed_step(error, tmp_path):
+    case, recipe = CONTRASTIVE, Recipe(steps=8, size=8, micro=4)
+    rows = case.data(recipe.seed)
+    # One row is read before the first step, one after each second step.
+    evaluation = {"every": 2, "batches": 1}
+    settings = recipe.config(tmp_path / "run", checkpoint={"every": None}, evaluation=evaluation)
+    held_out = Ends(rows, 4, error)
+    trainer = Trainer(
+        settings, model=case.source(recipe.seed), source=rows, held_out=held_out, quiet=True
+    )
+    with pytest.raises(PenstockError) as caught:
+        trainer.train()
+    assert error in (caught.value, caught.value.__cause__)
+    saved = read_state(find_checkpoint(tmp_path / "run" / "checkpoints", "latest")).step
+    assert 0 < saved == trainer.step < 8

@@ -9,7 +9,7 @@ from torch import fx
 from penstock.compiler.serialization import fields
 from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 
-_NODE, _LIST, _TUPLE, _DICT, _DTYPE, _DEVICE, _LAYOUT, _MEMORY_FORMAT = range(8)
+_NODE, _LIST, _TUPLE, _DICT, _DTYPE, _DEVICE, _LAYOUT, _MEMORY_FORMAT, _COMPLEX = range(9)
 _PLAIN = (type(None), bool, int, float, str)
 _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
@@ -33,6 +33,8 @@ def written(value: Any, places: Mapping[fx.Node, int]) -> Any:
         if type(value) is str and len(value) > _MOST_TEXT:
             raise NotSerializableError(f"an argument is a text of {len(value)} characters")
         return value
+    if type(value) is complex:
+        return [_COMPLEX, value.real, value.imag]
     if isinstance(value, fx.Node):
         return [_NODE, places[value]]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -80,6 +82,9 @@ def read(value: Any, nodes: Sequence[fx.Node]) -> Any:
     if code == _DICT:
         pairs = [fields.items(item, 2) for item in content]
         return {fields.text(key): read(item, nodes) for key, item in pairs}
+    if code == _COMPLEX:
+        real, imaginary = map(fields.decimal, fields.items(content, 2))
+        return complex(real, imaginary)
     (name,) = fields.texts(fields.items(content, 1))
     if code == _DTYPE:
         return fields.dtype(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numba
 import pytest
 import torch
 
-from penstock.calibration import HostKey, calibrate, disk_cases, host_measurement
+from penstock.calibration import HostKey, calibrate, disk_cases, host_measurement, link_cases
 from penstock.calibration.disk_device import device_of
 from penstock.calibration.link_cases import BOTH, MESSAGE
 from penstock.calibration.reference_step import STEP
@@ -152,6 +153,36 @@ def test_host_without_connections_between_processes_is_measured_without_them(tmp
     assert notices == [
         "messages between processes were not measured: cannot listen on 127.0.0.1: no"
     ]
+
+
+@pytest.mark.parametrize("answered", [0, 20])
+def test_measurements_are_kept_if_the_process_for_links_dies(tmp_path, monkeypatch, answered):
+    started: list[int] = []
+    fork, exchange = link_cases._forked, link_cases.ProcessLinks._exchange
+
+    def forked(*args):
+        started.append(fork(*args))
+        return started[0]
+
+    def killed_later(links, *args):
+        started.append(0)  # one more exchange
+        if len(started) == answered + 2:
+            os.kill(started[0], signal.SIGKILL)
+        exchange(links, *args)
+
+    monkeypatch.setattr(link_cases, "_forked", forked)
+    monkeypatch.setattr(link_cases, "_SAMPLE_BYTES", 1 << 20)
+    monkeypatch.setattr(link_cases.ProcessLinks, "_exchange", killed_later)
+    monkeypatch.setattr(host_measurement, "process_links", link_cases.process_links)
+    monkeypatch.setattr(link_cases, "MESSAGE_BYTES", (256 << 10,))
+    notices: list[str] = []
+    machine = calibrate(30, tmp_path, notice=notices.append)
+    assert machine.processes is None
+    assert [c.work for c in machine.store.rates] == ["update", "copy"]
+    assert machine.store.flash is not None
+    assert len(notices) == 1
+    assert notices[0].startswith("messages between processes cannot be measured: ")
+    assert notices[0].endswith("; all other figures are kept")
 
 
 def test_a_file_system_without_direct_io_is_said_to_be_one(tmp_path, monkeypatch):

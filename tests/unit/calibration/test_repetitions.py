@@ -12,6 +12,7 @@ from penstock.calibration.repetitions import (
     measure,
     repetition_counts,
 )
+from penstock.errors import ClusterError
 
 
 class Machine:
@@ -68,6 +69,44 @@ def test_repetitions_stop_before_the_budget_is_exceeded():
         following = 3 if counts[0] > counts[1] else 1
         assert used + following > budget
         assert counts[0] - counts[1] in (0, 1)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 5])
+def test_failure_of_another_process_leaves_the_figures_of_other_parts(calls):
+    machine, lost = Machine(), []
+
+    def fail_after(calls: int):
+        def run() -> None:
+            nonlocal calls
+            calls -= 1
+            machine.now += 1
+            if calls < 0:
+                raise ClusterError("the other process has ended")
+
+        return run
+
+    def links(name, run):
+        return Case(Quantity("processes", name), lambda: Prepared(run, 1.0))
+
+    failing = fail_after(calls)
+    found = measure(
+        [machine.case("a", 1), links("x", failing), machine.case("b", 1), links("y", failing)],
+        20,
+        clock=machine.clock,
+        on_lost=lambda part, error: lost.append((part, str(error))),
+    )
+    assert [one.quantity.work for one in found] == ["a", "b"]
+    assert min(repetition_counts(found)) >= 3
+    assert lost == [("processes", "the other process has ended")]
+
+
+def test_failure_of_another_process_is_raised_unless_asked_otherwise():
+    def fail() -> None:
+        raise ClusterError("the other process has ended")
+
+    case = Case(Quantity("processes", "x"), lambda: Prepared(fail, 1.0))
+    with pytest.raises(ClusterError, match="the other process has ended"):
+        measure([case], 1)
 
 
 def test_preparation_counts_once_there_are_enough_repetitions():

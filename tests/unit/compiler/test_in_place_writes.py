@@ -167,8 +167,10 @@ def test_read_of_weight_data_is_refused():
     with pytest.raises(CompileError) as caught:
         compiled_from_source(ReadsData())
     assert str(caught.value).endswith(
-        "reads a tensor whose creation the capture does not record, such as weight.data: the "
-        "program would use one value for ever. Use .detach() instead of .data."
+        "reads a tensor that the module does not register and the forward does not create, such "
+        "as weight.data or a tensor in a list: the program would use one value for ever. Use "
+        ".detach() instead of .data; keep weights in nn.ParameterList, layers in nn.ModuleList and "
+        "constants in register_buffer instead of a list or mapping."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from written_programs import assert_same_program
 from penstock.compiler.serialization import (
     MalformedError,
     NotSerializableError,
+    arguments,
     deserialize,
     serialize,
 )
@@ -107,6 +109,33 @@ QUICK = (
     "sparse",
     "custom function",
 )
+
+
+class Phases(nn.Module):
+    """A layer whose outputs are multiplied by complex literals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, 4] to the loss []."""
+        turned = self.layer(rows) * complex(0.25, -0.5) + 1j
+        return torch.view_as_real(turned).square().mean()
+
+
+def test_program_with_complex_literals_is_the_same_in_every_field():
+    program = compiled(Phases(), {"rows": torch.rand(3, 4)})
+    assert_same_program(deserialize(serialize(program)), program)
+
+
+@pytest.mark.parametrize("real", [0.0, -0.0, 0.1, float("nan"), float("-inf")])
+@pytest.mark.parametrize("imaginary", [0.0, -0.0, 5e-324, float("nan"), float("inf")])
+def test_complex_argument_keeps_every_bit_of_its_parts(real, imaginary):
+    value = complex(real, imaginary)
+    found = arguments.read(json.loads(json.dumps(arguments.written(value, {}))), ())
+    assert type(found) is complex
+    assert struct.pack("2d", found.real, found.imag) == struct.pack("2d", real, imaginary)
 
 
 @pytest.mark.parametrize("name", quick_first(PROGRAMS, QUICK))
@@ -252,6 +281,8 @@ FORGERIES: dict[str, Callable[[Any], None]] = {
     "a number as a node's name": _rename(3),
     "code as an option's name": lambda c: _call(c).__setitem__(4, [3, ["a=1)#", 1]]),
     "a node that comes later": lambda c: _call(c).__setitem__(3, [2, [0, 10**6]]),
+    "a complex number of one part": lambda c: _call(c).__setitem__(3, [2, [8, 1.0]]),
+    "a complex number of texts": lambda c: _call(c).__setitem__(3, [2, [8, "1.0", "0.0"]]),
     "an unknown code": lambda c: _call(c).__setitem__(3, [2, [17, 0]]),
     "arguments that are no tuple": lambda c: _call(c).__setitem__(3, [1]),
     "a function that is not there": lambda c: _call(c).__setitem__(2, 10**6),

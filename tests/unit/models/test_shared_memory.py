@@ -17,6 +17,11 @@ STALE = (
     "'table' shares memory with the weight 'a.weight', and would keep its first values while the "
     "weight trains. Compute it in forward, or register a copy (.clone())."
 )
+BOTH = (
+    "the buffer 'table' is the weight 'a.weight' itself, and a tensor is either trained or "
+    "constant. To use the weight, assign it as an attribute without register_buffer; for a "
+    "constant, register a copy (.detach().clone())."
+)
 
 
 class Pair(nn.Module):
@@ -59,10 +64,11 @@ def one_flat_memory(pair):
         (weight(lambda w: w[1:3]), WEIGHTS),
         (weight(lambda w: w[:, ::2]), WEIGHTS),
         (lambda pair: pair.register_buffer("table", pair.a.weight.data[0]), STALE),
+        (lambda pair: pair.register_buffer("table", pair.a.weight), BOTH),
         (lambda pair: setattr(pair, "table", pair.a.weight.detach()), STALE),
         (lambda pair: setattr(pair, "table", [pair.a.weight.detach()[0]]), STALE),
     ],
-    ids=["same", "transposed", "rows", "columns", "buffer", "attribute", "list"],
+    ids=["same", "transposed", "rows", "columns", "buffer", "weight", "attribute", "list"],
 )
 def test_memory_shared_with_a_weight_is_refused(make, change, message):
     with pytest.raises(CompileError) as caught:
