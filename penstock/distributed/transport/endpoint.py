@@ -132,8 +132,7 @@ class Endpoint:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of payloads and large bodies that the open connections received, also of messages in
-        progress.
+        """Bytes of payloads and large bodies that have arrived, also of messages in progress.
 
         Encrypted bytes are counted as they arrive, with what TLS adds to them.
         """

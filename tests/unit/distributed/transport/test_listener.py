@@ -235,7 +235,7 @@ def test_listener_must_prove_token(endpoints):
     def mirror() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(b"penstock-fabric5" + bytes(handshake.HELLO_BYTES))
+            connection.sendall(b"penstock-fabric6" + bytes(handshake.HELLO_BYTES))
             answer = connection.recv(handshake.HELLO_BYTES + handshake.PROOF_BYTES)
             connection.sendall(answer[handshake.HELLO_BYTES :])
 
