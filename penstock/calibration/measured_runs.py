@@ -35,7 +35,8 @@ class MeasuredRun:
         date: of the run's end.
         model: its name.
         predicted_seconds, seconds: of a step; the median was measured.
-        predicted_bytes, peak_bytes: resident memory of the process at its peak.
+        predicted_bytes, peak_bytes: resident memory of the process at its peak; 0 is predicted of a
+            run in several processes.
     """
 
     date: str

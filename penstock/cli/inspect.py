@@ -32,7 +32,7 @@ def inspect(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="For a store on flash: roll back to the newest intact durable step."
+            "--repair", help="Go back to the newest intact checkpoint or, on flash, durable step."
         ),
     ] = False,
 ) -> None:
@@ -56,7 +56,10 @@ def inspect(
     latest = find_checkpoint(run / "checkpoints", "latest")
     flash = settings.store.flash.path
     if repair:
-        repair_flash(flash)
+        if flash is not None:
+            repair_flash(flash)
+        else:
+            _repair_checkpoints(run)
         return
     if only_hash:
         typer.echo(flash_hash(flash) if flash is not None else _newest_hash(run, settings, latest))
@@ -71,7 +74,7 @@ def inspect(
         try:
             state = _verified(folder)
         except CorruptionError as error:
-            typer.echo(f"checkpoint   {folder.name}  DAMAGED")
+            typer.echo(f"checkpoint   {folder.name}  DAMAGED{_remedy(flash)}")
             damage.add(error)
             continue
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
@@ -82,6 +85,24 @@ def inspect(
     if latest is None and flash is None:
         typer.echo("checkpoint   none yet")
     damage.raise_if_found()
+
+
+def _repair_checkpoints(run: Path) -> None:
+    """Go back to the newest intact checkpoint, and print where the damaged ones are."""
+    from penstock.store import FolderLock, repair_checkpoints
+
+    lock = FolderLock(run, "run.dir", "training.lock")
+    try:
+        found = repair_checkpoints(run / "checkpoints")
+    finally:
+        lock.release()
+    typer.echo(f"{found.newest} is the newest checkpoint, all checksums match")
+    for folder in found.set_aside:
+        typer.echo(f"damaged, no longer used: {folder}")
+
+
+def _remedy(flash: Path | None) -> str:
+    return "; --repair goes back to the newest intact checkpoint" if flash is None else ""
 
 
 def _newest_hash(run: Path, settings: Config, latest: Path | None) -> str:

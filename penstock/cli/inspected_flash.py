@@ -15,20 +15,10 @@ if TYPE_CHECKING:
     from penstock.store.flash import Repaired
 
 
-def repair_flash(flash: Path | None) -> None:
-    """Roll a store back to its newest intact durable step, and print what was discarded.
-
-    Raises:
-        ConfigError: the run has no store on flash.
-    """
-    from penstock.errors import ConfigError
+def repair_flash(flash: Path) -> None:
+    """Roll a store back to its newest intact durable step, and print what was discarded."""
     from penstock.store.flash import repair
 
-    if flash is None:
-        raise ConfigError(
-            "--repair: expected a run with a store on flash, this run has none; its checkpoints "
-            "need no repair: use an undamaged one"
-        )
     found = repair(flash)
     typer.echo(f"{flash} is at step {found.step}, all checksums match")
     typer.echo(f"discarded: {_discarded(found)}")

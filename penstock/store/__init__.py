@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         find_checkpoint as find_checkpoint,
         load_checkpoint as load_checkpoint,
         read_state as read_state,
+        repair_checkpoints as repair_checkpoints,
         save_checkpoint as save_checkpoint,
         verify_checkpoint as verify_checkpoint,
     )

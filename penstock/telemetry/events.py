@@ -25,7 +25,8 @@ class PredictedStep:
     gradient_bytes: int
     flash_read_bytes: int
     flash_written_bytes: int
-    peak_memory_bytes: int = 0  # of the process; 0 in files of older versions
+    # of the process; 0 if the run has others too, and in files of older versions
+    peak_memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from penstock.store.checkpoint.reader import (
     SavedWeights as SavedWeights,
     checkpoint_hash as checkpoint_hash,
 )
+from penstock.store.checkpoint.repair import (
+    RepairedCheckpoints as RepairedCheckpoints,
+    repair_checkpoints as repair_checkpoints,
+)
 from penstock.store.checkpoint.save import (
     SavedCheckpoint as SavedCheckpoint,
     checkpoint_bytes as checkpoint_bytes,

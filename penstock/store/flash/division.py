@@ -108,9 +108,21 @@ class _Options:
         self.spilling = _Option(self.tied + SLABS * self.slab, least_weights, block + tail)
 
     @property
-    def least_bytes(self) -> int:
-        options = (self.all_in_memory, self.gradients_stay, self.spilling)
-        return min(option.least_bytes for option in options)
+    def least(self) -> _Option:
+        """The option that needs the fewest bytes."""
+        options = (self.spilling, self.gradients_stay, self.all_in_memory)
+        return min(options, key=lambda option: option.least_bytes)
+
+    def parts(self, option: _Option) -> str:
+        """Return the bytes that an option needs, by use."""
+        buffers = f"buffers for blocks of state {_LEAST_BUFFERS * option.block_bytes:,}"
+        if option is self.all_in_memory:
+            return f"all weights and gradients need {option.fixed_bytes:,} bytes, {buffers}"
+        weights = "the weights of two stages" if option is self.spilling else "weights"
+        return (
+            f"{weights} need {option.weight_bytes:,} bytes, {buffers}, gradients "
+            f"{option.fixed_bytes:,}"
+        )
 
 
 def divide(
@@ -159,7 +171,7 @@ def least_dram_bytes(
     layout = FlashLayout.of(program, optimizer.roles, 1, BLOCK_ELEMENTS, age)
     least_weights = least_bytes(layout.units, visits_of(program, layout))
     beside = sum(memory_of_masks(layout, program, masks).values())
-    return _Options(layout, half_gradients, least_weights).least_bytes + beside
+    return _Options(layout, half_gradients, least_weights).least.least_bytes + beside
 
 
 def age_role(optimizer: Optimizer, masks: MaskRule | None) -> Role | None:
@@ -229,11 +241,10 @@ def _spilling(options: _Options, budget: int, beside: int) -> Division:
     option = options.spilling
     if budget < option.least_bytes:
         masks = f", masks and their changes {beside:,}" if beside else ""
+        least = options.least
         raise BudgetError(
-            f"store.dram: the weights of two stages need {option.weight_bytes:,} bytes, buffers "
-            f"for blocks of state {_LEAST_BUFFERS * option.block_bytes:,}, gradients "
-            f"{option.fixed_bytes:,}{masks}; the budget is {budget + beside:,}; raise store.dram "
-            f"to {options.least_bytes + beside:,} or more"
+            f"store.dram: {options.parts(least)}{masks}; the budget is {budget + beside:,}; raise "
+            f"store.dram to {least.least_bytes + beside:,} or more"
         )
     buffers, left = option.divided(budget, options.blocks)
     resident, room = options.tied, left // 2

@@ -68,6 +68,18 @@ def test_too_small_budget_names_the_required_bytes(flash):
 MANY_BLOCKS = [{f"{i}.weight": (500, 400)} for i in range(24)]  # 98 blocks a stage
 
 
+ONE_LARGE = [{"0.weight": (500, 400)}, {"1.weight": (8, 8)}]
+
+
+@pytest.mark.parametrize("layers", [LAYERS, DEEP, MANY_BLOCKS, ONE_LARGE])
+def test_parts_of_a_too_small_budget_add_up_to_the_minimum(flash, layers):
+    with pytest.raises(BudgetError) as caught:
+        flash(make_program(layers), dram=1)
+    parts, least = str(caught.value).split("; the budget is 1; raise store.dram to ")
+    numbers = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]*\d)(?= bytes|,|$)", parts)]
+    assert sum(numbers) == int(least.split()[0].replace(",", ""))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("half", [False, True])
 def test_minimum_memory_suffices_for_stages_of_many_blocks(flash, dtype, half):
