@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.step.micro_batches import (
         Batches as Batches,
         failure_of_source as failure_of_source,
+        refuse_unknown_tokens as refuse_unknown_tokens,
         to_tensors as to_tensors,
     )
 

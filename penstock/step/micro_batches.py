@@ -62,6 +62,7 @@ class Batches:
                     f"expected {len(indices)} rows of {name!r} from the source, got {len(value)}; "
                     "`batch` must return a row per index"
                 )
+        refuse_unknown_tokens(self._model, rows, f"in step {step + 1}, from row {indices.start}")
         return rows
 
     def loss_scale(self, step: int, parts: Sequence[EngineRows]) -> float:
@@ -82,6 +83,31 @@ class Batches:
         if count == 0:
             raise DataError(f"step {step + 1}: no token of the batch has a label")
         return 1.0 / count
+
+
+def refuse_unknown_tokens(model: ModelSource, rows: Rows, where: str) -> None:
+    """Refuse tokens that are not in the vocabulary of a language model.
+
+    In an engine such a token is an error without a place, and on a GPU the end of the process.
+
+    Raises:
+        DataError: a token of the inputs, or a label that is not ignored, is out of range.
+    """
+    size = model.vocab_size
+    if model.task == "custom" or size is None:
+        return
+    for name in ("input_ids", "labels"):
+        if name not in rows or rows[name].is_floating_point() or not rows[name].numel():
+            continue
+        tokens = rows[name]
+        if name == "labels":
+            tokens = tokens.where(tokens != IGNORED_LABEL, 0)
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < size:
+                raise DataError(
+                    f"{name!r} of the source has token {token} {where}: the model's vocabulary "
+                    f"has the tokens 0 to {size - 1}"
+                )
 
 
 @contextmanager

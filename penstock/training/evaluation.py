@@ -31,7 +31,7 @@ from penstock.planning import (
     measure_current,
 )
 from penstock.program import Program
-from penstock.step import failure_of_source, to_tensors
+from penstock.step import failure_of_source, refuse_unknown_tokens, to_tensors
 from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 
@@ -94,6 +94,7 @@ class Evaluator:
         micro = self._layout.micro_batch
         for batch in self._batches(micro, batches * self._config.batch.size):
             if rows := to_tensors(batch):
+                refuse_unknown_tokens(self._model, rows, "in the held-out rows")
                 self._add(counts, rows)
         if counts.weight == 0:
             what = "labelled tokens" if self._predicts else "rows"

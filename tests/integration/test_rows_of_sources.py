@@ -56,6 +56,25 @@ def test_rows_of_a_language_model_without_labels_are_refused(tmp_path):
     assert trainer.step == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "token"), [("input_ids", 64), ("input_ids", -1), ("labels", 64), ("labels", -1)]
+)
+def test_token_that_is_not_in_the_vocabulary_is_refused(name, token, tmp_path):
+    model = language_model("gpt2")
+    rows = {field: array.copy() for field, array in model.arrays(0).items()}
+    size = model.source(0).vocab_size
+    token = size if token > 0 else token
+    rows[name][:, 1] = token
+    trainer, _ = trainer_of(with_rows(model, rows), Recipe(size=8, micro=4), tmp_path)
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        f"{name!r} of the source has token {token} in step 1, from row 0: the model's vocabulary "
+        f"has the tokens 0 to {size - 1}"
+    )
+    assert trainer.step == 0
+
+
 def test_source_with_too_few_rows_is_refused(tmp_path):
     trainer, _ = trainer_of(CONTRASTIVE, Recipe(size=8, micro=4), tmp_path)
     source = trainer._data.training
