@@ -94,7 +94,6 @@ class Evaluator:
         micro = self._layout.micro_batch
         for batch in self._batches(micro, batches * self._config.batch.size):
             if rows := to_tensors(batch):
-                refuse_unknown_tokens(self._model, rows, "in the held-out rows")
                 self._add(counts, rows)
         if counts.weight == 0:
             what = "labelled tokens" if self._predicts else "rows"
@@ -141,6 +140,7 @@ class Evaluator:
         return self._model.loss_reduction == "sum"
 
     def _add(self, counts: _Counts, rows: Rows) -> None:
+        refuse_unknown_tokens(self._model, rows, "in the held-out rows")
         weight = _labelled(rows) if self._predicts else _row_count(rows)
         if weight == 0:
             return
