@@ -1,6 +1,7 @@
 """Going back to the newest intact checkpoint of a run whose newer ones are damaged.
 
-A damaged folder is not deleted: it gets the prefix `damaged-`, and the list no longer names it.
+The list no longer names a damaged folder, so that it is no checkpoint. The folder is not deleted:
+it gets the prefix `damaged-`. If a crash undoes that, it is a folder that the list does not name.
 """
 
 import os
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.io import durable
 from penstock.store.checkpoint.index import Index, read_index, write_index
 from penstock.store.checkpoint.load import verify_checkpoint
 from penstock.store.checkpoint.state import STATE_NAME
@@ -52,7 +52,6 @@ def repair_checkpoints(checkpoints: Path) -> RepairedCheckpoints:
             for name in index.folders:
                 if name not in intact and (checkpoints / name).exists():
                     set_aside.append(_set_aside(checkpoints / name))
-            durable.sync_folder(checkpoints)
     return RepairedCheckpoints(checkpoints / intact[-1], tuple(set_aside))
 
 
