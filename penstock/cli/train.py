@@ -72,9 +72,13 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
 def _run(settings: Config, view: View, resume_command: str) -> None:
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
-        from penstock.training import Trainer
+        try:
+            from penstock.training import Trainer
 
-        trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
+            trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
+        except KeyboardInterrupt:
+            output.write_error("stopped before the first step\n")
+            raise
         with closing(trainer), stop.handling(trainer.request_stop):
             if stop.signal is None:
                 trainer.train()
