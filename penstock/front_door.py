@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penstock.collector import collector_at_rest
+from penstock.garbage_collection import collection_disabled
 
 
 def lazily(package: str, file: str) -> Callable[[str], Any]:
@@ -40,7 +40,7 @@ def lazily(package: str, file: str) -> Callable[[str], Any]:
         module = modules().get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with collector_at_rest():
+        with collection_disabled():
             if module == package:
                 return import_module(f"{package}.{name}")
             return getattr(import_module(module), name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.collector import collector_at_rest
+from penstock.garbage_collection import collection_disabled
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -86,7 +86,7 @@ def build(
     Without graphs it is read and built faster (`outline_program`). A note on stderr says that
     sequences of training may be shorter than those of the program.
     """
-    with collector_at_rest(freeze=True):
+    with collection_disabled(freeze=True):
         from penstock import planning
 
         # Only one of the two is imported: that with graphs imports all that traces.

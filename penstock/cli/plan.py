@@ -12,8 +12,8 @@ from typer.core import TyperGroup
 
 from penstock.cli.arguments import ConfigArgument, Overrides, configuration
 from penstock.cli.figure import figure
-from penstock.collector import collector_at_rest
 from penstock.errors import ConfigError, PenstockError
+from penstock.garbage_collection import collection_disabled
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,7 @@ def plan(
     created. Pictures: `penstock plan figure --help`.
     """
     settings = configuration(config, overrides)
-    with collector_at_rest(freeze=True):
+    with collection_disabled(freeze=True):
         from penstock.prediction import Planner, Sweep, parse_deadline
 
     swept = Sweep.parse(sweep) if sweep else None

@@ -77,7 +77,7 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
 
             trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
         except KeyboardInterrupt:
-            output.write_error("stopped before the first step\n")
+            output.write_error("stopped before training began\n")
             raise
         with closing(trainer), stop.handling(trainer.request_stop):
             if stop.signal is None:

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
-from penstock.collector import collector_at_rest
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import CutPiece, cut, weight_free_nodes
@@ -28,6 +27,7 @@ from penstock.compiler.selection import select_trainable
 from penstock.compiler.sparse_substitution import require_weights, sparse_sizes, substitute_products
 from penstock.compiler.weight_conversion import open_weight
 from penstock.errors import CompileError, NoTrainingError, few
+from penstock.garbage_collection import collection_disabled
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
 from penstock.weight_formats import format_of
 
@@ -79,7 +79,7 @@ def compile_module(
     `BudgetError` for a stage that does not fit `slot_bytes`.
     """
     # Graphs are traced from one form to the next, and the code of most of them never runs.
-    with collector_at_rest(), _use_lazy_graph_module(True):
+    with collection_disabled(), _use_lazy_graph_module(True):
         return _compile(module, inputs, options, name, buffers, known)
 
 

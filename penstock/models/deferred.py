@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from penstock.collector import collector_at_rest
 from penstock.errors import CompileError, ConfigError, did_you_mean
+from penstock.garbage_collection import collection_disabled
 from penstock.models.constructor_log import RecordedOperation, Window
 from penstock.models.recording import recording
 from penstock.models.replay import Replay, plan
@@ -166,7 +166,7 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
         CompileError: `build` needs the values of random tensors (`.item()`, `.numpy()`, `if`),
             writes tensors that existed before, or leaves the CPU.
     """
-    with collector_at_rest(), recording() as recorder, warnings.catch_warnings():
+    with collection_disabled(), recording() as recorder, warnings.catch_warnings():
         # `copy.deepcopy` of a layer reads the address of its weights, which is harmless.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:

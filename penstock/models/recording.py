@@ -49,7 +49,7 @@ _OVERWRITING = {
     aten.fill_,
     aten.copy_,
 }
-_PLAIN = {bool, int, float, torch.Generator}
+_FILL_ARGUMENTS = {bool, int, float, torch.Generator}  # besides None; not tensors
 # They allocate storage without content; replay allocates storage at its first write.
 _ALLOCATING = {
     aten.empty,
@@ -175,16 +175,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...] | None:
-        """Return what decides whether a fill of a whole storage is accepted; None if its fake call
-        is needed.
+        """Return the operator, type and arguments of a fill of a whole storage; None if every such
+        fill must be called.
 
-        The fake call has no effect but its errors, so one of several equal fills is called. A large
-        model has thousands of them.
+        The call on a fake tensor has no effect except its errors, so that of equal fills only the
+        first is called. A large model has thousands of them.
         """
         values = (*args[1:], *kwargs.values())
-        if not args or args[0].constant is not None:  # the call ends that its value is known
+        if not args or args[0].constant is not None:  # the call removes the known value
             return None
-        if not all(value is None or type(value) in _PLAIN for value in values):
+        if not all(value is None or type(value) in _FILL_ARGUMENTS for value in values):
             return None
         return (func, args[0].dtype, args[1:], tuple(kwargs.items()))
 

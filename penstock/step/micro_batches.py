@@ -62,7 +62,7 @@ class Batches:
                     f"expected {len(indices)} rows of {name!r} from the source, got {len(value)}; "
                     "`batch` must return a row per index"
                 )
-        refuse_unknown_tokens(self._model, rows, f"in step {step + 1}, from row {indices.start}")
+        refuse_unknown_tokens(self._model, rows, f"in step {step + 1}")
         return rows
 
     def loss_scale(self, step: int, parts: Sequence[EngineRows]) -> float:
@@ -88,7 +88,7 @@ class Batches:
 def refuse_unknown_tokens(model: ModelSource, rows: Rows, where: str) -> None:
     """Refuse tokens that are not in the vocabulary of a language model.
 
-    In an engine such a token is an error without a place, and on a GPU the end of the process.
+    In an engine such a token would be an error that names neither step nor field.
 
     Raises:
         DataError: a token of the inputs, or a label that is not ignored, is out of range.

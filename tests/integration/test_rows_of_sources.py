@@ -69,7 +69,7 @@ def test_token_that_is_not_in_the_vocabulary_is_refused(name, token, tmp_path):
     with pytest.raises(DataError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        f"{name!r} of the source has token {token} in step 1, from row 0: the model's vocabulary "
+        f"{name!r} of the source has token {token} in step 1: the model's vocabulary "
         f"has the tokens 0 to {size - 1}"
     )
     assert trainer.step == 0

@@ -147,13 +147,13 @@ def test_closed_terminal_stops_the_run_and_gets_no_output(tmp_path):
     assert (tmp_path / "asked").read_text() == "SIGHUP"
 
 
-def test_signal_before_the_first_step_says_so(run, monkeypatch, capfd):
+def test_interrupt_before_training_is_answered_with_a_line(run, monkeypatch, capfd):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(PretendTrainer, "__init__", interrupt)
     assert run("my run.yaml").exit_code == 130
-    assert "stopped before the first step\n" in capfd.readouterr().err
+    assert "stopped before training began\n" in capfd.readouterr().err
 
 
 def test_the_second_signal_stops_at_once():

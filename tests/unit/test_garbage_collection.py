@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from penstock.collector import collector_at_rest
+from penstock.garbage_collection import collection_disabled
 
 
 @pytest.fixture(autouse=True)
@@ -19,20 +19,20 @@ def _collector():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_collector_is_paused_during_imports_and_then_as_before(enabled):
     (gc.enable if enabled else gc.disable)()
-    with collector_at_rest(freeze=True):
+    with collection_disabled(freeze=True):
         assert not gc.isenabled()
     assert gc.isenabled() is enabled
 
 
 def test_collector_is_as_before_when_an_import_fails():
     gc.enable()
-    with pytest.raises(ModuleNotFoundError), collector_at_rest(freeze=True):
+    with pytest.raises(ModuleNotFoundError), collection_disabled(freeze=True):
         import penstock.absent  # noqa: F401
     assert gc.isenabled()
 
 
 def test_imported_objects_are_excluded_from_later_collections():
     gc.unfreeze()
-    with collector_at_rest(freeze=True):
+    with collection_disabled(freeze=True):
         pass
     assert gc.get_freeze_count() > 0

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, disabled where it would traverse many objects for nothing."""
+"""Disables Python's cyclic garbage collector where it would traverse many objects for nothing."""
 
 import gc
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_at_rest(*, freeze: bool = False) -> Iterator[None]:
-    """Disable the collector while imports, traces and exports make objects that stay.
+def collection_disabled(*, freeze: bool = False) -> Iterator[None]:
+    """Disable the collector while imports, traces and exports create objects that stay.
 
     An import or an export creates hundreds of thousands of objects and few cycles. The collector
     took up to a third of its time and found almost nothing (export of GPT-3 175B: 20 MiB).
