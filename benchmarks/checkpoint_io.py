@@ -139,7 +139,7 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
     from penstock.config import Config
     from penstock.engine import Batch, EnginePlan, TorchEngine
     from penstock.kernels import adamw  # noqa: F401  (compiled kernels count as imports)
-    from penstock.planning import builders, store_factory
+    from penstock.planning import builders, model_sources, store_factory
     from penstock.training.export import export
 
     memory = Memory()
@@ -155,7 +155,7 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
         }
     )
     assert config.model is not None
-    source = builders.model_source(config.model)
+    source = model_sources.model_source(config.model)
     program = builders.compile_source(
         source, micro_batch=1, length=LENGTH, precision="fp32", freeze=config.freeze
     )
@@ -193,13 +193,13 @@ def take(folder: Path, options: argparse.Namespace) -> dict:
 def give(folder: Path, options: argparse.Namespace) -> dict:
     """Export the store in folder/flash to folder/given."""
     from penstock.config import HuggingFaceModel
-    from penstock.planning import builders
+    from penstock.planning import model_sources
     from penstock.store.flash import FlashReader
     from penstock.training.export import export
 
     memory = Memory()
     started = time.perf_counter()
-    source = builders.model_source(HuggingFaceModel(hf=str(folder / "made")))
+    source = model_sources.model_source(HuggingFaceModel(hf=str(folder / "made")))
     with FlashReader(folder / "flash") as reader:
         export(reader, source, None, folder / "given", "bf16", SIZES[size_of(options)].shard_bytes)
     return {"seconds": time.perf_counter() - started, "peak_gib": memory.peak_gib()}

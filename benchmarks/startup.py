@@ -1,10 +1,11 @@
 """How long does the command line make someone wait before anything happens?
 
-Four commands, each in a fresh process: the help text, a mistyped key in a configuration (which is
-to be answered before anything heavy is imported), and the program of GPT-3 175B, whose weights
-are never made: with an empty cache of compiled programs, and with the program in the cache.
-Seconds and peak resident memory of the process; the median counts. The line
-after the table has the parts of the command in a process that has imported everything, and the
+Five commands, each in a fresh process: the help text, a mistyped key in a configuration (which is
+to be answered before anything heavy is imported), the program of GPT-3 175B, whose weights
+are never made: with an empty cache of compiled programs, and with the program in the cache; and the
+demo, started a second time and stopped after its first step. Seconds until the end (of the demo:
+until its first step is shown) and peak resident memory of the process; the median counts. The line
+after the table has the parts of a program in a process that has imported everything, and the
 compilation that traces every block instead of comparing equal ones (`compiler/equal_blocks`).
 
     python benchmarks/startup.py [--quick]
@@ -27,6 +28,7 @@ from pathlib import Path
 from contract import describe_machine, print_result
 
 ROOT = Path(__file__).resolve().parent.parent
+FIRST_STEP = "step 1/"  # in the line of the demo's first step
 PENSTOCK = [str(Path(sys.executable).with_name("penstock"))]
 
 
@@ -39,27 +41,34 @@ def main() -> None:
     model = "gpt3-6.7b" if quick else "gpt3-175b"
     recipe = str(ROOT / "recipes" / "tiny.yaml")
     program, cold = ["program", model], f"penstock program {model}"
-    cached = "the same from the cache"
+    cached, demo = "the same from the cache", "first step of a second demo"
     # name, arguments, what the output must hold, seconds, bytes
     commands = [
         ("penstock --help", ["--help"], "train", 0.7, None),
         ("a mistyped key", ["train", recipe, "batch.sise=4"], "did you mean", 2.0, None),
         (cold, program, "in all", 12.0, 2**30),
         (cached, program, "in all", 3.0, 2**30),
+        (demo, [], FIRST_STEP, 5.0, None),
     ]
     times: dict[str, list[float]] = {name: [] for name, *_ in commands}
     peaks: dict[str, list[int]] = {name: [] for name, *_ in commands}
+    few = 1 if quick else 3
     with tempfile.TemporaryDirectory(prefix="penstock-startup-") as cache:
         for number in range(3 if quick else 5):
             for name, arguments, wanted, _, limit in commands:
-                if limit is not None and number >= (1 if quick else 3):
+                if name == demo or (limit is not None and number >= few):
                     continue
                 if name == cold:
-                    for kind in ("programs", "outlines"):
+                    for kind in ("programs", "outlines", "models"):
                         shutil.rmtree(Path(cache) / "penstock" / kind, ignore_errors=True)
                 seconds, peak = run(arguments, wanted, cache)
                 times[name].append(seconds)
                 peaks[name].append(peak)
+        first_step(Path(cache))  # builds the data and compiles
+        for _ in range(few):
+            seconds, peak = first_step(Path(cache))
+            times[demo].append(seconds)
+            peaks[demo].append(peak)
         parts = program_seconds(model, cache)
     rows, worst = [], 0.0
     print(f"{'command':28} {'seconds':>8} {'least':>7} {'target':>7} {'peak MiB':>9} {'target':>7}")
@@ -92,7 +101,7 @@ def program_seconds(model: str, cache: str) -> dict[str, float]:
     os.environ["XDG_CACHE_HOME"] = cache
     from penstock.compiler.equal_blocks import tracing
     from penstock.config import PresetModel
-    from penstock.planning import builders
+    from penstock.planning import builders, model_sources
 
     def compile_it() -> None:
         builders.compile_source(
@@ -101,13 +110,13 @@ def program_seconds(model: str, cache: str) -> dict[str, float]:
 
     seconds: dict[str, float] = {}
     preset = PresetModel(preset="tiny")
-    source, length = builders.model_source(preset), 8
+    source, length = model_sources.model_source(preset), 8
     compile_it()  # imports what a compilation imports
     programs, fewest = Path(cache) / "penstock" / "programs", tracing.FEWEST_BLOCKS
     for name in ("model", "every block traced", "compiled", "cached"):
         started = time.perf_counter()
         if name == "model":
-            source = builders.model_source(PresetModel(preset=model))
+            source = model_sources.model_source(PresetModel(preset=model))
             length = source.max_sequence_length or 1
         else:
             if name != "cached":
@@ -116,6 +125,34 @@ def program_seconds(model: str, cache: str) -> dict[str, float]:
             compile_it()
         seconds[name] = time.perf_counter() - started
     return seconds
+
+
+def first_step(cache: Path) -> tuple[float, int]:
+    """Start the demo in a new folder, with the data set of the last one; return the seconds until
+    its first step is shown, and its peak resident bytes then."""
+    folder = cache / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = [f"run.dir={folder}", f"data.path={cache / 'data'}", "logging.every=1"]
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.demo", *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    assert process.stdout is not None
+    output = []
+    for line in process.stdout:
+        output.append(line)
+        if FIRST_STEP in line:
+            seconds = time.perf_counter() - started
+            process.kill()
+            _, _, usage = os.wait4(process.pid, 0)
+            process.stdout.close()
+            return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    raise RuntimeError(f"the demo made no step:\n{''.join(output)}")
 
 
 def run(arguments: list[str], wanted: str, cache: str) -> tuple[float, int]:

@@ -51,7 +51,7 @@ from penstock.config import Config
 from penstock.distributed.simulation import Links
 from penstock.errors import BudgetError
 from penstock.models import ModelSource
-from penstock.planning import builders
+from penstock.planning import builders, model_sources
 from penstock.program import Program
 
 ENGINES = [1, 2, 4, 8, 16, 32, 64, 128, 192]
@@ -181,7 +181,7 @@ def _source_of(load: Load) -> ModelSource:
         changes["num_hidden_layers" if of_llama else "n_layer"] = load.layers
     config = Config.from_mapping({"model": {"preset": load.model, **changes}}, [])
     assert config.model is not None
-    return builders.model_source(config.model)
+    return model_sources.model_source(config.model)
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def _key(source: ModelSource, arguments: dict[str, Any]) -> str | None:
     config = source.hf_config
     parts = {
         "name": name or source.name,
-        "class": source.class_name,
+        "class": source.structure.class_name,
         "config": None if config is None else config.to_dict(),
         "attention": None if config is None else config._attn_implementation,
         "shapes": source.shapes(),

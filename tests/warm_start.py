@@ -273,10 +273,10 @@ def _get_warm() -> None:
     import penstock.distributed.worker.main
     import penstock.training.trainer  # noqa: F401
     from penstock.config import PresetModel
-    from penstock.planning import builders
+    from penstock.planning import builders, model_sources
 
     tqdm.tqdm.monitor_interval = 0  # else a bar starts a thread
-    source = builders.model_source(PresetModel(preset="tiny"))
+    source = model_sources.model_source(PresetModel(preset="tiny"))
     cache = os.environ.get("XDG_CACHE_HOME", "")
     os.environ["XDG_CACHE_HOME"] = os.devnull  # a program from the cache would import less
     builders.compile_source(source, micro_batch=1, length=8, precision="fp32")

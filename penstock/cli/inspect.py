@@ -181,9 +181,9 @@ def _base_reader(settings: Config, state: CheckpointState) -> ReadBase | None:
     """Return what reads the weights that a checkpoint does not hold, if there are any."""
     if state.base is None:
         return None
-    from penstock.planning import builders
+    from penstock.planning import model_sources
 
-    return builders.base_reader(settings, state.base)
+    return model_sources.base_reader(settings, state.base)
 
 
 def _hash(settings: Config, folder: Path, state: CheckpointState) -> str:

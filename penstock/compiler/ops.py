@@ -3,8 +3,12 @@
 They are registered once under the `penstock` namespace with shape rules and gradients, so that
 autograd traces them like built-in operators. `penstock.kernels` contains the arithmetic of the CPU
 versions; on other devices plain PyTorch operators compute the same.
+
+`torch.library.custom_op` would register them in fewer lines, but the first call of such an operator
+imports torch._dynamo, which takes seconds.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,29 +16,34 @@ from torch import Tensor
 
 from penstock.compiler import fused_head, keyed_dropout
 
-linear_cross_entropy = torch.library.custom_op(
-    "penstock::linear_cross_entropy", fused_head.loss_sum, mutates_args=()
-)
-linear_cross_entropy_predictions = torch.library.custom_op(
-    "penstock::linear_cross_entropy_predictions",
-    fused_head.loss_sum_and_predictions,
-    mutates_args=(),
-)
-linear_cross_entropy_backward = torch.library.custom_op(
-    "penstock::linear_cross_entropy_backward", fused_head.gradients, mutates_args=()
-)
-linear_cross_entropy_turn = torch.library.custom_op(
-    "penstock::linear_cross_entropy_turn", fused_head.loss_sum_and_gradients, mutates_args=()
-)
-dropout = torch.library.custom_op("penstock::dropout", keyed_dropout.dropout, mutates_args=())
+_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 
 
-@linear_cross_entropy.register_fake
+def _registered(name: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Register a function without side effects as an operator, for all devices."""
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    operator: torch._ops.OpOverload = getattr(torch.ops.penstock, name).default
+    return operator
+
+
+linear_cross_entropy = _registered("linear_cross_entropy", fused_head.loss_sum)
+linear_cross_entropy_predictions = _registered(
+    "linear_cross_entropy_predictions", fused_head.loss_sum_and_predictions
+)
+linear_cross_entropy_backward = _registered("linear_cross_entropy_backward", fused_head.gradients)
+linear_cross_entropy_turn = _registered(
+    "linear_cross_entropy_turn", fused_head.loss_sum_and_gradients
+)
+dropout = _registered("dropout", keyed_dropout.dropout)
+
+
+@torch.library.register_fake(linear_cross_entropy)
 def _(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden.new_empty((), dtype=torch.float32)
 
 
-@linear_cross_entropy_predictions.register_fake
+@torch.library.register_fake(linear_cross_entropy_predictions)
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +55,7 @@ def _gradients_like(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
 
 
-@linear_cross_entropy_backward.register_fake
+@torch.library.register_fake(linear_cross_entropy_backward)
 def _(
     scale: Tensor,
     hidden: Tensor,
@@ -61,7 +70,7 @@ def _(
     return grads if with_weight else grads[:1]
 
 
-@linear_cross_entropy_turn.register_fake
+@torch.library.register_fake(linear_cross_entropy_turn)
 def _(
     scale: Tensor,
     hidden: Tensor,
@@ -93,10 +102,10 @@ def _head_backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
     return (*by_place, None, None, None)
 
 
-linear_cross_entropy.register_autograd(_head_backward, setup_context=_save_head)
+torch.library.register_autograd(linear_cross_entropy, _head_backward, setup_context=_save_head)
 
 
-@dropout.register_fake
+@torch.library.register_fake(dropout)
 def _(value: Tensor, key: Tensor, number: int, probability: float) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
@@ -112,4 +121,4 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dropout(grad, key, ctx.number, ctx.probability), None, None, None
 
 
-dropout.register_autograd(_dropout_backward, setup_context=_save_dropout)
+torch.library.register_autograd(dropout, _dropout_backward, setup_context=_save_dropout)

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_DEVICE = "_penstock_device"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -25,3 +28,18 @@ def may_need_gradient(value: Any) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def standing_for(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the meta device that stands for one on `device`, see `device_of`.
+
+    It needs no `FakeTensorMode`, whose constructor imports torch._dynamo, which takes seconds.
+    """
+    setattr(tensor, _DEVICE, device)
+    return tensor
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of a tensor, or that of the tensor it stands for."""
+    found: torch.device = getattr(tensor, _DEVICE, tensor.device)
+    return found

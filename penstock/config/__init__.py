@@ -29,6 +29,7 @@ from penstock.config.model import (
     ModelSpec as ModelSpec,
     PresetModel as PresetModel,
 )
+from penstock.config.model_file import read_model_file as read_model_file
 from penstock.config.presets import resolve_preset as resolve_preset
 from penstock.config.problems import Origin as Origin, explain as explain
 from penstock.config.record import (

@@ -118,7 +118,7 @@ def train(config: Config, console: Console, again: str) -> Trainer:
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
         trainer = Trainer(config, on_event=naming_command(view, again), quiet=True)
-        if getattr(trainer.model.hf_config, "model_type", None) != "gpt2":
+        if trainer.model.structure.class_name != "GPT2LMHeadModel":
             raise ConfigError(
                 f"model: expected a GPT-2 of any size, got {trainer.model.name}; train other "
                 "models with: penstock train"

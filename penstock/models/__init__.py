@@ -15,14 +15,22 @@ from penstock.models.kept_folder import (
 )
 
 if TYPE_CHECKING:
-    from penstock.models.embeddings import embeddings_and_heads as embeddings_and_heads
+    from penstock.models.adapter import Adapter as Adapter
     from penstock.models.given_module import require_clear as require_clear
     from penstock.models.inputs import TOKENS as TOKENS, InputSpec as InputSpec
-    from penstock.models.lora import Adapter as Adapter
-    from penstock.models.modes import parts_in_eval_mode as parts_in_eval_mode
+    from penstock.models.model_key import ModelKey as ModelKey
+    from penstock.models.recalled import (
+        ModelSummary as ModelSummary,
+        kept_of as kept_of,
+        recalled_model as recalled_model,
+    )
     from penstock.models.source import ModelSource as ModelSource
     from penstock.models.stored_buffers import buffer_files as buffer_files
-    from penstock.models.unregistered import unregistered_weights as unregistered_weights
     from penstock.models.weight_files import WeightFiles as WeightFiles
+    from penstock.models.weight_recipe import WeightRecipe as WeightRecipe
+    from penstock.models.written_recipe import (
+        read_recipe as read_recipe,
+        write_recipe as write_recipe,
+    )
 
 __getattr__ = lazily(__name__, __file__)

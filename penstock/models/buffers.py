@@ -14,14 +14,18 @@ class ModelBuffers:
 
     They are those of the plain model built after `torch.manual_seed(seed)`, but for those in the
     files of a folder. No step changes them.
+
+    Attributes:
+        names: of all of them, by first name.
     """
 
     _origin: WeightSource
+    names: tuple[str, ...]
     seed: int
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return all values, by first name."""
-        return dict(self._origin.materialise(self.seed, self._origin.names.buffers))
+        return dict(self._origin.materialise(self.seed, self.names))
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the values that are from a file, by first name."""
@@ -40,7 +44,7 @@ class ModelBuffers:
     @property
     def are_random(self) -> bool:
         """Whether values may depend on `seed`."""
-        return self._origin.draws(self._origin.names.buffers)
+        return self._origin.draws(self.names)
 
 
 def persistent_names(origin: WeightSource) -> dict[str, str]:

@@ -11,11 +11,11 @@ from torch import nn
 from penstock.compiler import tensor_attributes
 from penstock.errors import CompileError, ConfigError, did_you_mean
 from penstock.models.bound_functions import refuse_bound_functions
-from penstock.models.deferred import TensorNames
 from penstock.models.finite_weights import refuse_non_finite
 from penstock.models.recording import SharedFakeTensorMode
 from penstock.models.shared_memory import refuse_shared_memory
 from penstock.models.tensor_digest import tensor_digest
+from penstock.models.tensor_names import TensorNames
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex

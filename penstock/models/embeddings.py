@@ -9,27 +9,23 @@ from typing import Any
 
 from torch import nn
 
-from penstock.models.source import ModelSource
 
+def embeddings_and_head(module: nn.Module) -> list[str]:
+    """Return the names of the weights of all embeddings of a model, and of its output head.
 
-def embeddings_and_heads(source: ModelSource) -> frozenset[str]:
-    """Return the names of the weights of all embeddings, of the output head, and of all adapters.
-
-    The head is known for models of `transformers`, and wherever it is tied to an embedding.
+    The head is known for models of `transformers`. A tied weight may have any of its names.
     """
-    module = source.original
     head = _output_head(module)
     chosen = {
         path: child
         for path, child in module.named_modules()
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) or id(child) == id(head)
     }
-    names = {
+    return [
         f"{path}.{name}" if path else name
         for path, child in chosen.items()
         for name, _ in child.named_parameters(recurse=False)
-    }
-    return frozenset(source.aliases.get(name, name) for name in names) | source.adapter_weights
+    ]
 
 
 def _output_head(module: nn.Module) -> nn.Module | None:

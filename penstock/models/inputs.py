@@ -34,9 +34,25 @@ class InputSpec:
         """The bytes of a row."""
         return math.prod(self.sizes(sequence_length)) * self.dtype.itemsize
 
-    def make(self, micro_batch: int, sequence_length: int) -> torch.Tensor:
-        """An empty tensor [micro_batch, *shape]."""
-        return torch.empty([micro_batch, *self.sizes(sequence_length)], dtype=self.dtype)
+
+def require_sizes(name: str, micro_batch: int, sequence_length: int, longest: int | None) -> None:
+    """Refuse a micro-batch that a model does not take.
+
+    Args:
+        name: of the model.
+        longest: the most tokens of a sequence; None for no limit.
+
+    Raises:
+        ConfigError: a size below one, or a sequence longer than the model's maximum.
+    """
+    for what, value in (("micro_batch", micro_batch), (SEQUENCE, sequence_length)):
+        if value < 1:
+            raise ConfigError(f"expected {what} of at least 1, got {value}")
+    if longest is not None and sequence_length > longest:
+        raise ConfigError(
+            f"{name} takes sequences of at most {longest} tokens, sequence_length is "
+            f"{sequence_length}; lower it, or raise the model's number of positions"
+        )
 
 
 TOKENS = InputSpec((SEQUENCE,), torch.int64)

@@ -22,42 +22,13 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from penstock.errors import CompileError, ConfigError
-from penstock.models.deferred import TensorNames
+from penstock.models.adapter import Adapter
 from penstock.models.origin import WeightSource
+from penstock.models.tensor_names import TensorNames
 from penstock.name_patterns import matching
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The effective weight of a layer with an adapter: W + (alpha / rank) B A.
-
-    Attributes:
-        down: name of A [rank, in].
-        up: name of B [out, rank].
-        rank, alpha: the product is scaled by `alpha / rank`.
-        dropout: share of the adapter's inputs that training drops.
-        transposed: the weight is [in, out], as in GPT-2's Conv1D, and so is the product.
-    """
-
-    down: str
-    up: str
-    rank: int
-    alpha: float
-    dropout: float
-    transposed: bool
-
-    @property
-    def scale(self) -> float:
-        """The factor on the product."""
-        return self.alpha / self.rank
-
-    @property
-    def path(self) -> str:
-        """The adapted layer's place in the model."""
-        return self.down.removesuffix("lora_A.weight").removesuffix(".")
 
 
 class _AdaptedLayer(nn.Module):

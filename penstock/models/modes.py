@@ -8,11 +8,12 @@ its author, for example a frozen backbone or a batch norm, and keeps its mode.
 from torch import nn
 
 
-def put_in_train_mode(module: nn.Module) -> None:
-    """Put a model in eval mode completely into train mode; leave a model in train mode
-    unchanged."""
-    if not module.training:
-        module.train()
+def put_in_train_mode(module: nn.Module) -> nn.Module:
+    """Put a model in eval mode completely into train mode; leave a model in train mode unchanged.
+
+    The model is returned.
+    """
+    return module if module.training else module.train()
 
 
 def parts_in_eval_mode(module: nn.Module) -> list[str]:

@@ -5,17 +5,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.models.deferred import TensorNames
+from penstock.models.tensor_names import TensorNames
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from penstock.sparsity import PackedIndex
 
 
 class WeightSource(Protocol):
     """A module on fake tensors, and its weights one at a time: `Deferred`, `Built`, `Pretrained`,
-    `WithStoredBuffers`, `AdaptedOrigin`.
+    `WithStoredBuffers`, `AdaptedOrigin`, `RecalledOrigin`.
 
     `bfloat16` are the parameters that were bfloat16 at the origin: they are returned as float32,
     and every value is exactly a bfloat16. `stored` are the buffers whose values are from a file.
@@ -25,7 +26,7 @@ class WeightSource(Protocol):
     def module(self) -> nn.Module: ...
 
     @property
-    def fake_mode(self) -> FakeTensorMode: ...
+    def fake_mode(self) -> "FakeTensorMode": ...
 
     @property
     def names(self) -> TensorNames: ...

@@ -12,44 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.config import resolve_preset
-from penstock.errors import ConfigError, did_you_mean
-from penstock.models.bound_functions import refuse_bound_loss
+from penstock.errors import ConfigError
+from penstock.models.adapter import Adapter
 from penstock.models.buffers import ModelBuffers
-from penstock.models.built_model import Built
-from penstock.models.causality import refuse_later_tokens
-from penstock.models.factory import recorded_factory
-from penstock.models.huggingface_config import (
-    config_of,
-    find_task,
-    make_config,
-    read_config,
-    recorded,
-    refuse_unreadable,
-)
-from penstock.models.inputs import SEQUENCE, TOKENS, Inputs, InputSpec, custom_specs
+from penstock.models.inputs import TOKENS, Inputs, InputSpec, custom_specs, require_sizes
 from penstock.models.longest_sequence import longest_sequence
-from penstock.models.lora import Adapter, adapt
-from penstock.models.modes import put_in_train_mode
+from penstock.models.model_key import ModelKey
 from penstock.models.origin import WeightSource
-from penstock.models.pretrained import Pretrained
 from penstock.models.reference import load_reference
-from penstock.models.resolved_configuration import configuration_fields
-from penstock.models.stored_buffers import with_stored_buffers
-from penstock.models.task_losses import (
-    LANGUAGE_MODEL_LOSSES,
-    TASKS,
-    WEIGHT_PREFIX,
-    CustomLoss,
-    Logits,
-    Outputs,
-    Scores,
-)
-from penstock.models.weight_files import WeightFiles
+from penstock.models.structure import RecordedStructure, Structure
+from penstock.models.task_losses import WEIGHT_PREFIX, language_model_inputs
+from penstock.program import TensorSpec
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from penstock.models.built_model import Built
+    from penstock.models.weight_files import WeightFiles
     from penstock.sparsity import PackedIndex
 
 
@@ -60,48 +41,42 @@ class ModelSource:
     Attributes:
         name: display name: a preset's name, a model type, a class.
         task: `causal_lm`, `masked_lm` or `custom`.
-        module: on fake tensors; `module(**example_inputs(...))` is the scalar loss.
-        logits_module: shares `module`'s tensors; with the same inputs without labels it returns
-            logits (or the result of a custom module). Code that puts it in eval mode must restore
-            each shared module's mode.
-        evaluation_module: shares `module`'s tensors and takes its inputs; of language models it
-            returns the loss and each token's most likely label, else it is `module`.
         loss_reduction: `sum` over labelled tokens (language models) or `mean` (custom).
         inputs: the specs of all inputs of `module`, in order.
         targets: names of those inputs that `logits_module` does not take.
         weight_prefix: prefix of names in an export of `module`.
         buffer_seed: seed of random values of buffers (`with_buffer_seed`).
         vocab_size, max_sequence_length: for language models; None if unknown.
-        hf_config: the `transformers` configuration, or None.
+        structure: the modules, which may be recorded at their first use.
+        origin: the module of the user's model, and its weights.
         folder: the Hugging Face folder of the model, with its tokenizer, or None.
         config_file: the content of its `config.json`, as it was read; else empty.
         adapters: adapters by the names of their weights (`with_adapters`).
         from_library: the installed `transformers` has built the model from a configuration; no
             code of the user's took part.
+        key: of a model that is remembered between processes, else None.
         notes: messages about the model for the start of a run.
     """
 
     name: str
     task: str
-    module: nn.Module
-    logits_module: nn.Module
-    evaluation_module: nn.Module
     loss_reduction: str
     inputs: Mapping[str, InputSpec]
     targets: tuple[str, ...]
     vocab_size: int | None
     max_sequence_length: int | None
-    hf_config: Any
-    _origin: WeightSource = field(repr=False)
+    structure: Structure = field(repr=False)
+    origin: WeightSource = field(repr=False)
     weight_prefix: str = WEIGHT_PREFIX
     buffer_seed: int = 0
     folder: Path | None = None
     config_file: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     from_library: bool = False
+    key: ModelKey | None = None
     notes: tuple[str, ...] = ()
-    _files: WeightFiles | None = field(default=None, repr=False)
-    _built: Built | None = field(default=None, repr=False)
+    _files: "WeightFiles | None" = field(default=None, repr=False)
+    _built: "Built | None" = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         inputs = ", ".join(self.inputs)
@@ -110,30 +85,52 @@ class ModelSource:
         )
 
     @property
-    def class_name(self) -> str:
-        """The class of the user's model."""
-        return type(self._origin.module).__name__
+    def module(self) -> nn.Module:
+        """The loss, on fake tensors: `module(**example_inputs(...))` is a scalar."""
+        return self.structure.module
+
+    @property
+    def logits_module(self) -> nn.Module:
+        """With the inputs of `module` without labels, the logits (or the result of a custom
+        module).
+
+        It shares the tensors of `module`. Code that puts it in eval mode must restore each shared
+        module's mode.
+        """
+        return self.structure.logits_module
+
+    @property
+    def evaluation_module(self) -> nn.Module:
+        """Of language models the loss and each token's most likely label, else `module`.
+
+        It shares the tensors of `module`, and takes its inputs.
+        """
+        return self.structure.evaluation_module
 
     @property
     def original(self) -> nn.Module:
         """The user's own module if it was passed as built, else the module on fake tensors."""
-        return self._built.original if self._built is not None else self._origin.module
+        return self.structure.original
 
     @property
-    def fake_mode(self) -> FakeTensorMode:
+    def hf_config(self) -> Any:
+        """The `transformers` configuration, or None."""
+        return self.structure.hf_config
+
+    @property
+    def fake_mode(self) -> "FakeTensorMode":
         """The mode of all of the source's fake tensors; further inputs must be created under it."""
-        return self._origin.fake_mode
+        return self.origin.fake_mode
 
     @property
     def aliases(self) -> dict[str, str]:
         """Further names of tied tensors, and the listed name of each."""
-        return self._origin.aliases
+        return self.origin.aliases
 
     @property
     def trainable(self) -> frozenset[str]:
         """Names of the parameters that require a gradient."""
-        parameters = self._origin.names.parameters
-        return frozenset(name for name, tensor in parameters.items() if tensor.requires_grad)
+        return self.structure.names.trainable
 
     @property
     def adapter_weights(self) -> frozenset[str]:
@@ -145,7 +142,7 @@ class ModelSource:
     @property
     def bfloat16(self) -> frozenset[str]:
         """Names of the parameters that are bfloat16 in the folder or module of origin."""
-        return self._origin.bfloat16
+        return self.origin.bfloat16
 
     @property
     def weights_folder(self) -> Path | None:
@@ -163,25 +160,26 @@ class ModelSource:
         name = exported.removeprefix(self.weight_prefix)
         return self.aliases.get(name, name)
 
-    def example_inputs(self, micro_batch: int, sequence_length: int) -> dict[str, torch.Tensor]:
-        """Fake inputs of `module`, by name, for one micro-batch.
+    def input_specs(self, micro_batch: int, sequence_length: int) -> dict[str, TensorSpec]:
+        """Return shape and type of the inputs of `module`, by name, for one micro-batch.
 
         Raises:
             ConfigError: a size below one, or a sequence longer than the model's maximum.
         """
-        for name, value in (("micro_batch", micro_batch), (SEQUENCE, sequence_length)):
-            if value < 1:
-                raise ConfigError(f"expected {name} of at least 1, got {value}")
-        limit = self.max_sequence_length
-        if limit is not None and sequence_length > limit:
-            raise ConfigError(
-                f"{self.name} takes sequences of at most {limit} tokens, sequence_length is "
-                f"{sequence_length}; lower it, or raise the model's number of positions"
-            )
+        require_sizes(self.name, micro_batch, sequence_length, self.max_sequence_length)
+        return {
+            name: TensorSpec((micro_batch, *spec.sizes(sequence_length)), spec.dtype)
+            for name, spec in self.inputs.items()
+        }
+
+    def example_inputs(self, micro_batch: int, sequence_length: int) -> dict[str, torch.Tensor]:
+        """Return fake inputs of `module`, by name, for one micro-batch.
+
+        **Raises:** as `input_specs`.
+        """
+        specs = self.input_specs(micro_batch, sequence_length)
         with self.fake_mode:
-            return {
-                name: spec.make(micro_batch, sequence_length) for name, spec in self.inputs.items()
-            }
+            return {name: torch.empty(s.shape, dtype=s.dtype) for name, s in specs.items()}
 
     def initial_weights(
         self, seed: int, names: Iterable[str] | None = None
@@ -193,17 +191,17 @@ class ModelSource:
         values, whatever the seed. From a folder, the order is that of `names`; otherwise it is
         undefined.
         """
-        wanted = self._origin.names.parameters if names is None else names
-        return self._origin.materialise(seed, wanted)
+        wanted = self.structure.names.parameters if names is None else names
+        return self.origin.materialise(seed, wanted)
 
     def mask(self, name: str) -> "PackedIndex | None":
         """Return the mask of a weight of a packed folder; None for other weights."""
-        return self._origin.mask(name)
+        return self.origin.mask(name)
 
     @property
     def buffers(self) -> ModelBuffers:
         """The values of buffers, and of tensors that are plain attributes of modules."""
-        return ModelBuffers(self._origin, self.buffer_seed)
+        return ModelBuffers(self.origin, tuple(self.structure.names.buffers), self.buffer_seed)
 
     def with_buffer_seed(self, seed: int) -> "ModelSource":
         """Return the same model with another seed for its buffers; tensors are shared."""
@@ -214,7 +212,7 @@ class ModelSource:
 
         Processes of a run compare them. None for a model without configuration.
         """
-        fields, stored = configuration_fields(self.hf_config), self.buffers.stored_digest()
+        fields, stored = self.structure.fields(), self.buffers.stored_digest()
         return fields if fields is None or stored is None else {**fields, "buffers": stored}
 
     def weights_fingerprint(self) -> str | None:
@@ -230,20 +228,24 @@ class ModelSource:
 
     def parameter_count(self) -> int:
         """Values in all parameters, tied ones counted once."""
-        return sum(tensor.numel() for tensor in self._origin.names.parameters.values())
+        return self.structure.names.parameter_count
 
     def trained_count(self) -> int:
         """Values in the parameters that require a gradient, tied ones counted once."""
-        tensors = self._origin.names.parameters.values()
-        return sum(tensor.numel() for tensor in tensors if tensor.requires_grad)
+        return self.structure.names.trained_count
 
     def buffer_bytes(self) -> int:
         """Bytes of all buffers, and of tensors that are plain attributes of modules."""
-        return sum(tensor.nbytes for tensor in self._origin.names.buffers.values())
+        return self.structure.names.buffer_bytes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, by name, in module order."""
-        return {name: tuple(t.shape) for name, t in self._origin.names.parameters.items()}
+        return self.structure.names.shapes
+
+    def embeddings_and_head(self) -> frozenset[str]:
+        """Return the weights of embeddings, output head and adapters (`embeddings.py`)."""
+        names = self.structure.embeddings_and_head()
+        return frozenset(self.aliases.get(name, name) for name in names) | self.adapter_weights
 
     def with_adapters(
         self, *, rank: int, alpha: float, targets: Sequence[str], dropout: float = 0.0
@@ -262,18 +264,19 @@ class ModelSource:
             ConfigError: a pattern that matches nothing, or a weight that can have no adapter.
             CompileError: the model's modules cannot be copied.
         """
+        from penstock.models.lora import adapt
+
         if self.adapters:
             raise ConfigError(f"{self.name} has adapters already; give lora once")
         wrappers = self.module, self.logits_module, self.evaluation_module
-        made = adapt(self._origin, wrappers, rank, alpha, dropout, targets)
-        module, logits_module, evaluation_module = made.modules
+        made = adapt(self.origin, wrappers, rank, alpha, dropout, targets)
+        original = self.original if self._built is not None else made.origin.module
+        loss, logits, evaluation = made.modules
+        structure = RecordedStructure(
+            loss, logits, evaluation, original, self.hf_config, made.origin.names
+        )
         return replace(
-            self,
-            module=module,
-            logits_module=logits_module,
-            evaluation_module=evaluation_module,
-            _origin=made.origin,
-            adapters=made.adapters,
+            self, structure=structure, origin=made.origin, adapters=made.adapters, key=None
         )
 
     @classmethod
@@ -283,11 +286,13 @@ class ModelSource:
         Raises:
             ConfigError: unknown preset or field, or inconsistent fields.
         """
+        from penstock.models import huggingface_config as library
+
         resolved = resolve_preset(name, overrides)
         fields = {"model_type": resolved.model_type, **resolved.config}
-        config = make_config(fields, {})
-        origin = recorded(config, resolved.task)
-        made = _language_model(name, origin, resolved.task, config)
+        config = library.make_config(fields, {})
+        origin = library.recorded(config, resolved.task)
+        made = _language_model(name, origin, resolved.task, config, is_known=True)
         return replace(made, from_library=True)
 
     @classmethod
@@ -307,11 +312,13 @@ class ModelSource:
         Raises:
             ConfigError: unreadable, an unknown model type or field, or no such model for the task.
         """
-        made = make_config(read_config(config), overrides or {})
-        task = task or find_task(made)
+        from penstock.models import huggingface_config as library
+
+        made = library.make_config(library.read_config(config), overrides or {})
+        task = task or library.find_task(made)
         if task not in ("causal_lm", "masked_lm"):
             raise ConfigError(f"expected task causal_lm or masked_lm, got {task!r}")
-        return _from_library(made, task, recorded(made, task))
+        return _of_library(made, task, library.recorded(made, task))
 
     @classmethod
     def from_hf(
@@ -336,14 +343,18 @@ class ModelSource:
             ConfigError: no such folder, no safetensors in it, or weights of another model.
             CorruptionError: a file violates its format.
         """
+        from penstock.models import huggingface_config as library
+        from penstock.models.pretrained import Pretrained
+        from penstock.models.weight_files import WeightFiles
+
         folder = Path(folder)
-        refuse_unreadable(folder)
-        fields = read_config(folder)
+        library.refuse_unreadable(folder)
+        fields = library.read_config(folder)
         files = WeightFiles(folder if weights is None else Path(weights))
-        made = make_config(fields, overrides or {}, tensors=len(files.tensors))
-        task = find_task(made)
-        origin = Pretrained(recorded(made, task), files, ignore)
-        source = _from_library(made, task, origin)
+        made = library.make_config(fields, overrides or {}, tensors=len(files.tensors))
+        task = library.find_task(made)
+        origin = Pretrained(library.recorded(made, task), files, ignore)
+        source = _of_library(made, task, origin)
         return replace(source, folder=folder, config_file=fields, notes=origin.notes, _files=files)
 
     @classmethod
@@ -354,11 +365,14 @@ class ModelSource:
 
         For a run that already has weights: its initial weights are random.
         """
-        fields = read_config(folder)
-        made = make_config(fields, overrides or {})
-        task = find_task(made)
-        origin = with_stored_buffers(recorded(made, task), folder)
-        return replace(_from_library(made, task, origin), folder=folder, config_file=fields)
+        from penstock.models import huggingface_config as library
+        from penstock.models.stored_buffers import with_stored_buffers
+
+        fields = library.read_config(folder)
+        made = library.make_config(fields, overrides or {})
+        task = library.find_task(made)
+        origin = with_stored_buffers(library.recorded(made, task), folder)
+        return replace(_of_library(made, task, origin), folder=folder, config_file=fields)
 
     @classmethod
     def from_factory(
@@ -374,6 +388,8 @@ class ModelSource:
             ConfigError: no such module or function, or unknown arguments.
             CompileError: the function fails or cannot be replayed.
         """
+        from penstock.models.factory import recorded_factory
+
         return _from_origin(recorded_factory(reference, args or {}), **options)
 
     @classmethod
@@ -401,55 +417,15 @@ class ModelSource:
         Raises:
             ConfigError, CompileError: a name that does not exist, or a module that cannot be used.
         """
+        from penstock.models.bound_functions import refuse_bound_loss
+        from penstock.models.built_model import Built
+
         built = Built(module)
         refuse_bound_loss(module, options.get("loss"))
-        return replace(_from_origin(built, **options), notes=built.notes, _built=built)
-
-
-def _language_model(
-    name: str,
-    origin: WeightSource,
-    task: str,
-    config: Any,
-    vocab_size: int | None = None,
-    max_sequence_length: int | None = None,
-) -> ModelSource:
-    """The source of a model that maps `input_ids` to logits."""
-    put_in_train_mode(origin.module)
-    causal = task == "causal_lm"
-    hugging_face = config is not None
-    options: dict[str, Any] = {"use_cache": False} if hugging_face and causal else {}
-    inputs = {"input_ids": TOKENS, "labels": TOKENS}
-    if hugging_face and not causal:
-        inputs = {"input_ids": TOKENS, "attention_mask": TOKENS, "labels": TOKENS}
-    return ModelSource(
-        name=name,
-        task=task,
-        module=LANGUAGE_MODEL_LOSSES[task](
-            origin.module, hugging_face=hugging_face, options=options
-        ),
-        logits_module=Logits(origin.module, hugging_face=hugging_face, options=options),
-        evaluation_module=Scores(origin.module, hugging_face=hugging_face, options=options),
-        loss_reduction="sum",
-        inputs=inputs,
-        targets=("labels",),
-        vocab_size=vocab_size or getattr(config, "vocab_size", None),
-        max_sequence_length=max_sequence_length or longest_sequence(origin.module, config),
-        hf_config=config,
-        _origin=origin,
-    )
-
-
-def _from_library(config: Any, task: str, origin: WeightSource) -> ModelSource:
-    """The source of a `transformers` model of a configuration."""
-    source = _language_model(config.model_type, origin, task, config)
-    _refuse_later_tokens(source)
-    return replace(source, from_library=True)
-
-
-def _refuse_later_tokens(source: ModelSource) -> None:
-    if source.task == "causal_lm":
-        refuse_later_tokens(source.logits_module, source._origin, source.hf_config)
+        source = _from_origin(built, **options)
+        assert isinstance(source.structure, RecordedStructure)
+        structure = replace(source.structure, original=module)
+        return replace(source, structure=structure, notes=built.notes, _built=built)
 
 
 def _from_origin(
@@ -463,38 +439,62 @@ def _from_origin(
     max_sequence_length: int | None = None,
 ) -> ModelSource:
     """The source of a user's module; the arguments are those of `ModelSource.from_module`."""
-    module = origin.module
-    name = type(module).__name__
-    config = config_of(module)
-    if task is None:
-        own = loss is None and inputs is None and config is not None
-        task = find_task(config) if own else "custom"
-    if task not in TASKS:
-        raise ConfigError(
-            f"expected task {', '.join(TASKS)}, got {task!r}{did_you_mean(task, TASKS)}"
-        )
+    from penstock.models.huggingface_config import config_of
+    from penstock.models.resolved_task import resolved_task
+
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_sequence_length": max_sequence_length}
+    name, config = type(origin.module).__name__, config_of(origin.module)
+    task = resolved_task(task, config, loss, inputs, targets)
     if task != "custom":
-        if loss is not None or inputs is not None or targets is not None:
-            raise ConfigError(f"loss, inputs and targets go with task: custom, not with {task}")
-        source = _language_model(name, origin, task, config, vocab_size, max_sequence_length)
-        _refuse_later_tokens(source)
-        return source
+        return _language_model(name, origin, task, config, **sizes)
     if isinstance(loss, str):
         loss = load_reference(loss)
     given, labels = custom_specs(inputs, targets, has_loss=loss is not None)
-    put_in_train_mode(module)
-    objective = CustomLoss(module, loss, labels)
+    structure = RecordedStructure.of_custom_model(origin, loss, labels, config)
+    return _source(name, task, origin, structure, {**given, **labels}, tuple(labels), **sizes)
+
+
+def _of_library(config: Any, task: str, origin: WeightSource) -> ModelSource:
+    """The source of a `transformers` model of a configuration."""
+    return replace(_language_model(config.model_type, origin, task, config), from_library=True)
+
+
+def _language_model(
+    name: str, origin: WeightSource, task: str, config: Any, is_known: bool = False, **sizes: Any
+) -> ModelSource:
+    """The source of a model that maps `input_ids` to logits.
+
+    **Raises:** `ConfigError` if tokens of a causal language model see later tokens; those of a
+    preset (`is_known`) do not.
+    """
+    structure = RecordedStructure.of_language_model(origin, task, config)
+    if task == "causal_lm" and not is_known:
+        from penstock.models.causality import refuse_later_tokens
+
+        refuse_later_tokens(structure.logits_module, origin, config)
+    inputs = dict.fromkeys(language_model_inputs(task, hugging_face=config is not None), TOKENS)
+    return _source(name, task, origin, structure, inputs, ("labels",), **sizes)
+
+
+def _source(
+    name: str,
+    task: str,
+    origin: WeightSource,
+    structure: RecordedStructure,
+    inputs: Mapping[str, InputSpec],
+    targets: tuple[str, ...],
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+) -> ModelSource:
+    config = structure.hf_config
     return ModelSource(
         name=name,
         task=task,
-        module=objective,
-        logits_module=Outputs(module),
-        evaluation_module=objective,
-        loss_reduction="mean",
-        inputs={**given, **labels},
-        targets=tuple(labels),
+        loss_reduction="mean" if task == "custom" else "sum",
+        inputs=inputs,
+        targets=targets,
         vocab_size=vocab_size or getattr(config, "vocab_size", None),
-        max_sequence_length=max_sequence_length or longest_sequence(module, config),
-        hf_config=config,
-        _origin=origin,
+        max_sequence_length=max_sequence_length or longest_sequence(origin.module, config),
+        structure=structure,
+        origin=origin,
     )

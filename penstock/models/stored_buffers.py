@@ -14,18 +14,18 @@ import safetensors.torch
 import torch
 
 from penstock.errors import CorruptionError
-from penstock.models.deferred import Deferred
 from penstock.models.folder import read_bytes
 from penstock.models.kept_folder import BUFFERS
 
 if TYPE_CHECKING:
+    from penstock.models.deferred import Deferred
     from penstock.sparsity import PackedIndex
 
 
 class WithStoredBuffers:
     """A model whose constructor makes all tensors but some buffers; see `WeightSource`."""
 
-    def __init__(self, deferred: Deferred, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, deferred: "Deferred", values: Mapping[str, torch.Tensor]) -> None:
         self.module = deferred.module
         self.fake_mode = deferred.fake_mode
         self.names = deferred.names
@@ -60,7 +60,7 @@ def buffer_files(values: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return {BUFFERS: safetensors.torch.save(contiguous)} if values else {}
 
 
-def with_stored_buffers(deferred: Deferred, folder: Path) -> Deferred | WithStoredBuffers:
+def with_stored_buffers(deferred: "Deferred", folder: Path) -> "Deferred | WithStoredBuffers":
     """Return a model with the buffers in the file `BUFFERS` of a folder, if it has that file.
 
     Raises:

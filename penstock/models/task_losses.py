@@ -98,6 +98,12 @@ LANGUAGE_MODEL_LOSSES: dict[str, type[LanguageModel]] = {
 TASKS = (*LANGUAGE_MODEL_LOSSES, "custom")
 
 
+def language_model_inputs(task: str, *, hugging_face: bool) -> tuple[str, ...]:
+    """Return the names of the inputs of a language model's loss."""
+    masked = hugging_face and task != "causal_lm"
+    return ("input_ids", *(("attention_mask",) if masked else ()), "labels")
+
+
 class Scores(LanguageModel):
     """The outputs of an evaluation: the training loss sum, and the predicted tokens."""
 

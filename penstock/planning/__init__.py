@@ -7,6 +7,7 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.planning import (
         builders as builders,
+        model_sources as model_sources,
         selected_weights as selected_weights,
         store_factory as store_factory,
     )
@@ -15,12 +16,9 @@ if TYPE_CHECKING:
         ExecutionPlan as ExecutionPlan,
         plan_execution as plan_execution,
     )
+    from penstock.planning.library_memory import library_bytes as library_bytes
     from penstock.planning.machine_limits import DeviceMemory as DeviceMemory, Machine as Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes as transfer_buffer_bytes
-    from penstock.planning.model_facts import (
-        ModelFacts as ModelFacts,
-        RememberedModel as RememberedModel,
-    )
     from penstock.planning.product_choices import (
         make_inference_engine as make_inference_engine,
         measure_current as measure_current,

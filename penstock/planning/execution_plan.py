@@ -9,6 +9,7 @@ from penstock.compiler import Products
 from penstock.config import Config
 from penstock.engine import EnginePlan, Sharing, SparseWeights, predict_bytes, target_of
 from penstock.errors import BudgetError, ConfigError
+from penstock.models import ModelSource
 from penstock.planning import selected_weights, store_factory
 from penstock.planning.machine_limits import Machine, ReadMachine
 from penstock.planning.memory_budget import (
@@ -18,7 +19,6 @@ from penstock.planning.memory_budget import (
     computes_dense_gradients,
 )
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
-from penstock.planning.model_facts import ModelFacts
 from penstock.planning.plausibility import refuse_implausible
 from penstock.planning.sparse_weights import SparsePlan
 from penstock.planning.step_flops import StepFlops
@@ -73,7 +73,7 @@ class ExecutionPlan:
 
 def plan_execution(
     config: Config,
-    source: ModelFacts,
+    source: ModelSource,
     device: str,
     length: int,
     recorded_micro_batch: int | None = None,

@@ -7,14 +7,13 @@ buffers.
 """
 
 import math
-from typing import Any
 
 from penstock.config import Config, size_above
 from penstock.engine import target_of
 from penstock.errors import BudgetError, CompileError
+from penstock.models import ModelSource
 from penstock.planning import store_factory
 from penstock.planning.machine_limits import Machine
-from penstock.planning.model_facts import ModelFacts
 from penstock.planning.sparse_weights import SparsePlan
 
 MOST_TENSORS = 1 << 16
@@ -27,7 +26,7 @@ _FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 def refuse_implausible(
     config: Config,
-    source: ModelFacts,
+    source: ModelSource,
     length: int,
     device: str,
     machine: Machine,
@@ -67,14 +66,14 @@ _ADVICE = {
 
 
 def _parts(
-    config: Config, source: ModelFacts, length: int, device: str, sparse: SparsePlan | None
+    config: Config, source: ModelSource, length: int, device: str, sparse: SparsePlan | None
 ) -> list[tuple[str, int]]:
     row = sum(spec.bytes(length) for spec in source.inputs.values())
     batch = _COPIES_OF_BATCH * config.batch.size * row
-    hidden: Any = getattr(source.hf_config, "hidden_size", None)
+    hidden = source.structure.number("hidden_size")
     states = 0
     in_host_memory = not (target_of(device).has_own_memory or config.cluster.has_other_hosts)
-    if isinstance(hidden, int) and in_host_memory:
+    if hidden is not None and in_host_memory:
         states = length * hidden * _FLOAT_BYTES[config.precision]
     return [
         (f"store ({source.parameter_count():,} parameters)", _store_bytes(config, source, sparse)),
@@ -84,7 +83,7 @@ def _parts(
     ]
 
 
-def _store_bytes(config: Config, source: ModelFacts, sparse: SparsePlan | None) -> int:
+def _store_bytes(config: Config, source: ModelSource, sparse: SparsePlan | None) -> int:
     """Return a lower bound on the store's memory on this host, if the store is in its memory."""
     cluster = config.cluster
     if config.store.flash.path is not None:

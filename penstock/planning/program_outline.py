@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.config import Config
+from penstock.models import ModelSource
+from penstock.planning.model_sources import source_of
 from penstock.planning.program_cache import OutlinedModels
 from penstock.planning.selected_weights import kept_as_bfloat16, sparse_weights_of
 from penstock.planning.sequence_lengths import shown_length
 from penstock.program import Program
-
-if TYPE_CHECKING:
-    from penstock.models import ModelSource
 
 
 def outline_program(
@@ -21,7 +20,7 @@ def outline_program(
 
     **Arguments:** `sequence_length` None is that of the run (`shown_length`).
     """
-    models = OutlinedModels(_record, _compile, remember=True)
+    models = OutlinedModels(_source_of, _compile)
     source = models.model(config)
     sparse = sparse_weights_of(config, source)
     return models.program(
@@ -37,13 +36,11 @@ def outline_program(
     )
 
 
-def _record(config: Config) -> ModelSource:
-    from penstock.planning import builders  # which imports all that traces
-
-    return builders.source_of(config, None, False, lambda text: None)
+def _source_of(config: Config) -> ModelSource:
+    return source_of(config, None, False, notice=lambda text: None)
 
 
 def _compile(source: ModelSource, **options: Any) -> Program:
-    from penstock.planning import builders
+    from penstock.planning import builders  # which imports all that traces
 
     return builders.compile_source(source, **options)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from penstock.compiler import select_trainable
 from penstock.config import Config
-from penstock.planning.model_facts import ModelFacts
+from penstock.models import ModelSource
 
 if TYPE_CHECKING:
     from penstock.planning.sparse_weights import SparsePlan
 
 
-def trained_weights(config: Config, source: ModelFacts) -> frozenset[str]:
+def trained_weights(config: Config, source: ModelSource) -> frozenset[str]:
     """Return the names of the weights that a run trains.
 
     **Raises:** `ConfigError` for a pattern of `train` or `freeze` that has no effect.
@@ -31,7 +31,7 @@ def trained_weights(config: Config, source: ModelFacts) -> frozenset[str]:
     )
 
 
-def kept_as_bfloat16(config: Config, source: ModelFacts) -> frozenset[str]:
+def kept_as_bfloat16(config: Config, source: ModelSource) -> frozenset[str]:
     """Return the weights that a new run stores as bfloat16: frozen and bfloat16 at their source."""
     if not source.bfloat16:
         return frozenset()
@@ -39,7 +39,7 @@ def kept_as_bfloat16(config: Config, source: ModelFacts) -> frozenset[str]:
 
 
 def sparse_weights_of(
-    config: Config, source: ModelFacts, recorded: Mapping[str, int] | None = None
+    config: Config, source: ModelSource, recorded: Mapping[str, int] | None = None
 ) -> SparsePlan | None:
     """Return the sparse weights of a run; errors are those of `plan_sparse_weights`.
 
@@ -47,8 +47,6 @@ def sparse_weights_of(
     """
     if config.sparsity.method is None:
         return None
-    from penstock.models import ModelSource
     from penstock.planning.sparse_weights import plan_sparse_weights  # which loads a compiler
 
-    assert isinstance(source, ModelSource)  # a remembered model has no sparse weights
     return plan_sparse_weights(config, source, trained_weights(config, source), recorded)

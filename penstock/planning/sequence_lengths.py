@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.errors import ConfigError
-from penstock.planning.model_facts import ModelFacts
+from penstock.models import ModelSource
 
 if TYPE_CHECKING:
     from penstock.data import TokenDataset
@@ -20,7 +20,7 @@ def awaits_records(config: Config) -> bool:
     )
 
 
-def shown_length(config: Config, source: ModelFacts) -> int:
+def shown_length(config: Config, source: ModelSource) -> int:
     """Return the tokens per sequence of training, as far as they are known before it.
 
     They are the most that the model takes if `awaits_records`, and 1 if nothing limits them.
@@ -37,7 +37,9 @@ def shown_length(config: Config, source: ModelFacts) -> int:
     return config.data.sequence_length or source.max_sequence_length or 1
 
 
-def sequence_length(config: Config, source: ModelFacts, dataset: TokenDataset | None = None) -> int:
+def sequence_length(
+    config: Config, source: ModelSource, dataset: TokenDataset | None = None
+) -> int:
     """Return the tokens per sequence: as configured, or the model's maximum.
 
     For records, at most the length of the longest record, since the rest of every row would be

@@ -170,11 +170,9 @@ def _kept_at_start(config: Config, source: ModelSource, trained: Collection[str]
 
 
 def _names(config: Config, source: ModelSource, trained: Collection[str]) -> tuple[str, ...]:
-    from penstock.models import embeddings_and_heads
-
     section, shapes = config.sparsity, source.shapes()
     frozen = {name for name in shapes if name not in trained}
-    dense = embeddings_and_heads(source) | frozen
+    dense = source.embeddings_and_head() | frozen
     names = sparse_weights(shapes, section.weights, section.keep_dense, dense, source.aliases)
     if unlike := [name for name in names if name in frozen]:
         raise ConfigError(

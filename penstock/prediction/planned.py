@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.config import Config
 from penstock.engine import plan_engine, predict_bytes, target_of
 from penstock.errors import ConfigError
 from penstock.kernels.processor import Processor
 from penstock.machines import GpuCluster, MachineDescription
+from penstock.models import ModelSource
 from penstock.planning import (
     DeviceMemory,
     Machine,
-    ModelFacts,
     OutlinedModels,
+    library_bytes,
+    model_sources,
     plan_execution,
     selected_weights,
     store_factory,
@@ -31,9 +33,6 @@ from penstock.prediction.planned_length import PlannedLength, planned_length
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
-
-if TYPE_CHECKING:
-    from penstock.models import ModelSource
 
 _DESCRIBED = "described"  # the target of engines that are known by their description alone
 _PROCESSOR = Processor("x86_64", "GenuineIntel")  # of a described machine's host
@@ -55,7 +54,7 @@ class Planner:
 
     Args:
         notice: called with sentences for the user, each once.
-        remember: whether models are kept for later processes; as for `OutlinedModels`.
+        remember: whether the memory of libraries is kept for later processes; `library_bytes`.
     """
 
     def __init__(
@@ -64,7 +63,10 @@ class Planner:
         self._notice = notice
         self._noticed: set[str] = set()
         self._lengths: dict[tuple[str, int], PlannedLength] = {}  # by data section and model
-        self._outlined = OutlinedModels(self._record, _compile_source, remember=remember)
+        self._keeps_libraries = remember
+        self._libraries: int | None = None  # resident memory before the first model
+        self._recorded_bytes: int | None = None  # after the first that training records too
+        self._outlined = OutlinedModels(self._source_of, _compile_source)
 
     def plan(
         self, config: Config, machine: MachineDescription, *, is_here: bool = False
@@ -87,7 +89,7 @@ class Planner:
                 "engines, or choose another machine"
             )
         config = _as_on(machine, config)
-        source = self._outlined.model(config)
+        source = self._model(config)
         length = self._length(config, source)
         plan = plan_execution(
             config,
@@ -116,11 +118,10 @@ class Planner:
             BudgetError: the run does not fit so many GPUs.
             ConfigError: the run cannot be divided among the GPUs of this cluster.
         """
-        source = self._outlined.model(config)
+        source = self._model(config)
         length = self._length(config, source)
         program = self._program(config, source, 1)
-        known = getattr(source.hf_config, "num_attention_heads", None)
-        heads = known if isinstance(known, int) else 1
+        heads = source.structure.number("num_attention_heads") or 1
         figures = figures_of(program, config, 1, length.tokens, heads)
         found = gpu_run(config, source.name, figures, cluster, seconds)
         return replace(found, length_note=length.note)
@@ -130,7 +131,7 @@ class Planner:
 
         An engine computes one micro-batch with the configured recomputation.
         """
-        source = self._outlined.model(config)
+        source = self._model(config)
         micro = config.batch.size if config.batch.micro == "auto" else int(config.batch.micro)
         program = self._program(config, source, micro)
         plan = plan_engine(program, 1, None, config.engine.recompute, _DESCRIBED)
@@ -148,18 +149,25 @@ class Planner:
             largest_stage(program, lambda weight: weight.stream_bytes)[1],
         )
 
-    def _holding(self, model: ModelFacts, machine: Machine) -> Machine:
-        """Return the machine as training sees it, which has loaded libraries that a remembered
-        model spares, and has not compiled."""
-        resident = self._outlined.resident_bytes(model)
-        return machine if resident is None else machine.holding(resident)
+    def _holding(self, model: ModelSource, machine: Machine) -> Machine:
+        """Return the machine as training sees it, whose program is in the cache: it compiles
+        nothing, and records only a model that is not remembered."""
+        resident = self._libraries if model.key is not None else self._recorded_bytes
+        assert resident is not None
+        return machine.holding(resident)
 
-    def _record(self, config: Config) -> ModelSource:
-        from penstock.planning import builders
+    def _model(self, config: Config) -> ModelSource:
+        if self._libraries is None:  # before the first model
+            self._libraries = library_bytes(self._keeps_libraries)
+        model = self._outlined.model(config)
+        if model.key is None and self._recorded_bytes is None:
+            self._recorded_bytes = process_memory.resident_bytes()
+        return model
 
-        return builders.source_of(config, None, False, self._notice_once)
+    def _source_of(self, config: Config) -> ModelSource:
+        return model_sources.source_of(config, None, False, self._notice_once)
 
-    def _length(self, config: Config, source: ModelFacts) -> PlannedLength:
+    def _length(self, config: Config, source: ModelSource) -> PlannedLength:
         """Return the tokens per sequence; each data set is read once."""
         key = f"{config.data_dir} {config.data}", id(source)
         if key not in self._lengths:
@@ -169,7 +177,7 @@ class Planner:
             self._notice_once(found.note)
         return found
 
-    def _program(self, config: Config, source: ModelFacts, micro_batch: int) -> Program:
+    def _program(self, config: Config, source: ModelSource, micro_batch: int) -> Program:
         """Return the program as `plan_execution` compiles it for a described engine."""
         return self._outlined.program(
             source,

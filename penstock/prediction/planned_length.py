@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from penstock.config import Config
 from penstock.errors import ConfigError
-from penstock.planning import ModelFacts, awaits_records, sequence_length
+from penstock.models import ModelSource
+from penstock.planning import awaits_records, sequence_length
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class PlannedLength:
     note: str | None = None
 
 
-def planned_length(config: Config, source: ModelFacts) -> PlannedLength:
+def planned_length(config: Config, source: ModelSource) -> PlannedLength:
     """Return the tokens per sequence of training, or the most that they can be.
 
     Raises:
@@ -39,7 +40,7 @@ def planned_length(config: Config, source: ModelFacts) -> PlannedLength:
     return PlannedLength(sequence_length(config, source))
 
 
-def _longest_possible(config: Config, source: ModelFacts) -> PlannedLength:
+def _longest_possible(config: Config, source: ModelSource) -> PlannedLength:
     """Return the longest sequence of the model, for records that are not built yet."""
     folder, tokens = config.data_dir, source.max_sequence_length
     unknown = f"the longest record is not known before the data set {folder} is built"

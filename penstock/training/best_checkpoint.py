@@ -13,7 +13,7 @@ from typing import Any
 from penstock.config import Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders, store_factory
+from penstock.planning import ExecutionPlan, model_sources, store_factory
 from penstock.store import (
     SavedCheckpoint,
     SavedWeights,
@@ -98,7 +98,9 @@ def saved_weights(config: Config, folder: Path, only_trained: bool) -> SavedWeig
     """
     base = read_state(folder).base
     needed = base is not None and not only_trained
-    return SavedWeights(folder, builders.base_reader(config, base) if base and needed else None)
+    return SavedWeights(
+        folder, model_sources.base_reader(config, base) if base and needed else None
+    )
 
 
 def _find(config: Config, newest: Recorded) -> Path:

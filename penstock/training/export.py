@@ -15,7 +15,7 @@ from penstock.config import Config, HuggingFaceModel, PresetModel
 from penstock.data import TokenDataset, export_tokenizer, load_tokenizer
 from penstock.errors import ConfigError, few
 from penstock.models import KEPT, ModelSource, other_files, tokenizer_files
-from penstock.planning import builders, selected_weights
+from penstock.planning import model_sources, selected_weights
 from penstock.store import (
     MAX_SHARD_BYTES,
     MergedWeights,
@@ -58,10 +58,10 @@ def export_run(
         )
     saved = make_checkpoint_backend(config, best)
     with saved.reader(only_trained=only_adapters) as weights:
-        base = builders.model_source(config.model, config.run.dir / KEPT)
+        base = model_sources.model_source(config.model, config.run.dir / KEPT)
         if saved.recorded is not None:
             base = base.with_buffer_seed(saved.recorded.buffer_seed)
-        source = builders.with_adapters(base, config.lora)
+        source = model_sources.with_adapters(base, config.lora)
         if only_adapters:
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
@@ -89,7 +89,7 @@ def export(
     """
     element = _element(dtype)
     config = source.hf_config.to_dict() if source.hf_config is not None else {}
-    config["architectures"] = [source.class_name]
+    config["architectures"] = [source.structure.class_name]
     others = other_files(source.folder) if source.folder is not None else []
     whole = MergedWeights(weights, source.adapters)
     with tempfile.TemporaryDirectory() as scratch:

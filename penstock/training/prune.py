@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.models import ModelSource, embeddings_and_heads
+from penstock.models import ModelSource
 from penstock.sparsity import (
     PackedIndex,
     densities,
@@ -75,7 +75,7 @@ def prune_model(
         CorruptionError, NonFiniteError, StorageError: as in reading and writing of such folders.
     """
     source = ModelSource.from_hf(folder)
-    dense = embeddings_and_heads(source)
+    dense = source.embeddings_and_head()
     names = sparse_weights(source.shapes(), patterns, keep_dense, dense, source.aliases)
     shapes = {name: source.shapes()[name] for name in names}
     kept = {

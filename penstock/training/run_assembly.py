@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.models import ModelSource
 from penstock.planning import (
     ExecutionPlan,
-    builders,
+    model_sources,
     plan_execution,
     sequence_length,
     wafer_options,
@@ -94,7 +94,7 @@ def set_up(
     recorded = checkpoints.recorded
     is_resumed, needs_base = recorded is not None, checkpoints.needs_base
     seed = recorded.buffer_seed if recorded else None
-    found = builders.source_of(config, model, is_resumed, notice, needs_base, seed)
+    found = model_sources.source_of(config, model, is_resumed, notice, needs_base, seed)
     devices = choose_devices(config.engine)
     target = target_of(devices[0]) if devices else choose_target(config.engine.device)
     wafer = wafer_options(config, target.name)

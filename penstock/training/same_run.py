@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 
 import torch
-import transformers
 
 import penstock
 from penstock.config import Config, FactoryModel, check_resumable
 from penstock.data import TokenDataset
 from penstock.errors import ConfigError, DataError
 from penstock.models import ModelSource
-from penstock.planning import ExecutionPlan, builders
+from penstock.planning import ExecutionPlan, model_sources
 from penstock.training.resume_state import ResumeState
 
 
@@ -35,11 +35,11 @@ class Architecture:
     def of(cls, model: ModelSource, layout: ExecutionPlan, precision: str) -> Architecture:
         """Return the architecture of the model for which a step was planned."""
         versions = (
-            f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, "
+            f"torch {torch.__version__.split('+')[0]}, transformers {version('transformers')}, "
             f"penstock {penstock.__version__}"
         )
         sizes = f"micro-batches of {layout.micro_batch}, {precision}"
-        return cls(model.class_name, layout.program.graph_digest, f"{versions}, {sizes}")
+        return cls(model.structure.class_name, layout.program.graph_digest, f"{versions}, {sizes}")
 
 
 def own_architecture(
@@ -102,7 +102,7 @@ def require_same_beginning(
             f"{run} was trained on another data set than {dataset.path}; set data.path to the data "
             "set that the run was started with, or choose another run.dir"
         )
-    weights = builders.folder_fingerprint(config, model)
+    weights = model_sources.folder_fingerprint(config, model)
     if None not in (weights, recorded.weights) and weights != recorded.weights:
         raise ConfigError(
             f"{run} was started from other weights than model.hf has now; set model.hf to the "
@@ -113,8 +113,8 @@ def require_same_beginning(
         return
     if model.values_fingerprint() not in (None, recorded.values):
         raise ConfigError(
-            f"{run} was started from other initial values than {model.class_name} has now. To "
-            "continue with the weights of the run, pass Trainer(..., ignore_initial_values=True), "
-            "or call torch.manual_seed before the module is built, in every run of the script; to "
-            "train this module, choose another run.dir"
+            f"{run} was started from other initial values than {model.structure.class_name} has "
+            "now. To continue with the weights of the run, pass Trainer(..., "
+            "ignore_initial_values=True), or call torch.manual_seed before the module is built, in "
+            "every run of the script; to train this module, choose another run.dir"
         )

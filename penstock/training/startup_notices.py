@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from penstock.config import Config, size_above
 from penstock.engine import predict_bytes
 from penstock.errors import few
-from penstock.models import ModelSource, parts_in_eval_mode, unregistered_weights
+from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan
 from penstock.program import Program
 
@@ -20,7 +20,7 @@ def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iter
 
 
 def _unregistered(source: ModelSource) -> Iterator[str]:
-    if names := unregistered_weights(source.original):
+    if names := source.structure.unregistered_weights():
         yield (
             f"{few(names)}: not trained, although a gradient is required: what a module keeps in "
             "buffers, plain tensors, lists or mappings is none of its parameters. To train it, "
@@ -31,7 +31,9 @@ def _unregistered(source: ModelSource) -> Iterator[str]:
 
 def _trained_in_eval_mode(source: ModelSource, program: Program) -> Iterator[str]:
     trained = {n for w in program.weights.values() if w.trainable for n in (w.name, *w.aliases)}
-    paths = [path.removeprefix(source.weight_prefix) for path in parts_in_eval_mode(source.module)]
+    paths = [
+        path.removeprefix(source.weight_prefix) for path in source.structure.parts_in_eval_mode()
+    ]
     parts = [path for path in paths if any(name.startswith(f"{path}.") for name in trained)]
     if parts:
         yield (

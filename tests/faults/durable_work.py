@@ -22,8 +22,8 @@ from penstock.config import Config, load, write_record
 from penstock.data import build_dataset
 from penstock.errors import StorageError
 from penstock.models import keep_small_files, verify_kept
+from penstock.models.adapter import Adapter
 from penstock.models.kept_folder import CHECKSUMS
-from penstock.models.lora import Adapter
 from penstock.sparsity import ChangeTimes, DropFraction, SparseEvolutionaryTraining
 from penstock.store import (
     MaskRule,

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config import Config
-from penstock.planning import builders, store_factory
+from penstock.planning import builders, model_sources, store_factory
 from penstock.store.flash import FlashReader
 from penstock.training.export import export
 
@@ -56,7 +56,7 @@ def measure(folder, layers):
             "run": {"dir": str(folder / "run")},
         }
     )
-    source = builders.model_source(config.model)
+    source = model_sources.model_source(config.model)
     program = builders.compile_source(source, micro_batch=1, length=8, precision="bf16")
 
     def take():

@@ -25,7 +25,7 @@ from penstock.distributed.worker import roles
 from penstock.engine import set_threads
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import builders, selected_weights
+from penstock.planning import model_sources, selected_weights
 from penstock.store import (
     checkpoint_bytes,
     checkpoint_hash,
@@ -225,7 +225,7 @@ def test_best_checkpoint_with_flash_store_excludes_the_base(folders, tmp_path):
         best = find_checkpoint(tmp_path / "run" / "checkpoints", "best")
         state = read_state(best)
         assert state.weights.keys() == trainer.model.adapter_weights
-        base = builders.base_reader(trainer.config, state.base)
+        base = model_sources.base_reader(trainer.config, state.base)
         with open_reader(tmp_path / "flash") as reader:
             assert checkpoint_hash(best, base) == reader.content_hash(state.step)
 

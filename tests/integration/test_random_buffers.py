@@ -19,8 +19,8 @@ from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.worker import roles
 from penstock.models import ModelSource
 from penstock.models.buffers import ModelBuffers
-from penstock.planning import builders, plan_execution
-from penstock.planning.program_cache.key import program_key
+from penstock.planning import model_sources, plan_execution
+from penstock.planning.program_cache.key import Request, program_key
 from penstock.training.export import export_run
 from penstock.training.trainer import Trainer
 
@@ -135,14 +135,16 @@ def test_resumed_run_keeps_its_buffers(tmp_path):
 
 
 def test_run_of_an_older_release_keeps_the_buffers_of_seed_0(tmp_path, monkeypatch):
-    extra, source_of = Trainer._extra, builders.source_of
+    extra, source_of = Trainer._extra, model_sources.source_of
 
     def of_older(trainer):
         return {k: v for k, v in extra(trainer).items() if k != "buffer_seed"}
 
     with monkeypatch.context() as older:
         older.setattr(Trainer, "_extra", of_older)
-        older.setattr(builders, "source_of", lambda *parts: source_of(*parts).with_buffer_seed(0))
+        older.setattr(
+            model_sources, "source_of", lambda *parts: source_of(*parts).with_buffer_seed(0)
+        )
         trainer = trainer_of(tmp_path / "run", 1)
         trainer.train()
         before = trainer.evaluate()
@@ -157,7 +159,7 @@ def test_run_of_an_older_release_keeps_the_buffers_of_seed_0(tmp_path, monkeypat
 
 def test_engine_in_another_process_has_the_buffers_of_the_run(tmp_path):
     settings = Config.from_mapping(config(tmp_path / "run"))
-    source = builders.source_of(settings, None, False, lambda text: None)
+    source = model_sources.source_of(settings, None, False, lambda text: None)
     layout = plan_execution(settings, source, "cpu", 6)
     terms = json.loads(json.dumps(RunSpec.of(settings, layout, source).terms))
     program = roles._compile(terms, "cpu", "torch").program
@@ -173,9 +175,9 @@ def test_cached_program_depends_on_the_seed_of_random_buffers_alone(monkeypatch)
     assert ModelSource.from_factory(f"{__name__}:made", task="causal_lm").buffers.are_random
 
     def key(seed: int) -> str | None:
-        inputs = source.example_inputs(1, 8)
         seeded = source.with_buffer_seed(seed)
-        return program_key(seeded, seeded.module, inputs, CompileOptions(), True)
+        request = Request(seeded, "train", seeded.input_specs(1, 8), CompileOptions(), True)
+        return program_key(request, seeded.module)
 
     assert key(0) is not None
     assert key(0) == key(7)

@@ -72,7 +72,7 @@ def test_yaml_blocks_are_complete_configurations(block, folder):
     (folder / name[1]).write_text(block)
     config = load(folder / name[1], training=True)
     assert config.run.dir == Path("runs") / Path(name[1]).stem
-    from penstock.planning.builders import model_source
+    from penstock.planning.model_sources import model_source
 
     assert config.model is not None
     vocabulary = int(config.data.tokenizer.removeprefix("train-bpe:"))

@@ -20,8 +20,8 @@ from penstock.compiler import CompileOptions
 from penstock.distributed.worker.roles import _require_same_model
 from penstock.errors import ClusterError, ConfigError, CorruptionError
 from penstock.models import KEPT, ModelSource
-from penstock.planning import builders
-from penstock.planning.program_cache.key import program_key
+from penstock.planning import model_sources
+from penstock.planning.program_cache.key import Request, program_key
 from penstock.store import MAX_SHARD_BYTES
 from penstock.telemetry import Notice
 from penstock.training.export import export_run
@@ -244,8 +244,8 @@ def test_program_in_the_cache_is_that_of_the_buffers(hf, tmp_path):
     kept = ModelSource.without_weights(tmp_path / "one" / "run" / KEPT)
 
     def key(source: ModelSource) -> str | None:
-        inputs = source.example_inputs(1, 8)
-        return program_key(source, source.module, inputs, CompileOptions(), True)
+        request = Request(source, "train", source.input_specs(1, 8), CompileOptions(), True)
+        return program_key(request, source.module)
 
     ours, theirs = ModelSource.from_hf(hf), ModelSource.from_hf(other)
     assert key(ours) is not None
@@ -323,4 +323,4 @@ def test_damaged_copy_of_buffers_is_refused(harm, message, hf, tmp_path):
     trainer.close()
     harm(tmp_path / "run" / KEPT)
     with pytest.raises(CorruptionError, match=message):
-        builders.model_source(trainer.config.model, tmp_path / "run" / KEPT)
+        model_sources.model_source(trainer.config.model, tmp_path / "run" / KEPT)

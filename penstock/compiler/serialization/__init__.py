@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
+    from penstock.compiler.serialization import arguments as arguments, fields as fields
+    from penstock.compiler.serialization.constants import (
+        read_constants as read_constants,
+        write_constants as write_constants,
+    )
     from penstock.compiler.serialization.fields import (
         MalformedError as MalformedError,
         NotSerializableError as NotSerializableError,
@@ -21,6 +26,10 @@ if TYPE_CHECKING:
     from penstock.compiler.serialization.programs import (
         deserialize as deserialize,
         serialize as serialize,
+    )
+    from penstock.compiler.serialization.targets import (
+        operator_name as operator_name,
+        operator_of as operator_of,
     )
 
 __getattr__ = lazily(__name__, __file__)

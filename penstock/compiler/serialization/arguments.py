@@ -1,4 +1,8 @@
-"""Arguments of nodes as JSON: plain values as they are, everything else as a list with a code."""
+"""Arguments of operators as JSON: plain values as they are, everything else as a list with a code.
+
+An argument of a node in a graph refers to other nodes, by their places. Other callers have other
+objects that are referred to by place (`models/written_recipe.py`).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,8 +27,12 @@ _MEMORY_FORMAT_NAMES = {memory_format: name for name, memory_format in _MEMORY_F
 _MOST_TEXT = 64
 
 
-def written(value: Any, places: Mapping[fx.Node, int]) -> Any:
+def written(
+    value: Any, places: Mapping[Any, int], referred: type | tuple[type, ...] = fx.Node
+) -> Any:
     """Return an argument as JSON; `places` are the indices of the nodes before.
+
+    **Arguments:** `referred` are the types of the keys of `places`.
 
     Raises:
         NotSerializableError: the argument is an object of another type.
@@ -35,14 +43,14 @@ def written(value: Any, places: Mapping[fx.Node, int]) -> Any:
         return value
     if type(value) is complex:
         return [_COMPLEX, value.real, value.imag]
-    if isinstance(value, fx.Node):
+    if isinstance(value, referred):
         return [_NODE, places[value]]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return [_TUPLE, *(written(item, places) for item in value)]
+        return [_TUPLE, *(written(item, places, referred) for item in value)]
     if isinstance(value, list):
-        return [_LIST, *(written(item, places) for item in value)]
+        return [_LIST, *(written(item, places, referred) for item in value)]
     if isinstance(value, dict) and all(type(key) is str for key in value):
-        return [_DICT, *([key, written(item, places)] for key, item in value.items())]
+        return [_DICT, *([key, written(item, places, referred)] for key, item in value.items())]
     if isinstance(value, torch.dtype):
         name = str(value).removeprefix("torch.")
         if name in fields.DTYPES:
@@ -57,7 +65,7 @@ def written(value: Any, places: Mapping[fx.Node, int]) -> Any:
     raise NotSerializableError(f"an argument is {value!r:.200}")
 
 
-def read(value: Any, nodes: Sequence[fx.Node]) -> Any:
+def read(value: Any, nodes: Sequence[Any]) -> Any:
     """Return the argument of its written form; `nodes` are the nodes before.
 
     Raises:

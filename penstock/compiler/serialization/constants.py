@@ -49,12 +49,13 @@ def read_constants(value: Any, data: memoryview) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     begin = 0
-    mode = FakeTensorMode()
+    mode: FakeTensorMode | None = None  # its constructor imports torch._dynamo, which takes seconds
     for line in fields.items(value):
         name, spec, device, is_fake = fields.items(line, 4)
         tensor = read_spec(spec)
         kind = fields.device(device)
         if fields.flag(is_fake):
+            mode = mode or FakeTensorMode()
             with mode:
                 made = torch.empty(tensor.shape, dtype=tensor.dtype, device=kind)
         else:

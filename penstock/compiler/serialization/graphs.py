@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen
 
 from penstock.compiler.serialization import arguments, fields
 from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 from penstock.compiler.serialization.targets import function_of, name_of
+from penstock.compiler.tensors import device_of, standing_for
 
 _PLACEHOLDER, _CALL, _OUTPUT = range(3)
-_VAL = "val"  # in the meta of nodes: a fake tensor like the node's result
+_VAL = "val"  # in the meta of nodes: a tensor without memory like the node's result
 _LIST, _TUPLE = "list", "tuple"
 _ABSENT = -1
 _MOST_NAME = 200
@@ -96,8 +96,9 @@ class GraphWriter:
         name = str(value.dtype).removeprefix("torch.")
         if value.layout != torch.strided or name not in fields.DTYPES:
             raise NotSerializableError(f"a tensor has {value.layout} and {value.dtype}")
-        if value.device.type not in fields.DEVICES:
-            raise NotSerializableError(f"a tensor is on device {value.device}")
+        device = device_of(value)
+        if device.type not in fields.DEVICES:
+            raise NotSerializableError(f"a tensor is on device {device}")
         sizes, strides = tuple(value.shape), tuple(value.stride())
         if not all(type(size) is int for size in (*sizes, *strides)):
             raise NotSerializableError(f"a tensor has the shape {sizes}")
@@ -105,7 +106,7 @@ class GraphWriter:
         memory = value.untyped_storage()
         number = self._storages.setdefault(memory._cdata, len(self._storages))
         place = (number, value.storage_offset(), memory.nbytes())
-        key = (sizes, strides, name, value.device.type, *place)
+        key = (sizes, strides, name, device.type, *place)
         return self.tensors.setdefault(key, len(self.tensors))
 
 
@@ -119,8 +120,7 @@ class GraphReader:
     def __init__(self, tables: dict[str, Any]) -> None:
         self._targets = [function_of(name) for name in fields.texts(tables["targets"])]
         storages: dict[int, torch.Tensor] = {}
-        with FakeTensorMode():
-            self._tensors = [_fake(line, storages) for line in fields.items(tables["tensors"])]
+        self._tensors = [_described(line, storages) for line in fields.items(tables["tensors"])]
 
     def executable(self, lines: Any, name: str) -> fx.GraphModule:
         """Return a module that generates its code when it is first called."""
@@ -195,17 +195,17 @@ def _identifier(value: Any) -> str:
     return name
 
 
-def _fake(line: Any, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor without memory, under a fake tensor mode; `storages` are those so far."""
+def _described(line: Any, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor without memory, on the meta device; `storages` are those so far."""
     sizes, strides, dtype, device, *place = fields.items(line, 7)
     shape, steps = fields.shape(sizes), fields.numbers(strides)
     number, offset, size = fields.numbers(place)
     if len(steps) != len(shape):
         raise MalformedError(f"a tensor has {len(shape)} sizes and {len(steps)} strides")
     if number not in storages:
-        where = fields.device(device)
-        storages[number] = torch.empty(size, dtype=torch.uint8, device=where)
+        storages[number] = torch.empty(size, dtype=torch.uint8, device="meta")
     try:
-        return storages[number].view(fields.dtype(dtype)).as_strided(shape, steps, offset)
+        made = storages[number].view(fields.dtype(dtype)).as_strided(shape, steps, offset)
     except RuntimeError as error:
         raise MalformedError(f"a tensor lies outside of its storage: {error}") from None
+    return standing_for(made, torch.device(fields.device(device)))

@@ -49,7 +49,7 @@ def name_of(target: Any) -> str:
         NotSerializableError: the function has no name here.
     """
     if isinstance(target, torch._ops.OpOverload):
-        name = f"{target._schema.name}.{target._overloadname}"
+        name = operator_name(target)
         try:
             if function_of(name) is target:
                 return name
@@ -69,13 +69,27 @@ def function_of(name: str) -> Any:
     """
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
+    overload = operator_of(name)
+    if overload._schema.is_mutable:
+        raise MalformedError(f"expected an operator without side effects, got {name!r}")
+    return overload
+
+
+def operator_of(name: str) -> torch._ops.OpOverload:
+    """Return the operator of a name, which may write into its arguments.
+
+    Raises:
+        MalformedError: no operator has this name.
+    """
     parts = _OPERATOR.fullmatch(name)
     if parts is None or parts[1] not in _NAMESPACES or f"{parts[1]}::{parts[2]}" in _REFUSED:
         raise MalformedError(f"expected an operator, got {name!r}")
     packet = getattr(getattr(torch.ops, parts[1]), parts[2], None)
     if not isinstance(packet, torch._ops.OpOverloadPacket) or parts[3] not in packet.overloads():
         raise MalformedError(f"this PyTorch has no operator {name!r}")
-    overload = getattr(packet, parts[3])
-    if overload._schema.is_mutable:
-        raise MalformedError(f"expected an operator without side effects, got {name!r}")
-    return overload
+    return getattr(packet, parts[3])
+
+
+def operator_name(operator: torch._ops.OpOverload) -> str:
+    """Return the name of an operator."""
+    return f"{operator._schema.name}.{operator._overloadname}"

@@ -119,15 +119,15 @@ def _compile(spec: Mapping[str, Any], device: str, products: Products) -> _Compi
     """Compile the run's model for one kind of device, as the run specification says."""
     from penstock.config import Config
     from penstock.engine import set_threads
-    from penstock.planning import builders, mask_rule_of
+    from penstock.planning import builders, mask_rule_of, model_sources
 
     config = Config.from_mapping(spec["config"])
     set_threads(spec["threads"])
     assert config.model is not None
     kept = None if spec["kept"] is None else Path(spec["kept"])
-    source = builders.model_source(config.model, kept).with_buffer_seed(spec["buffer_seed"])
+    source = model_sources.model_source(config.model, kept).with_buffer_seed(spec["buffer_seed"])
     program = builders.compile_source(
-        builders.with_adapters(source, config.lora),
+        model_sources.with_adapters(source, config.lora),
         micro_batch=spec["micro_batch"],
         length=spec["length"],
         precision=config.precision,

@@ -4,8 +4,8 @@ An entry is found by a digest of everything that determines the program (`key.py
 the installed `transformers` builds from a configuration are cached: a user's own code can change
 without any sign of it. Entries are in the user's cache folder; deleting the folder is always safe.
 
-Plans and tables need no graphs. Models and outlines of programs are kept beside the programs, and
-are read without `transformers` (`outlined.py`).
+Models are kept beside the programs (`remembered.py`), so that a process which finds both imports no
+`transformers`. Plans and tables need no graphs: outlines of programs are kept too (`outlined.py`).
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.planning.program_cache.cached import cached_program as cached_program
+    from penstock.planning.program_cache.key import Request as Request
     from penstock.planning.program_cache.outlined import OutlinedModels as OutlinedModels
+    from penstock.planning.program_cache.remembered import remembered_model as remembered_model
 
 __getattr__ = lazily(__name__, __file__)

@@ -1,58 +1,74 @@
 """Compilation through the cache: a program is read if it was written before, else compiled."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-import torch
 from torch import nn
 
-from penstock.compiler import CompileOptions
 from penstock.compiler.serialization import (
     MalformedError,
     NotSerializableError,
     deserialize,
     serialize,
 )
-from penstock.models import ModelSource
 from penstock.planning.program_cache.compile_messages import noticing
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
-from penstock.planning.program_cache.key import program_key
+from penstock.planning.program_cache.key import Request, program_key, remembered_key
+from penstock.planning.program_cache.remembered import is_as_remembered
 from penstock.program import Program
 
 _WHOLE, _DIGEST = b"p", b"d"  # the first byte of an entry: a program, or its graph's digest alone
 
 
 def cached_program(
-    source: ModelSource,
-    module: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    options: CompileOptions,
-    with_buffers: bool,
+    request: Request,
+    module: Callable[[], AbstractContextManager[nn.Module]],
     known: Program | None,
-    compile_now: Callable[[], Program],
+    compile_now: Callable[[nn.Module], Program],
 ) -> Program:
     """Return the program of a model from the cache, else compile and keep it.
 
-    **Arguments:** as of the compilation. `known` is returned if it was compiled from the same
-    graph. `compile_now` compiles; its errors are not cached. A compilation that gives a warning is
-    not cached either, so that the next one gives the warning again.
+    A compilation that gives a warning is not cached, so that the next one gives the warning again.
+
+    Args:
+        request: what is asked of the compilation.
+        module: makes the context in which the model's module is in the modes of the compilation. A
+            model that was recalled is recorded by it, so it is used only if the program's key is
+            not known.
+        known: returned if it was compiled from the same graph.
+        compile_now: compiles the module; its errors are not cached.
     """
-    key = program_key(source, module, inputs, options, with_buffers)
-    if key is None:
-        return compile_now()
-    found = _read(key, known)
-    if found is not None:
-        return found
-    with noticing() as noticed:
-        program = compile_now()
-    if not noticed.anything:
-        _write(key, program, is_known=program is known)
-    return program
+    source, remembered = request.source, remembered_key(request)
+    if remembered is not None and not source.structure.is_recorded:
+        found = _read(_read_key(remembered), known)
+        if found is not None:
+            return found
+    with module() as wanted:
+        key = program_key(request, wanted)
+        if key is None:
+            return compile_now(wanted)
+        found = _read(key, known)
+        if found is None:
+            with noticing() as noticed:
+                found = compile_now(wanted)
+            if noticed.anything:
+                return found
+            _write(key, found, is_known=found is known)
+    if remembered is not None and is_as_remembered(source):
+        write_entry(remembered, key.encode(), "models")
+    return found
 
 
-def _read(key: str, known: Program | None) -> Program | None:
+def _read_key(remembered: str) -> str | None:
+    """Return the key of a program of a remembered model."""
+    content = read_entry(remembered, "models")
+    return None if content is None else bytes(content).decode()
+
+
+def _read(key: str | None, known: Program | None) -> Program | None:
     """Return the program of an entry, or `known` if the entry says that it is the same."""
-    content = read_entry(key)
-    if content is None:
+    content = None if key is None else read_entry(key)
+    if key is None or content is None:
         return None
     if content[:1] == _DIGEST:
         is_same = known is not None and known.graph_digest.encode() == bytes(content[1:])

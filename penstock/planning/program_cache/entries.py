@@ -1,5 +1,5 @@
-"""The files of the cache: one for each program in `programs` of the user's cache folder, and one
-for each model and each outline in `outlines`.
+"""The files of the cache: one for each program in `programs` of the user's cache folder, for each
+outline of a program in `outlines`, and for each model in `models`, with the keys of its programs.
 
 A file has a checksum of its content and of its name, so damaged files and renamed files are
 recognised, removed, and written anew. Several processes may write the same entry at once: each
@@ -20,7 +20,7 @@ from typing import Literal
 from penstock.io import durable, read_plain
 from penstock.user_folders import cache_folder
 
-Kind = Literal["programs", "outlines"]
+Kind = Literal["programs", "outlines", "models"]
 
 MOST_BYTES = 1 << 30
 """Of all entries of a folder; beyond that, the least recently used ones are removed."""

@@ -9,6 +9,7 @@ import functools
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,42 @@ def describe(module: nn.Module) -> Iterator[str]:
         for name, value in vars(child).items():
             if name not in _TABLES and name != "_non_persistent_buffers_set":
                 yield f"{name}={values.describe(value)}"
+
+
+def describe_classes(module: nn.Module) -> dict[str, str]:
+    """Return descriptions of the code of a model's classes, by their full names, and of the modules
+    that models find masks and attention in.
+
+    Raises:
+        UndescribedError: a class is not covered by the versions of libraries.
+    """
+    classes = {type(child) for child in module.modules()}
+    found = {f"{each.__module__}.{each.__qualname__}": _class(each) for each in classes}
+    finders = {name: _module_digest(name) for name in _FINDERS if name in sys.modules}
+    return dict(sorted({**found, **finders}.items()))
+
+
+def files_of_classes(module: nn.Module) -> list[Path]:
+    """Return the files of the code that `describe_classes` describes."""
+    classes = {base for child in module.modules() for base in type(child).__mro__}
+    names = {each.__module__ for each in classes} | {*_FINDERS}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
+    return [Path(file) for file in files if file is not None]
+
+
+def has_same_class(name: str, description: str) -> bool:
+    """Whether a class of PyTorch is as described; True for classes of other libraries.
+
+    **Arguments:** `name` and `description` as of `describe_classes`.
+    """
+    if name.split(".")[0] != "torch":
+        return True
+    place, _, qualified = name.rpartition(".")
+    found = getattr(sys.modules.get(place), qualified, None)
+    try:
+        return isinstance(found, type) and _class(found) == description
+    except UndescribedError:
+        return False
 
 
 class _Values:

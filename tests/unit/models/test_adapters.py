@@ -57,7 +57,7 @@ def test_every_source_accepts_adapters_and_is_unchanged(kind):
     before, start = source.shapes(), dict(source.initial_weights(3))
     adapted = source.with_adapters(rank=2, alpha=2.0, targets=[target])
     assert source.shapes() == before
-    assert adapted.class_name == source.class_name
+    assert adapted.structure.class_name == source.structure.class_name
     assert adapted.aliases == source.aliases
     shapes = adapted.shapes()
     assert {n: s for n, s in shapes.items() if n not in adapted.adapter_weights} == before

@@ -10,7 +10,7 @@ from hf_folders import model_of, save
 from safetensors.torch import load_file, save_file
 
 from penstock.errors import ConfigError, CorruptionError
-from penstock.models import ModelSource, embeddings_and_heads
+from penstock.models import ModelSource
 from penstock.training import prune_model
 
 PACKED = "model.packed.safetensors"
@@ -122,9 +122,9 @@ def test_patterns_that_match_nothing(folder, tmp_path):
 
 def test_embeddings_and_heads_stay_dense(tmp_path):
     llama = ModelSource.from_hf(save(model_of("llama"), tmp_path))
-    assert embeddings_and_heads(llama) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert llama.embeddings_and_head() == {"model.embed_tokens.weight", "lm_head.weight"}
     tied = ModelSource.from_preset("gpt2", {"n_layer": 1})
-    assert embeddings_and_heads(tied) == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert tied.embeddings_and_head() == {"transformer.wte.weight", "transformer.wpe.weight"}
 
 
 NAME = "transformer.h.0.mlp.c_fc.weight"

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from penstock.errors import CompileError
-from penstock.models import InputSpec, ModelSource, unregistered_weights
+from penstock.models import InputSpec, ModelSource
+from penstock.models.unregistered import unregistered_weights
 from penstock.planning.builders import compile_source
 
 

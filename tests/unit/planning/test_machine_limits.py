@@ -5,7 +5,7 @@ import pytest
 from penstock.config import Config
 from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
-from penstock.planning import Machine, builders, plan_execution
+from penstock.planning import Machine, model_sources, plan_execution
 from penstock.planning.machine_limits import DeviceMemory
 from penstock.telemetry import process_memory
 
@@ -29,7 +29,7 @@ def planned(free, **changes):
         asked.append(tuple(devices))
         return machine
 
-    source = builders.model_source(made.model)
+    source = model_sources.model_source(made.model)
     plan = plan_execution(made, source, "cpu", 32, read_machine=read)
     return plan, asked
 

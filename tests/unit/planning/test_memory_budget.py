@@ -9,7 +9,7 @@ from penstock.distributed.protocol import GRADIENTS
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
-from penstock.planning import builders, store_factory
+from penstock.planning import builders, model_sources, store_factory
 from penstock.planning.machine_limits import Machine
 from penstock.planning.memory_budget import (
     Budget,
@@ -33,7 +33,7 @@ def machine(free: int = 330) -> Machine:
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    source = builders.model_source(Config.from_mapping({"model": MODEL}).model)
+    source = model_sources.model_source(Config.from_mapping({"model": MODEL}).model)
     return builders.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
 
 

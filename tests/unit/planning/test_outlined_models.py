@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import warm_start
 
 from penstock.compiler.serialization import MalformedError, read_outline, write_outline
 from penstock.config import Config
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import ProgramError
 from penstock.models import ModelSource
-from penstock.planning import OutlinedModels, RememberedModel, builders
-from penstock.planning.program_cache import entries, outlined
+from penstock.planning import OutlinedModels, builders, library_memory, model_sources
+from penstock.planning.program_cache import outlined, remembered
 from penstock.program import Kind, Program
 
 SMALL = {"preset": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 40}
@@ -49,27 +48,28 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "penstock" / "outlines"
 
 
-@pytest.fixture
-def fresh(monkeypatch) -> Callable[[], None]:
-    """Return what makes this process look as one that has not imported `transformers`."""
-
-    def apply() -> None:
-        loaded = {name: module for name, module in sys.modules.items() if name != "transformers"}
-        monkeypatch.setattr(outlined, "sys", SimpleNamespace(modules=loaded))
-
-    return apply
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch) -> None:
+    """Make this process look as one that has not imported `transformers`."""
+    loaded = {name: module for name, module in sys.modules.items() if name != "transformers"}
+    monkeypatch.setattr(remembered, "sys", SimpleNamespace(modules=loaded))
 
 
 class Models:
     """Models of one process; `recorded` and `compiled` count what the cache did not have."""
 
-    def __init__(self, remember: bool = True) -> None:
-        self.recorded = self.compiled = 0
-        self.outlined = OutlinedModels(self._record, self._compile, remember=remember)
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.sources: list[ModelSource] = []
+        self.outlined = OutlinedModels(self._source_of, self._compile)
 
-    def _record(self, config: Config) -> ModelSource:
-        self.recorded += 1
-        return builders.source_of(config, None, False, lambda text: None)
+    @property
+    def recorded(self) -> int:
+        return sum(source.structure.is_recorded for source in self.sources)
+
+    def _source_of(self, config: Config) -> ModelSource:
+        self.sources.append(model_sources.source_of(config, None, False, lambda text: None))
+        return self.sources[-1]
 
     def _compile(self, source: ModelSource, **options: Any) -> Program:
         self.compiled += 1
@@ -114,31 +114,9 @@ def test_memory_of_an_outline_is_that_of_its_program(micro_batches):
         )
 
 
-def test_remembered_model_answers_as_its_source(fresh):
-    config = Config.from_mapping(
-        {"model": SMALL, "lora": {"rank": 2, "targets": ["*.c_fc.weight"]}}
-    )
-    source = Models().outlined.model(config)
-    fresh()
-    model = Models().outlined.model(config)
-    assert isinstance(model, RememberedModel)
-    assert isinstance(source, ModelSource)
-    for name in ("name", "task", "max_sequence_length", "aliases", "adapter_weights", "bfloat16"):
-        assert getattr(model, name) == getattr(source, name), name
-    assert model.trainable == source.trainable
-    assert dict(model.inputs) == dict(source.inputs)
-    assert list(model.shapes().items()) == list(source.shapes().items())
-    for name in ("parameter_count", "trained_count", "buffer_bytes"):
-        assert getattr(model, name)() == getattr(source, name)(), name
-    for name in ("hidden_size", "num_attention_heads"):
-        assert getattr(model.hf_config, name) == getattr(source.hf_config, name)
-    assert model.resident_bytes > 0
-
-
-def test_second_process_records_and_compiles_nothing(fresh):
+def test_second_process_records_and_compiles_nothing():
     config = config_of()
     expected = program_of(Models(), config)
-    fresh()
     models = Models()
     found = program_of(models, config)
     assert (models.recorded, models.compiled) == (0, 0)
@@ -151,61 +129,37 @@ def test_second_process_records_and_compiles_nothing(fresh):
     assert (again.recorded, again.compiled) == (0, 0)
 
 
-def test_process_that_imported_transformers_records_the_model():
-    program_of(Models(), config_of())
+def test_outline_of_a_program_that_was_compiled_for_training_needs_no_model():
+    source = Models().outlined.model(config_of())
+    expected = compile_source(source, **OPTIONS)
     models = Models()
-    program_of(models, config_of())
-    assert (models.recorded, models.compiled) == (1, 1)
+    assert program_of(models, config_of()).weights == expected.weights
+    assert (models.recorded, models.compiled) == (0, 1)  # which reads the program
+    again = Models()
+    program_of(again, config_of())
+    assert (again.recorded, again.compiled) == (0, 0)
 
 
-@pytest.mark.parametrize("changed", ["code", "library", "settings", "damage", "another model"])
-def test_what_determines_a_program_is_checked(fresh, folder, monkeypatch, changed):
+@pytest.mark.parametrize("changed", ["settings", "damage", "another model"])
+def test_what_determines_a_program_is_checked(folder, monkeypatch, changed):
     program_of(Models(), config_of())
     config = config_of()
-    if changed == "code":
-        monkeypatch.setattr(outlined, "code_digest", lambda: "another version")
-    elif changed == "library":
-        monkeypatch.setattr(outlined, "file_digest", lambda path: "edited")
-    elif changed == "settings":
+    if changed == "settings":
         monkeypatch.setattr(outlined, "torch_settings", lambda device: {"changed": True})
     elif changed == "damage":
         for path in folder.iterdir():
             path.write_bytes(path.read_bytes()[:-1])
     else:
         config = config_of(n_layer=1)
-    fresh()
     models = Models()
     program_of(models, config)
     assert models.compiled == 1
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "no JSON", '{"files": {}, "model": "{}"}'])
-def test_entry_of_another_form_is_removed(fresh, folder, text):
-    program_of(Models(), config_of())
-    key = outlined._model_key(config_of())
-    entries.write_entry(key, text.encode(), "outlines")
-    fresh()
-    models = Models()
-    models.outlined.model(config_of())
-    assert models.recorded == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": 3}'])
 def test_bytes_of_no_outline_are_refused(text):
     with pytest.raises(MalformedError):
         read_outline(text.encode())
-
-
-def test_models_whose_plans_need_more_are_not_remembered(folder):
-    sparse = Config.from_mapping(
-        {"model": SMALL, "sparsity": {"method": "static", "sparsity": 0.5}}
-    )
-    assert isinstance(Models().outlined.model(sparse), ModelSource)
-    fields = Config.from_mapping(
-        {"model": {"hf_config": {"model_type": "gpt2", **{k: SMALL[k] for k in ("n_layer",)}}}}
-    )
-    assert isinstance(Models().outlined.model(fields), ModelSource)
-    assert not folder.exists()
 
 
 MACHINE = """
@@ -241,50 +195,44 @@ def test_a_command_with_a_cached_model_imports_no_library_that_models_or_traces(
     (tmp_path / "desk.yaml").write_text(MACHINE)
     command = [sys.executable, "-c", PLAN, json.dumps(arguments)]
     said = []
-    for run in (warm_start.run, subprocess.run):  # the first one imports everything anyway
-        done = run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         said.append(done.stdout.splitlines())
     first, second = (set(json.loads(lines[-1])) for lines in said)
-    assert first >= {"transformers", "penstock.models.source", "penstock.compiler.build"}
+    assert first >= {"transformers", "penstock.models.recording", "penstock.compiler.build"}
     assert second & HEAVY == set()
     traces = {"torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes"}
     assert second & traces == set()
     assert arguments[0] == "plan" or "numba" not in second  # kernels
-    ours = {"penstock.models.source", "penstock.compiler.build", "penstock.planning.builders"}
+    ours = {"penstock.models.recording", "penstock.compiler.build", "penstock.planning.builders"}
     assert second & ours == set()
     assert json.loads(said[1][-2]) == 0  # full collections, each of which traverses all modules
-    # Equal also in the memory of libraries that the second has not imported.
+    # Equal also in the memory of libraries, which the first has measured.
     assert said[0][:-2] == said[1][:-2]
 
 
-def test_libraries_have_the_memory_of_the_first_model_of_a_process(fresh, monkeypatch):
-    resident = [300 << 20]
-    monkeypatch.setattr(
-        outlined, "process_memory", SimpleNamespace(resident_bytes=lambda: resident[0])
-    )
-    outlined._resident_at_first.cache_clear()
-    try:
-        models = Models()
-        first = models.outlined.model(config_of())
-        resident[0] = 900 << 20  # programs that were compiled since
-        second = models.outlined.model(
-            Config.from_mapping({"model": {**SMALL, "n_layer": 3}, "batch": {"size": 2}})
-        )
-        assert models.outlined.resident_bytes(first) == 300 << 20
-        assert models.outlined.resident_bytes(second) == 300 << 20
-        fresh()
-        assert Models().outlined.model(config_of()).resident_bytes == 300 << 20
-    finally:
-        outlined._resident_at_first.cache_clear()
+@pytest.fixture
+def resident(monkeypatch) -> Iterator[list[int]]:
+    """Give the resident memory of this process, in bytes, to be changed."""
+    bytes_now = [300 << 20]
+    process_memory = SimpleNamespace(resident_bytes=lambda: bytes_now[0])
+    monkeypatch.setattr(library_memory, "process_memory", process_memory)
+    library_memory._resident_at_first.cache_clear()
+    yield bytes_now
+    library_memory._resident_at_first.cache_clear()
 
 
-def test_models_are_kept_only_by_a_process_that_holds_nothing_else(fresh):
-    models = Models(remember=False)  # whose resident memory may be that of data
-    program = program_of(models, config_of())
-    assert models.outlined.resident_bytes(models.outlined.model(config_of())) > 0
-    fresh()
-    later = Models()
-    assert isinstance(later.outlined.model(config_of()), ModelSource)
-    assert program_of(later, config_of()).graph_digest == program.graph_digest
-    assert (later.recorded, later.compiled) == (1, 1)
-    assert isinstance(Models().outlined.model(config_of()), RememberedModel)
+def test_libraries_have_the_memory_of_a_process_before_its_first_model(resident):
+    assert library_memory.library_bytes(keep=True) == 300 << 20
+    resident[0] = 900 << 20  # programs that were compiled since
+    assert library_memory.library_bytes(keep=True) == 300 << 20
+    library_memory._resident_at_first.cache_clear()  # another process
+    assert library_memory.library_bytes(keep=True) == 300 << 20
+    assert library_memory.library_bytes(keep=False) == 900 << 20
+
+
+def test_memory_of_libraries_is_kept_only_by_a_process_that_holds_nothing_else(resident):
+    assert library_memory.library_bytes(keep=False) == 300 << 20  # perhaps that of data
+    library_memory._resident_at_first.cache_clear()
+    resident[0] = 200 << 20
+    assert library_memory.library_bytes(keep=True) == 200 << 20

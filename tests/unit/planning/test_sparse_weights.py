@@ -10,7 +10,7 @@ from tiny_models import FIELDS
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import builders, selected_weights
+from penstock.planning import model_sources, selected_weights
 from penstock.planning.sparse_weights import plan_sparse_weights
 from penstock.sparsity import MaskSize
 
@@ -28,7 +28,7 @@ def plan(source=None, recorded=None, steps=STEPS, **keys):
     config = Config.from_mapping(
         {"model": model, "sparsity": keys, "run": {"steps": steps}, **sections}
     )
-    source = builders.with_adapters(source, config.lora)
+    source = model_sources.with_adapters(source, config.lora)
     return plan_sparse_weights(
         config, source, selected_weights.trained_weights(config, source), recorded
     )

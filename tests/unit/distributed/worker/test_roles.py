@@ -22,7 +22,7 @@ from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.worker.roles import EngineRole, build_engine, build_shard
 from penstock.errors import ClusterError, UnfitHostError
 from penstock.models import KEPT, keep_small_files
-from penstock.planning import builders, plan_execution
+from penstock.planning import model_sources, plan_execution
 from penstock.step_schedule import ByStep
 from penstock.telemetry import process_memory
 
@@ -133,7 +133,7 @@ def spec_of(folder, run, is_resumed=False) -> RunSpec:
             "cluster": {"start": "local"},
         }
     )
-    source = builders.source_of(made, None, is_resumed, lambda text: None)
+    source = model_sources.source_of(made, None, is_resumed, lambda text: None)
     return RunSpec.of(made, plan_execution(made, source, "cpu", 16), source)
 
 

@@ -1,0 +1,165 @@
+"""Models on disk: what a process that starts again needs of a model that `transformers` builds.
+
+Recording such a model imports the library, which takes seconds. A model that is fully described by
+its configuration is remembered by its summary and by the recipe of its weights. An entry is found
+by a digest of this package's code, the versions of the libraries and the configuration. It has the
+digests of the files of `transformers` that the model's classes are in, and descriptions of all of
+its classes.
+
+Entries are written by a process whose first use of `transformers` was to record the model, and read
+only by a process that has not imported it: nothing of it can be replaced there. A library that was
+changed at run time is never remembered in this way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.compiler.serialization import MalformedError, NotSerializableError
+from penstock.config import HuggingFaceConfigModel, ModelSpec, PresetModel, read_model_file
+from penstock.garbage_collection import collection_disabled
+from penstock.models import (
+    ModelKey,
+    ModelSource,
+    ModelSummary,
+    kept_of,
+    recalled_model,
+)
+from penstock.planning.program_cache.compile_messages import noticing
+from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
+from penstock.planning.program_cache.modules import (
+    UndescribedError,
+    describe_classes,
+    files_of_classes,
+    has_same_class,
+)
+from penstock.planning.program_cache.versions import code_digest, file_digest
+
+if TYPE_CHECKING:
+    from penstock.models import WeightRecipe
+
+_LIBRARY = "transformers"
+_LENGTH_BYTES = 8
+
+
+def remembered_model(spec: ModelSpec, record: Callable[[], ModelSource]) -> ModelSource:
+    """Return the model of a configuration: recalled, if an earlier process has recorded it.
+
+    **Arguments:** `record` records the model; its errors are those of this function.
+    """
+    digest = None if _LIBRARY in sys.modules else _digest_of(spec)
+    if digest is None:
+        return record()
+    found = _recall(digest, record)
+    if found is not None:
+        return found
+    with noticing() as noticed:
+        source = record()
+    if noticed.anything or _digest_of(spec) != digest:  # a config.json may change meanwhile
+        return source
+    with collection_disabled():
+        return _remember(digest, source)
+
+
+def is_as_remembered(source: ModelSource) -> bool:
+    """Whether the code of a model's classes is that of its key; True if the model is not recorded
+    here."""
+    assert source.key is not None
+    if not source.structure.is_recorded:
+        return True
+    try:
+        return describe_classes(source.module) == source.key.classes
+    except UndescribedError:
+        return False
+
+
+def digest_of(*parts: str) -> str:
+    """Return a digest of texts."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(f"{len(part)}\0{part}".encode())
+    return digest.hexdigest()
+
+
+def _digest_of(spec: ModelSpec) -> str | None:
+    """Return the digest of a model that its configuration describes; None of another model."""
+    if isinstance(spec, PresetModel):
+        return digest_of(code_digest(), repr((spec.preset, spec.overrides)))
+    if not isinstance(spec, HuggingFaceConfigModel):
+        return None
+    given = spec.hf_config
+    fields = read_model_file(given) if isinstance(given, str) else given
+    return None if fields is None else digest_of(code_digest(), repr(fields))
+
+
+def _recall(digest: str, record: Callable[[], ModelSource]) -> ModelSource | None:
+    content = read_entry(digest, "models")
+    if content is None:
+        return None
+    try:
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+        have = json.loads(bytes(content[_LENGTH_BYTES:end]))
+        classes: dict[str, str] = have["classes"]
+        summary = ModelSummary.read(have["model"])
+        is_same = have["files"] == _digests(have["files"])
+        is_same = is_same and all(has_same_class(*pair) for pair in classes.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError):
+        is_same = False
+    if not is_same:
+        remove_entry(digest, "models")
+        return None
+
+    def recipe() -> WeightRecipe | None:
+        from penstock.models import read_recipe  # which imports kernels
+
+        try:
+            with collection_disabled():
+                return read_recipe(content[end:])
+        except MalformedError:
+            remove_entry(digest, "models")
+            return None
+
+    return recalled_model(summary, recipe, record, ModelKey(digest, classes))
+
+
+def _remember(digest: str, source: ModelSource) -> ModelSource:
+    """Write the entry of a model; return the model, with its key if there is an entry."""
+    from penstock.models import write_recipe
+
+    kept = kept_of(source)
+    if kept is None:
+        return source
+    summary, recipe = kept
+    try:
+        written = write_recipe(recipe)
+        classes = describe_classes(source.module)
+    except (NotSerializableError, UndescribedError):
+        return source
+    root = _library_folder()
+    files = [path for path in files_of_classes(source.module) if path.is_relative_to(root)]
+    names = {str(path.relative_to(root)): "" for path in files}
+    have = {"files": _digests(names), "classes": classes, "model": summary.written()}
+    text = json.dumps(have, separators=(",", ":")).encode()
+    content = b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, written))
+    write_entry(digest, content, "models")
+    return replace(source, key=ModelKey(digest, classes))
+
+
+def _digests(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of files of the library."""
+    root = _library_folder()
+    return {name: file_digest(str(root / name)) for name in names}
+
+
+def _library_folder() -> Path:
+    spec = find_spec(_LIBRARY)  # does not import it
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
