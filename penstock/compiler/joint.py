@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler import sparse_lowering
 from penstock.compiler.activation_calls import lower_activations
 from penstock.compiler.attention_calls import lower_attention
 from penstock.compiler.counted_costs import operator_costs, total_flops, weight_flops
+from penstock.compiler.executables import executable
 from penstock.compiler.functional import without_writes
 from penstock.compiler.matmul_backend import Products, choose_products
 from penstock.compiler.peak_bytes import peak_bytes
@@ -106,7 +106,7 @@ def make_kind(
     sparse = _with_flops(signature.sparse, turn)
     for lowered in graphs.values():
         _lower(lowered, products)
-    modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
+    modules = {key: executable(g, f"{key}_{name}") for key, g in graphs.items()}
     return Kind(
         name=name,
         digest=digest,
@@ -150,12 +150,6 @@ def _lower(graph: fx.Graph, products: Products) -> None:
     sparse_lowering.lower(graph)
     lower_activations(graph)
     lower_attention(graph, products)
-
-
-def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:
-    """Return a module that generates its code when it is first called: a plan calls two or three
-    of a kind's five graphs."""
-    return _LazyGraphModule(torch.nn.Module(), graph, class_name=name.replace(".", "_"))
 
 
 def _trace(

@@ -33,7 +33,7 @@ def written(value: Any, places: Mapping[fx.Node, int]) -> Any:
         if type(value) is str and len(value) > _MOST_TEXT:
             raise NotSerializableError(f"an argument is a text of {len(value)} characters")
         return value
-    if type(value) is complex:
+    if isinstance(value, complex):
         return [_COMPLEX, value.real, value.imag]
     if isinstance(value, fx.Node):
         return [_NODE, places[value]]
