@@ -177,6 +177,19 @@ class ReturnsRows(Linear):
         return self.linear(x)
 
 
+class InvertsASpectrum(Linear):
+    def forward(self, x):
+        window = torch.ones(4)
+        spectrum = torch.stft(self.linear(x).flatten(), 4, window=window, return_complex=True)
+        return torch.istft(spectrum, 4, window=window).sum()
+
+
+class Factorises(Linear):
+    def forward(self, x):
+        rows = self.linear(x)
+        return torch.linalg.ldl_factor(rows @ rows.T).LD.sum()
+
+
 class ReturnsTwo(Linear):
     def forward(self, x):
         return self.linear(x).sum(), self.linear(x).mean()
@@ -271,6 +284,13 @@ UNSEEN = (
             "reads a tensor by as_strided that is itself a view or not contiguous: make it "
             "contiguous (.contiguous().clone()) first, or use slices and permute.",
         ),
+        (
+            InvertsASpectrum,
+            "the model at ",
+            "torch.istft(spectrum, 4, window=window)",
+            "calls aten.istft.default, which cannot be traced with its derivative: "
+            f"aten.equal.default. {VALUE}",
+        ),
         (TakesANumber, "the model at ", "x.max().item()", NUMBER),
         (TakesAList, "the model at ", "x[0].tolist()", NUMBER),
         (
@@ -341,6 +361,13 @@ def test_compile_error_names_source_line_and_remedy(module, start, line, end, ca
             CompileError,
             "the model must return a scalar loss; it returns a tensor of shape (3, 4). Reduce it "
             "(mean or sum), or name a loss function in model.loss.",
+        ),
+        (
+            Factorises,
+            CompileError,
+            "PyTorch has no derivative for an operator of the model: derivative for "
+            "aten::linalg_ldl_factor_ex is not implemented. Compute the result from tensors that "
+            "need no gradient (.detach()), or write it with other operators.",
         ),
         (
             ReturnsTwo,
