@@ -24,7 +24,7 @@ from penstock.compiler.custom_functions import Context, custom_functions_traced
 from penstock.compiler.equal_blocks import BlockTracing, expand_equal_blocks
 from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
-from penstock.compiler.mixed_types import MixedTypes
+from penstock.compiler.mixed_types import MixedTypes, lowered_arguments
 from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
 from penstock.compiler.unsupported import advice_on, first_line
@@ -221,7 +221,7 @@ def _quiet_torch() -> Iterator[None]:
 @contextmanager
 def _lowered_parameters(module: nn.Module) -> Iterator[None]:
     """Replace every floating parameter by bfloat16, with the same shapes and ties, then restore
-    it."""
+    it. Recurrent modules, which reject inputs of another type, get theirs in bfloat16."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     lowered: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -234,9 +234,13 @@ def _lowered_parameters(module: nn.Module) -> Iterator[None]:
                 lowered[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
             replaced.append((child, name, parameter))
             child._parameters[name] = lowered[id(parameter)]
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    hooks = [child.register_forward_pre_hook(lowered_arguments) for child in recurrent]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for child, name, parameter in replaced:
             child._parameters[name] = parameter
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -117,6 +118,11 @@ class MixedTypes(TorchFunctionMode):
             args = tuple(map(_raise, args))
             kwargs = {name: _raise(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def lowered_arguments(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a module's arguments in bfloat16; a hook that runs before its forward."""
+    return tuple(map(_lower, args))
 
 
 def _has_no_kernel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

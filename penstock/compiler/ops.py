@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compiler import fused_head, keyed_dropout
+from penstock.compiler import fused_head, keyed_dropout, recurrent_layer as recurrent
 
 linear_cross_entropy = torch.library.custom_op(
     "penstock::linear_cross_entropy", fused_head.loss_sum, mutates_args=()
@@ -27,6 +27,16 @@ linear_cross_entropy_turn = torch.library.custom_op(
     "penstock::linear_cross_entropy_turn", fused_head.loss_sum_and_gradients, mutates_args=()
 )
 dropout = torch.library.custom_op("penstock::dropout", keyed_dropout.dropout, mutates_args=())
+recurrent_layer = torch.library.custom_op(
+    "penstock::recurrent_layer", recurrent.outputs, mutates_args=()
+)
+# Not a custom_op, which turns autograd off in its body.
+_library = torch.library.Library("penstock", "FRAGMENT")
+_library.define(
+    "recurrent_layer_backward(str mode, Tensor values, Tensor[] states, Tensor[] weights, "
+    "bool has_biases, bool bidirectional, Tensor[] of_outputs) -> Tensor[]"
+)
+_library.impl("recurrent_layer_backward", recurrent.gradients, "CompositeExplicitAutograd")
 
 
 @linear_cross_entropy.register_fake
@@ -113,3 +123,39 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 dropout.register_autograd(_dropout_backward, setup_context=_save_dropout)
+
+
+@recurrent_layer.register_fake
+def _(
+    mode: str, values: Tensor, states: list[Tensor], *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    directions, rows, hidden = states[0].shape
+    made = values.new_empty(values.shape[0], rows, directions * hidden)
+    ends = [values.new_empty(state.shape) for state in states]
+    return (made, *ends) if mode == "lstm" else (made, *ends, values.new_empty(0))  # type: ignore[return-value]
+
+
+@torch.library.register_fake("penstock::recurrent_layer_backward", lib=_library)
+def _(
+    mode: str, values: Tensor, states: list[Tensor], weights: list[Tensor], *_: Any
+) -> list[Tensor]:
+    given = (values, *states, *weights)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
+
+
+def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mode, values, states, weights, *ctx.options = inputs
+    ctx.count = len(states)
+    ctx.save_for_backward(values, *states, *weights)
+
+
+def _layer_backward(ctx: Any, *of_outputs: Tensor) -> tuple[Any, ...]:
+    values, *rest = ctx.saved_tensors
+    states, weights = rest[: ctx.count], rest[ctx.count :]
+    of_values, *others = torch.ops.penstock.recurrent_layer_backward(
+        ctx.mode, values, states, weights, *ctx.options, list(of_outputs)
+    )
+    return None, of_values, others[: ctx.count], others[ctx.count :], None, None
+
+
+recurrent_layer.register_autograd(_layer_backward, setup_context=_save_layer)

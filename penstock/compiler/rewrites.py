@@ -1,5 +1,6 @@
 """Rewrites of the captured graph, before autograd sees it. Each preserves the computed function.
 
+- recurrent networks become their layers (`recurrent.py`);
 - composed activations become the fused operator (`recognise.py` proves them equal);
 - a linear layer that feeds only a cross-entropy becomes one operator (`fused_head.py`);
 - dropout is keyed, so that replay and recomputation use the same bits (`keyed_dropout.py`);
@@ -18,6 +19,7 @@ from penstock.compiler.capture import Capture
 from penstock.compiler.functional import functionalise
 from penstock.compiler.nodes import arguments_by_name, insert_call, source_line, value_of
 from penstock.compiler.recognise import fuse_activations
+from penstock.compiler.recurrent import divide_recurrent
 from penstock.errors import CompileError
 
 aten = torch.ops.aten
@@ -37,6 +39,7 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_values(graph)
+    divide_recurrent(graph)
     _key_dropouts(graph, _key_placeholder(graph))
     captured = functionalise(captured)
     graph = captured.graph
@@ -307,12 +310,6 @@ def _refuse_random(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in target.tags and target.namespace == "aten":
             if target is aten.scaled_dot_product_attention.default:
                 continue  # random only through its dropout, which was removed above
-            if "dropout" in (argument.name for argument in target._schema.arguments):
-                raise CompileError(
-                    f"{source_line(node)} calls a whole recurrent network ({target}), which "
-                    "Penstock does not compile: call its cell (torch.nn.LSTMCell, GRUCell, "
-                    "RNNCell) for each position."
-                )
             raise CompileError(
                 f"{source_line(node)} draws random numbers with {target}, which a replayed step "
                 "could not repeat; use torch.nn.Dropout, or pass the random values as an input."

@@ -152,15 +152,6 @@ class MapsOverRows(Linear):
         return torch.vmap(lambda row: self.linear(row).sum())(x).sum()
 
 
-class Recurs(Linear):
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.LSTM(4, 4)
-
-    def forward(self, x):
-        return self.steps(self.linear(x))[0].sum()
-
-
 class DrawsNoise(Linear):
     def forward(self, x):
         return self.linear(x + torch.randn_like(x)).sum()
@@ -299,13 +290,6 @@ UNSEEN = (
             "torch.vmap(lambda row: self.linear(row).sum())(x)",
             "uses a transform of torch.func (torch.vmap, jvp), which Penstock does not compile: "
             "write the operators for the whole batch.",
-        ),
-        (
-            Recurs,
-            "steps at ",
-            "return self.steps(self.linear(x))[0].sum()",
-            "calls a whole recurrent network (aten.lstm.input), which Penstock does not compile: "
-            "call its cell (torch.nn.LSTMCell, GRUCell, RNNCell) for each position.",
         ),
         (
             DrawsNoise,
