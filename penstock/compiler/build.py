@@ -19,7 +19,7 @@ from penstock.compiler.executables import executable
 from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
-from penstock.compiler.joint import StageSignature, make_kind
+from penstock.compiler.joint import StageSignature, computes_gradients, make_kind
 from penstock.compiler.matmul_backend import Products
 from penstock.compiler.nodes import source_line, value_of
 from penstock.compiler.retarget_devices import move, on_device
@@ -434,8 +434,9 @@ class _ProgramAssembly:
             device, products = self.options.device, self.options.products
             self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
         kind = self.kinds[digest]
-        for node, needs_grad in zip(outputs, kind.outputs_grad, strict=True):
-            self._add_value(node, "stage", needs_grad)
+        has_gradients = computes_gradients(kind)
+        for node, takes_gradient in zip(outputs, kind.outputs_grad, strict=True):
+            self._add_value(node, "stage", takes_gradient and has_gradients)
         return Stage(
             index=index,
             name=self._public(piece.name),

@@ -112,6 +112,12 @@ def make_kind(
     )
 
 
+def computes_gradients(kind: Kind) -> bool:
+    """Return whether a backward of the kind computes any gradient; else it returns None for each:
+    all outputs of its stages are detached."""
+    return any(value is not None for value in _output_args(kind.graphs["recompute"]))
+
+
 def _with_flops(sparse: Sequence[tuple[int, SparseUse]], turn: fx.Graph) -> dict[int, SparseUse]:
     """Return the sparse weights of a kind, with the operations of their products in `turn`."""
     weights = turn.find_nodes(op="placeholder")

@@ -63,9 +63,11 @@ def trace_joint(
         with torch.enable_grad():
             outs = _dense(interpreter.run(*leaves(flat), key))
         outputs = [TensorSpec(tuple(o.shape), o.dtype) for o in outs]
-        outputs_grad = [o.requires_grad for o in outs]
+        outputs_grad = _take_gradients(outs, signature)
         tangents = [
-            torch.empty(o.shape, dtype=o.dtype, device=device) for o in outs if o.requires_grad
+            torch.empty(o.shape, dtype=o.dtype, device=device)
+            for o, takes in zip(outs, outputs_grad, strict=True)
+            if takes
         ]
 
         def joint(*args: torch.Tensor) -> tuple[Any, ...]:
@@ -88,6 +90,19 @@ def trace_joint(
     _simplify(traced)
     choose_products(traced, products)
     return traced, outputs, outputs_grad
+
+
+def _take_gradients(outs: Sequence[torch.Tensor], signature: StageSignature) -> list[bool]:
+    """Return which outputs of a stage take a gradient.
+
+    A stage with trained weights sends gradients in every step. If all its outputs are detached, the
+    smallest one takes a gradient that nothing reads, and the stage sends None for each weight.
+    """
+    found = [o.requires_grad for o in outs]
+    if any(signature.trainable) and not any(found):
+        sizes = [o.numel() for o in outs]
+        found[sizes.index(min(sizes))] = True
+    return found
 
 
 class _Interpreter(fx.Interpreter):
