@@ -1,7 +1,7 @@
 """Types of operands in bf16 programs: weights are bfloat16, inputs and buffers float32.
 
 The rules are those of `torch.autocast` on a CPU: products run in bfloat16; losses, and functions
-without kernels in bfloat16, run in float32.
+without kernels in bfloat16, run in float32. A write in place has the type of the written tensor.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ def _named(names: Iterable[str], *owners: Any) -> set[Callable[..., Any]]:
 _ONE_TYPE = {
     *_named(
         (
-            *("linear", "bilinear", "prelu", "layer_norm", "group_norm"),
+            *("linear", "bilinear", "embedding_bag", "prelu", "layer_norm", "group_norm"),
             *("conv1d", "conv2d", "conv3d"),
             *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
             *("multi_head_attention_forward", "scaled_dot_product_attention"),
@@ -85,9 +85,24 @@ _IN_FLOAT32 = {
     torch.view_as_complex,
     torch.pdist,
 }
+_SCATTERS = (
+    *("index_add", "index_copy", "index_put", "index_reduce", "put", "masked_scatter"),
+    *("scatter", "scatter_add", "scatter_reduce"),
+)
 # Their running statistics and positions are float32, and would be less exact in bfloat16; the end
 # of an interpolation may be a float32 target.
-_IN_WIDEST = {F.batch_norm, F.grid_sample, F.instance_norm, *_named(("lerp",), torch, torch.Tensor)}
+_IN_WIDEST = {
+    *(F.batch_norm, F.grid_sample, F.instance_norm),
+    *_named((*_SCATTERS, "lerp", "cross", "isclose"), torch, torch.linalg, torch.Tensor),
+}
+# In the type of the tensor that they write.
+_IN_PLACE = _named(
+    (
+        *("__setitem__", "lerp_", *(f"{name}_" for name in _SCATTERS)),
+        *("addmm_", "addbmm_", "baddbmm_", "addmv_"),
+    ),
+    torch.Tensor,
+)
 # In float32 for some values of their options only.
 _NORMS = {torch.norm, torch.Tensor.norm, torch.linalg.norm}
 
@@ -114,6 +129,10 @@ class MixedTypes(TorchFunctionMode):
                 cast = _lower if func in _ONE_TYPE else _raise
                 args = tuple(map(cast, args))
                 kwargs = {name: cast(value) for name, value in kwargs.items()}
+        elif func in _IN_PLACE and args[0].dtype in (torch.float32, torch.bfloat16):
+            cast = _raise if args[0].dtype == torch.float32 else _lower
+            args = tuple(map(cast, args))
+            kwargs = {name: cast(value) for name, value in kwargs.items()}
         elif func in _IN_FLOAT32 or _has_no_kernel(func, args, kwargs):
             args = tuple(map(_raise, args))
             kwargs = {name: _raise(value) for name, value in kwargs.items()}

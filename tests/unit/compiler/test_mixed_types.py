@@ -127,6 +127,11 @@ def test_function_without_bf16_kernel_is_computed_in_float32(name):
         assert float(difference) <= 0.05 * largest, weight
 
 
+def assigned(into, rows, values):
+    into[rows] = values
+    return into
+
+
 ONE_TYPE = {
     "mv": lambda h, x: h.mv(x[0]),
     "dot": lambda h, x: torch.dot(h[0], x[0]),
@@ -141,6 +146,20 @@ ONE_TYPE = {
     ),
     "prelu": lambda h, x: F.prelu(x, h[0]),
     "lerp": lambda h, x: torch.lerp(h, x, 0.3),
+    "cross": lambda h, x: torch.linalg.cross(h[:, :3], x[:, :3]),
+    "embedding_bag": lambda h, x: F.embedding_bag(
+        torch.tensor([[0, 3]]), h, per_sample_weights=x[:1, :2], mode="sum"
+    ),
+    "index_add": lambda h, x: x.index_add(0, torch.tensor([1, 1]), h[:2]),
+    "index_add_": lambda h, x: torch.zeros(4, 9).index_add_(0, torch.tensor([1, 1]), h[:2]),
+    "index_add_ in bfloat16": lambda h, x: (h * 1).index_add_(0, torch.tensor([1, 1]), x[:2]),
+    "scatter_add_": lambda h, x: torch.zeros(4, 9).scatter_add_(
+        1, torch.tensor([[0, 0, 5]] * 4), h[:, :3]
+    ),
+    "masked_scatter": lambda h, x: x.masked_scatter(x > 0, h),
+    "setitem": lambda h, x: assigned(torch.zeros(4, 9), torch.tensor([2, 0]), h[:2]),
+    "setitem in bfloat16": lambda h, x: assigned(h * 1, torch.tensor([2, 0]), x[:2]),
+    "addmm_": lambda h, x: torch.ones(4, 4).addmm_(h, h.T),
     "lstm_cell": lambda h, x: torch.lstm_cell(x, (h, x), h.repeat(9, 1), h.repeat(9, 1))[0],
     "gru_cell": lambda h, x: torch.gru_cell(x, h, h.repeat(7, 1)[:27], h.repeat(7, 1)[:27]),
 }
@@ -158,7 +177,7 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.parametrize("name", ONE_TYPE)
-def test_product_of_bf16_and_float32_operands_is_computed(name):
+def test_function_of_bf16_and_float32_operands_is_computed(name):
     torch.manual_seed(0)
     module, rows = Mixes(ONE_TYPE[name]), {"x": torch.randn(4, 9)}
     step = one_step(module, [rows], precision="bf16")
