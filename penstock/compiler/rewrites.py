@@ -16,7 +16,7 @@ from torch import fx
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
 from penstock.compiler.capture import Capture
-from penstock.compiler.functional import functionalise
+from penstock.compiler.functional import functionalise, writes
 from penstock.compiler.nodes import arguments_by_name, insert_call, source_line, value_of
 from penstock.compiler.recognise import fuse_activations
 from penstock.compiler.recurrent import divide_recurrent
@@ -28,6 +28,13 @@ KEY = "penstock_key"
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _PASS_THROUGH = {aten.alias.default, aten.contiguous.default}
 _CHECKS = {aten._assert_tensor_metadata.default}
+_OF_CHANNELS = {aten.feature_dropout.default, aten.feature_dropout_.default}
+_KEYED = {aten.dropout.default, aten.dropout_.default, *_OF_CHANNELS}
+_DROPOUTS = {
+    *_KEYED,
+    *(aten.alpha_dropout.default, aten.alpha_dropout_.default),
+    *(aten.feature_alpha_dropout.default, aten.feature_alpha_dropout_.default),
+}
 _SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
 _MEAN = 1
 _NUMBER = 2  # index of the argument of a keyed dropout that is its number in the model
@@ -210,20 +217,20 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
-    """Key every dropout. A dropout with probability 0 is replaced by its argument, as in
-    PyTorch."""
+    """Key every dropout, of elements or of channels. A dropout of any kind with probability 0 is
+    replaced by its argument, as in PyTorch."""
     for node in list(graph.nodes):
-        if node.target in (aten.dropout.default, aten.dropout_.default):
+        if node.target in _DROPOUTS:
             value, probability, training = _dropout_arguments(node)
             if not training or probability == 0.0:
                 node.replace_all_uses_with(value)
                 graph.erase_node(node)
                 continue
+            if node.target not in _KEYED:  # refused below
+                continue
             with graph.inserting_before(node):
-                keyed = insert_call(
-                    graph, node, torch.ops.penstock.dropout.default, (value, key, 0, probability)
-                )
-            if node.target is aten.dropout_.default:  # as any other write, for `functionalise`
+                keyed = _keyed_dropout(graph, node, value, key, probability)
+            if writes(node):  # as any other write, for `functionalise`
                 node.target, node.args, node.kwargs = aten.copy_.default, (value, keyed), {}
                 continue
             node.replace_all_uses_with(keyed)
@@ -233,6 +240,21 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
         ).get("dropout_p", 0.0):
             _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
+
+
+def _keyed_dropout(
+    graph: fx.Graph, node: fx.Node, value: fx.Node, key: fx.Node, probability: float
+) -> fx.Node:
+    def call(target: Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
+        return insert_call(graph, node, target, args, options)
+
+    keyed = torch.ops.penstock.dropout.default
+    if node.target not in _OF_CHANNELS:
+        return call(keyed, value, key, 0, probability)
+    like = value_of(value)
+    shape = [*like.shape[:2], *(1 for _ in like.shape[2:])]
+    ones = call(aten.ones.default, shape, dtype=like.dtype, device=like.device)
+    return call(aten.mul.Tensor, value, call(keyed, ones, key, 0, probability))
 
 
 def _number_dropouts(graph: fx.Graph) -> None:
