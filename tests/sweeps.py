@@ -120,7 +120,9 @@ def gradients_by_weight(
             continue
         for name, gradient in zip(trained, total.root(), strict=True):
             have = found.get(name)
-            found[name] = gradient if have is None or gradient is None else have + gradient
+            found[name] = (
+                have if gradient is None else gradient if have is None else have + gradient
+            )
     return found
 
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import CutPiece, cut, weight_free_nodes
 from penstock.compiler.digests import digest_of, lines_of
+from penstock.compiler.executables import executable
 from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
-from penstock.compiler.joint import StageSignature, make_kind
+from penstock.compiler.joint import StageSignature, computes_gradients, make_kind
 from penstock.compiler.matmul_backend import Products
 from penstock.compiler.nodes import source_line, value_of
 from penstock.compiler.retarget_devices import move, on_device
@@ -386,8 +387,8 @@ class _ProgramAssembly:
         ]
         graph.output(tuple(dense))
         graph.eliminate_dead_code()
-        executable = _LazyGraphModule(nn.Module(), graph, class_name="prelude")
-        return executable, tuple(n.name for n in given), tuple(n.name for n in outputs)
+        names = tuple(n.name for n in given), tuple(n.name for n in outputs)
+        return executable(graph, "prelude"), *names
 
     # Stages
 
@@ -433,8 +434,9 @@ class _ProgramAssembly:
             device, products = self.options.device, self.options.products
             self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
         kind = self.kinds[digest]
-        for node, needs_grad in zip(outputs, kind.outputs_grad, strict=True):
-            self._add_value(node, "stage", needs_grad)
+        has_gradients = computes_gradients(kind)
+        for node, takes_gradient in zip(outputs, kind.outputs_grad, strict=True):
+            self._add_value(node, "stage", takes_gradient and has_gradients)
         return Stage(
             index=index,
             name=self._public(piece.name),

@@ -10,134 +10,31 @@ import linecache
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.overrides import TorchFunctionMode
 
 from penstock.compiler.custom_functions import Context, custom_functions_traced
 from penstock.compiler.equal_blocks import BlockTracing, expand_equal_blocks
 from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
+from penstock.compiler.mixed_types import MixedTypes, lowered_arguments
 from penstock.compiler.nodes import arguments_by_name, source_line
 from penstock.compiler.regions import inline_regions
-from penstock.compiler.tensors import tensors_in
-from penstock.compiler.unsupported import Unsupported
+from penstock.compiler.unsupported import advice_on, first_line
 from penstock.errors import CompileError
 
 Precision = Literal["fp32", "bf16"]
 STREAM_DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Products and normalisations that require all their floating operands in one type.
-_ONE_TYPE = {
-    nn.functional.linear,
-    nn.functional.bilinear,
-    nn.functional.conv1d,
-    nn.functional.conv2d,
-    nn.functional.conv3d,
-    nn.functional.conv_transpose1d,
-    nn.functional.conv_transpose2d,
-    nn.functional.layer_norm,
-    nn.functional.group_norm,
-    nn.functional.multi_head_attention_forward,
-    nn.functional.scaled_dot_product_attention,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.einsum,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.Tensor.bmm,
-    torch.Tensor.mm,
-}
-# PyTorch has no kernels in bfloat16 for these; those of `matrix_exp` overflow.
-_LINEAR_ALGEBRA = (
-    *("cholesky", "cholesky_ex", "cholesky_inverse", "cholesky_solve"),
-    *("det", "logdet", "slogdet", "matrix_exp", "cond", "matrix_rank"),
-    *("inv", "inv_ex", "inverse", "pinv", "pinverse", "tensorinv"),
-    *("eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals"),
-    *("qr", "geqrf", "orgqr", "ormqr", "householder_product"),
-    *("lu", "lu_factor", "lu_factor_ex", "lu_solve", "ldl_factor", "ldl_factor_ex", "ldl_solve"),
-    *("solve", "solve_ex", "solve_triangular", "triangular_solve", "tensorsolve", "lstsq"),
-)
-# Losses, which autocast also computes in float32: they have few elements, and all are averaged.
-_IN_FLOAT32 = {
-    *(
-        getattr(owner, name)
-        for owner in (torch.linalg, torch, torch.Tensor)
-        for name in _LINEAR_ALGEBRA
-        if hasattr(owner, name)
-    ),
-    nn.functional.binary_cross_entropy,
-    nn.functional.binary_cross_entropy_with_logits,
-    nn.functional.cosine_embedding_loss,
-    nn.functional.cross_entropy,
-    nn.functional.hinge_embedding_loss,
-    nn.functional.huber_loss,
-    nn.functional.kl_div,
-    nn.functional.l1_loss,
-    nn.functional.mse_loss,
-    nn.functional.nll_loss,
-    nn.functional.smooth_l1_loss,
-    nn.functional.soft_margin_loss,
-}
-# Their running statistics and positions are float32, and would be less exact in bfloat16.
-_IN_WIDEST = {
-    nn.functional.batch_norm,
-    nn.functional.grid_sample,
-    nn.functional.instance_norm,
-}
 # The arguments that make a norm update its running statistics.
 _UPDATES_STATISTICS = ("training", "train", "use_input_stats")
-
-
-class _OneType(TorchFunctionMode):
-    """Runs products of mixed operands in bfloat16 and losses in float32, as autocast would, and
-    linear algebra in float32.
-
-    The mode does not see the calls within a function that it sees, such as those of
-    `multi_head_attention_forward`.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _ONE_TYPE or func in _IN_WIDEST:
-            floats = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
-            if floats == {torch.float32, torch.bfloat16}:
-                cast = _lower if func in _ONE_TYPE else _raise
-                args = tuple(map(cast, args))
-                kwargs = {name: cast(value) for name, value in kwargs.items()}
-        elif func in _IN_FLOAT32:
-            args = tuple(map(_raise, args))
-            kwargs = {name: _raise(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-def _lower(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.bfloat16() if value.dtype == torch.float32 else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_lower, value))
-    return value
-
-
-def _raise(value: Any) -> Any:
-    low = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
-    return value.float() if low else value
 
 
 @dataclass(frozen=True)
@@ -181,7 +78,7 @@ def capture(
     """
     blocks = BlockTracing(module)
     lowered = _lowered_parameters(module) if precision == "bf16" else nullcontext()
-    mode = _OneType() if precision == "bf16" else nullcontext()
+    mode = MixedTypes() if precision == "bf16" else nullcontext()
     try:
         with (
             lowered,
@@ -324,7 +221,7 @@ def _quiet_torch() -> Iterator[None]:
 @contextmanager
 def _lowered_parameters(module: nn.Module) -> Iterator[None]:
     """Replace every floating parameter by bfloat16, with the same shapes and ties, then restore
-    it."""
+    it. Recurrent modules, which reject inputs of another type, get theirs in bfloat16."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     lowered: dict[int, nn.Parameter] = {}
     for child in module.modules():
@@ -337,9 +234,13 @@ def _lowered_parameters(module: nn.Module) -> Iterator[None]:
                 lowered[id(parameter)] = nn.Parameter(cast, parameter.requires_grad)
             replaced.append((child, name, parameter))
             child._parameters[name] = lowered[id(parameter)]
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    hooks = [child.register_forward_pre_hook(lowered_arguments) for child in recurrent]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for child, name, parameter in replaced:
             child._parameters[name] = parameter
 
@@ -359,28 +260,7 @@ def _explain(module: nn.Module, error: Exception) -> str:
             if known:
                 where = f"{names[id(owner)]} ({type(owner).__name__})"
             line = f" at {file}:{number}: {linecache.getline(file, number).strip()!r}"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    reason = reason.strip().rstrip(".")
+    reason = first_line(error)
     if "doesn't match mode" in reason:
         reason = "it writes a tensor that is neither its input nor made in the forward"
-    return f"cannot capture {where}{line}: {reason}. {_advice(error)}"
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, Unsupported):
-        return error.advice
-    text = f"{type(error).__name__} {error}"
-    signs = ("data-dependent", "DataDependent", "unbacked", "for tensor subclasses")
-    if any(sign in text for sign in signs):
-        return (
-            "The forward needs the value of a tensor, which no ahead-of-time graph can hold: use "
-            "torch.where or masking, or make the decision outside the model."
-        )
-    if "doesn't match mode" in text:
-        return "An engine keeps no state between steps: write to a copy (.clone())."
-    if isinstance(error, NotImplementedError) or "fake" in text.lower():
-        return (
-            "An operator has no shape rule for tensors without data: use a built-in PyTorch "
-            "operator, or register one with torch.library.register_fake."
-        )
-    return "Check that the module runs with these inputs: forward(**inputs) in plain PyTorch."
+    return f"cannot capture {where}{line}: {reason}. {advice_on(error)}"

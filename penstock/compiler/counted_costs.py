@@ -19,6 +19,7 @@ from penstock.compiler import (
     ops,  # noqa: F401  (registers the penstock operators)
 )
 from penstock.compiler.matmul_backend import onednn_flops
+from penstock.compiler.recurrent_layer import flops
 from penstock.compiler.sparse_lowering import share_of, sparse_weight_of
 from penstock.compiler.tensors import storage_of, tensors_in
 from penstock.compiler.weight_products import weight_product_of
@@ -222,6 +223,11 @@ _OWN: Mapping[Any, Callable[..., int]] = {
     penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
     penstock.linear_cross_entropy_backward.default: lambda s, *args: _head_gradients(*args),
     penstock.linear_cross_entropy_turn.default: lambda s, *args: _head_gradients(*args),
+    penstock.recurrent_layer.default: lambda mode, x, states, weights, *_: flops(x, weights),
+    # The forward again, the gradient of its inputs, and those of its weights.
+    penstock.recurrent_layer_backward.default: lambda mode, x, states, weights, *_: (
+        3 * flops(x, weights)
+    ),
     penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
 }

@@ -28,6 +28,7 @@ from penstock.compiler.nodes import insert_call, source_line
 from penstock.compiler.regions import detach_read, detach_reads, records_gradients
 from penstock.compiler.strides import index_instead_of_strides, refuse_strides_of_others
 from penstock.compiler.tensors import storage_of, tensors_in
+from penstock.compiler.unsupported import first_line
 from penstock.errors import CompileError
 
 aten = torch.ops.aten
@@ -253,7 +254,7 @@ def _explained(graph: fx.Graph) -> Iterator[None]:
         raise
     except Exception as error:  # any PyTorch error about the user's write must be explained
         first = next(node for node in graph.nodes if writes(node))
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         raise CompileError(
             f"{source_line(first)} writes in place ({first.target}), and the writes of this "
             f"forward cannot be replaced: {reason}. Use the operators' functional forms."

@@ -11,23 +11,20 @@ passes over memory recompute it from other saved values, such as a GELU from its
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler import sparse_lowering
 from penstock.compiler.activation_calls import lower_activations
 from penstock.compiler.attention_calls import lower_attention
 from penstock.compiler.counted_costs import operator_costs, total_flops, weight_flops
-from penstock.compiler.functional import without_writes
-from penstock.compiler.matmul_backend import Products, choose_products
+from penstock.compiler.executables import executable
+from penstock.compiler.joint_tracing import StageSignature, trace_joint
+from penstock.compiler.matmul_backend import Products
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import mark_sparse
@@ -40,28 +37,7 @@ from penstock.compiler.weight_products import (
 from penstock.errors import ProgramError
 from penstock.program import Kind, SavedTensor, SparseUse, TensorSpec
 
-aten = torch.ops.aten
 penstock = torch.ops.penstock
-
-
-@dataclass(frozen=True)
-class StageSignature:
-    """The inputs of a stage's graph: weights, then inputs, then the dropout key.
-
-    `sparse` are the sparse weights by position. `repr` omits them, so that a kind of dense weights
-    has the digest that it always had.
-    """
-
-    weights: tuple[TensorSpec, ...]
-    trainable: tuple[bool, ...]
-    inputs: tuple[TensorSpec, ...]
-    inputs_grad: tuple[bool, ...]
-    sparse: tuple[tuple[int, SparseUse], ...] = field(default=(), repr=False)
-
-    @property
-    def lines(self) -> list[str]:
-        """The signature as text, for a digest."""
-        return [repr(self), *(f"sparse {place} {use.capacity}" for place, use in self.sparse)]
 
 
 def make_kind(
@@ -78,7 +54,7 @@ def make_kind(
     ATen operators before autograd; `device` is the engine's device ("cpu", "cuda"); `products` is
     the library for products of large float32 matrices.
     """
-    joint, outputs, outputs_grad = _trace(graph, signature, device, products)
+    joint, outputs, outputs_grad = trace_joint(graph, signature, device, products)
     mark_sparse(joint, dict(signature.sparse))
     parts = _Parts.of(joint, signature, len(outputs), sum(outputs_grad))
     mark_weight_products(joint, parts.weights, [*parts.inputs, parts.key], parts.tangents)
@@ -106,7 +82,7 @@ def make_kind(
     sparse = _with_flops(signature.sparse, turn)
     for lowered in graphs.values():
         _lower(lowered, products)
-    modules = {key: _executable(g, f"{key}_{name}") for key, g in graphs.items()}
+    modules = {key: executable(g, f"{key}_{name}") for key, g in graphs.items()}
     return Kind(
         name=name,
         digest=digest,
@@ -136,6 +112,12 @@ def make_kind(
     )
 
 
+def computes_gradients(kind: Kind) -> bool:
+    """Return whether a backward of the kind computes any gradient; else it returns None for each:
+    all outputs of its stages are detached."""
+    return any(value is not None for value in _output_args(kind.graphs["recompute"]))
+
+
 def _with_flops(sparse: Sequence[tuple[int, SparseUse]], turn: fx.Graph) -> dict[int, SparseUse]:
     """Return the sparse weights of a kind, with the operations of their products in `turn`."""
     weights = turn.find_nodes(op="placeholder")
@@ -150,137 +132,6 @@ def _lower(graph: fx.Graph, products: Products) -> None:
     sparse_lowering.lower(graph)
     lower_activations(graph)
     lower_attention(graph, products)
-
-
-def _executable(graph: fx.Graph, name: str) -> fx.GraphModule:
-    """Return a module that generates its code when it is first called: a plan calls two or three
-    of a kind's five graphs."""
-    return _LazyGraphModule(torch.nn.Module(), graph, class_name=name.replace(".", "_"))
-
-
-def _trace(
-    graph: fx.Graph, signature: StageSignature, device: str, products: Products
-) -> tuple[fx.Graph, list[TensorSpec], list[bool]]:
-    """Return the joint graph (*weights, *inputs, key, *tangents) -> (*outputs, *gradients)."""
-    interpreter = fx.Interpreter(torch.nn.Module(), graph=graph)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    grads = (*signature.trainable, *signature.inputs_grad)
-
-    def leaves(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [t.detach().requires_grad_(g) for t, g in zip(flat, grads, strict=True)]
-
-    with mode, _without_cudnn_attention():
-        flat = [
-            torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            for spec in (*signature.weights, *signature.inputs)
-        ]
-        key = torch.empty(2, dtype=torch.int64)  # stays on the host: it is read as numbers
-        with torch.enable_grad():
-            outs = _dense(interpreter.run(*leaves(flat), key))
-        outputs = [TensorSpec(tuple(o.shape), o.dtype) for o in outs]
-        outputs_grad = [o.requires_grad for o in outs]
-        tangents = [
-            torch.empty(o.shape, dtype=o.dtype, device=device) for o in outs if o.requires_grad
-        ]
-
-        def joint(*args: torch.Tensor) -> tuple[Any, ...]:
-            given = leaves(args[: len(flat)])
-            with torch.enable_grad():
-                results = _dense(interpreter.run(*given, args[len(flat)]))
-                results = _off_weights(results, given[: len(signature.weights)])
-            wanted = [t for t, g in zip(given, grads, strict=True) if g]
-            roots = [r for r in results if r.requires_grad]
-            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            if roots and wanted:
-                found = torch.autograd.grad(
-                    roots, wanted, list(args[len(flat) + 1 :]), allow_unused=True
-                )
-            weight_grads = found[: sum(signature.trainable)]
-            input_grads = found[sum(signature.trainable) :]
-            others = [*args, *results, *input_grads]
-            return (*results, *_dense(input_grads), *_own(_dense(weight_grads), others))
-
-        traced = without_writes(make_fx(joint)(*flat, key, *tangents).graph)
-    leave_device_open(traced)
-    _simplify(traced)
-    choose_products(traced, products)
-    return traced, outputs, outputs_grad
-
-
-@contextmanager
-def _without_cudnn_attention() -> Iterator[None]:
-    """Let PyTorch choose another attention than cuDNN's, whose backward has no fixed order of
-    sums."""
-    was = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was)
-
-
-def leave_device_open(graph: fx.Graph) -> None:
-    """Replace the traced device by the current device in nodes that create tensors.
-
-    One kind then serves all devices of its type on a host.
-    """
-
-    def opened(value: Any) -> Any:
-        is_one = isinstance(value, torch.device) and value.index is not None
-        return torch.device(value.type) if is_one else value
-
-    for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, opened)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, opened)
-
-
-def _dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Return contiguous tensors: a value that crosses stages is traced there by its shape alone."""
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
-def _off_weights(results: Sequence[Any], weights: Sequence[torch.Tensor]) -> list[Any]:
-    """Return results that are not views of a weight, which is gone when the next stage reads
-    them."""
-    weight_storages = {storage_of(weight) for weight in weights}
-    return [r.clone() if storage_of(r) in weight_storages else r for r in results]
-
-
-def _own(
-    gradients: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Return gradients that share no memory: micro-batches add to them in place."""
-    taken = {storage_of(t) for t in others if t is not None}
-    owned: list[torch.Tensor | None] = []
-    for gradient in gradients:
-        if gradient is not None and storage_of(gradient) in taken:
-            gradient = gradient.clone()
-        if gradient is not None:
-            taken.add(storage_of(gradient))
-        owned.append(gradient)
-    return owned
-
-
-_IDENTITIES = {aten.detach.default, aten.alias.default}
-
-
-def _simplify(graph: fx.Graph) -> None:
-    """Remove nodes that change no value: detaches, views to the same shape, contiguous on
-    contiguous."""
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        source = node.args[0] if node.args else None
-        same_shape = (
-            node.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-            and isinstance(source, fx.Node)
-            and source.meta["val"].shape == node.meta["val"].shape
-            and source.meta["val"].stride() == node.meta["val"].stride()
-        )
-        if node.target in _IDENTITIES or same_shape:
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 @dataclass

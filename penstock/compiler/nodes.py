@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock.compiler.tensors import tensors_in
+
 
 def value_of(node: fx.Node) -> torch.Tensor:
     """Return the fake tensor that a node computes."""
@@ -32,7 +34,7 @@ def insert_call(
     """Insert an operator with the same source position as `like`."""
     node = graph.call_function(target, args, kwargs)
     node.meta = dict(like.meta)
-    with value_of(like).fake_mode:  # type: ignore[attr-defined]
+    with next(tensors_in(value_of(like))).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(
             *fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs or {}, value_of)
         )

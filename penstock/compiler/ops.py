@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compiler import fused_head, keyed_dropout
+from penstock.compiler import fused_head, keyed_dropout, recurrent_layer as recurrent
 
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 
@@ -36,6 +36,8 @@ linear_cross_entropy_turn = _registered(
     "linear_cross_entropy_turn", fused_head.loss_sum_and_gradients
 )
 dropout = _registered("dropout", keyed_dropout.dropout)
+recurrent_layer = _registered("recurrent_layer", recurrent.outputs)
+recurrent_layer_backward = _registered("recurrent_layer_backward", recurrent.gradients)
 
 
 @torch.library.register_fake(linear_cross_entropy)
@@ -122,3 +124,39 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(dropout, _dropout_backward, setup_context=_save_dropout)
+
+
+@torch.library.register_fake(recurrent_layer)
+def _(
+    mode: str, values: Tensor, states: list[Tensor], *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    directions, rows, hidden = states[0].shape
+    made = values.new_empty(values.shape[0], rows, directions * hidden)
+    ends = [values.new_empty(state.shape) for state in states]
+    return (made, *ends) if mode == "lstm" else (made, *ends, values.new_empty(0))  # type: ignore[return-value]
+
+
+@torch.library.register_fake(recurrent_layer_backward)
+def _(
+    mode: str, values: Tensor, states: list[Tensor], weights: list[Tensor], *_: Any
+) -> list[Tensor]:
+    given = (values, *states, *weights)
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
+
+
+def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mode, values, states, weights, *ctx.options = inputs
+    ctx.count = len(states)
+    ctx.save_for_backward(values, *states, *weights)
+
+
+def _layer_backward(ctx: Any, *of_outputs: Tensor) -> tuple[Any, ...]:
+    values, *rest = ctx.saved_tensors
+    states, weights = rest[: ctx.count], rest[ctx.count :]
+    of_values, *others = recurrent_layer_backward(
+        ctx.mode, values, states, weights, *ctx.options, list(of_outputs)
+    )
+    return None, of_values, others[: ctx.count], others[ctx.count :], None, None
+
+
+torch.library.register_autograd(recurrent_layer, _layer_backward, setup_context=_save_layer)

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
+from penstock.compiler import (
+    ops,  # noqa: F401  (registers the penstock operators)
+    recurrent_layer,
+)
 from penstock.compiler.attention_calls import attention_scratch_bytes
 from penstock.compiler.fused_head import chunk_bytes, chunk_rows, scratch_bytes
 from penstock.compiler.matmul_backend import Products
@@ -69,14 +72,21 @@ def _value(arg: Any) -> Any:
 
 
 def _scratch(node: fx.Node, products: Products) -> int:
-    """Return the bytes that a kernel of Penstock allocates internally: the chunk of logits, the
-    panels of a sparse product, or the tiles of attention."""
+    """Return the bytes that an operator allocates internally: the chunk of logits, the panels of a
+    sparse product, the tiles of attention, or the gates of a recurrent layer."""
     heads = {
         penstock.linear_cross_entropy.default: 0,
         penstock.linear_cross_entropy_predictions.default: 0,
         penstock.linear_cross_entropy_backward.default: 1,
         penstock.linear_cross_entropy_turn.default: 1,
     }
+    layers = {
+        penstock.recurrent_layer.default: False,
+        penstock.recurrent_layer_backward.default: True,
+    }
+    if node.target in layers:
+        given = (_value(argument) for argument in node.args[:4])
+        return recurrent_layer.scratch_bytes(*given, with_gradients=layers[node.target])
     if node.target not in heads:
         return sparse_scratch_bytes(node) + attention_scratch_bytes(node, products)
     hidden, weight = (_value(a) for a in node.args[heads[node.target] :][:2])

@@ -51,22 +51,24 @@ def keep_costly(wanted: Sequence[fx.Node], free: set[fx.Node]) -> list[fx.Node]:
     kept = set(wanted)
     for node in reversed(wanted):
         kept.discard(node)
-        if not _can_be_made(node, kept | free):
+        if not _can_be_made(node, kept, free):
             kept.add(node)
     return [node for node in wanted if node in kept]
 
 
-def _can_be_made(node: fx.Node, there: set[fx.Node]) -> bool:
-    """Return whether cheap operators compute a node from the values in `there`."""
-    known = dict.fromkeys(there, True)
-
-    def visit(current: fx.Node) -> bool:
-        if current not in known:
-            cheap = current.target in _CHEAP or _is_view(current.target)
-            known[current] = cheap and all(map(visit, current.all_input_nodes))
-        return known[current]
-
-    return visit(node)
+def _can_be_made(node: fx.Node, kept: set[fx.Node], free: set[fx.Node]) -> bool:
+    """Return whether cheap operators compute a node from the values in `kept` and `free`."""
+    seen, to_visit = {node}, [node]
+    while to_visit:
+        current = to_visit.pop()
+        if current in kept or current in free:
+            continue
+        if current.target not in _CHEAP and not _is_view(current.target):
+            return False
+        new = [source for source in current.all_input_nodes if source not in seen]
+        seen.update(new)
+        to_visit += new
+    return True
 
 
 def _is_view(target: Any) -> bool:

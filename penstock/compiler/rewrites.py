@@ -1,5 +1,6 @@
 """Rewrites of the captured graph, before autograd sees it. Each preserves the computed function.
 
+- recurrent networks become their layers (`recurrent.py`);
 - composed activations become the fused operator (`recognise.py` proves them equal);
 - a linear layer that feeds only a cross-entropy becomes one operator (`fused_head.py`);
 - dropout is keyed, so that replay and recomputation use the same bits (`keyed_dropout.py`);
@@ -15,9 +16,10 @@ from torch import fx
 
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
 from penstock.compiler.capture import Capture
-from penstock.compiler.functional import functionalise
+from penstock.compiler.functional import functionalise, writes
 from penstock.compiler.nodes import arguments_by_name, insert_call, source_line, value_of
 from penstock.compiler.recognise import fuse_activations
+from penstock.compiler.recurrent import divide_recurrent
 from penstock.errors import CompileError
 
 aten = torch.ops.aten
@@ -26,6 +28,13 @@ KEY = "penstock_key"
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _PASS_THROUGH = {aten.alias.default, aten.contiguous.default}
 _CHECKS = {aten._assert_tensor_metadata.default}
+_OF_CHANNELS = {aten.feature_dropout.default, aten.feature_dropout_.default}
+_KEYED = {aten.dropout.default, aten.dropout_.default, *_OF_CHANNELS}
+_DROPOUTS = {
+    *_KEYED,
+    *(aten.alpha_dropout.default, aten.alpha_dropout_.default),
+    *(aten.feature_alpha_dropout.default, aten.feature_alpha_dropout_.default),
+}
 _SUM = 2  # the reduction code of aten losses: 0 none, 1 mean, 2 sum
 _MEAN = 1
 _NUMBER = 2  # index of the argument of a keyed dropout that is its number in the model
@@ -37,6 +46,7 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     _refuse_regions(graph)
     _drop_checks(graph)
     _refuse_values(graph)
+    divide_recurrent(graph)
     _key_dropouts(graph, _key_placeholder(graph))
     captured = functionalise(captured)
     graph = captured.graph
@@ -207,20 +217,20 @@ def _key_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
-    """Key every dropout. A dropout with probability 0 is replaced by its argument, as in
-    PyTorch."""
+    """Key every dropout, of elements or of channels. A dropout of any kind with probability 0 is
+    replaced by its argument, as in PyTorch."""
     for node in list(graph.nodes):
-        if node.target in (aten.dropout.default, aten.dropout_.default):
+        if node.target in _DROPOUTS:
             value, probability, training = _dropout_arguments(node)
             if not training or probability == 0.0:
                 node.replace_all_uses_with(value)
                 graph.erase_node(node)
                 continue
+            if node.target not in _KEYED:  # refused below
+                continue
             with graph.inserting_before(node):
-                keyed = insert_call(
-                    graph, node, torch.ops.penstock.dropout.default, (value, key, 0, probability)
-                )
-            if node.target is aten.dropout_.default:  # as any other write, for `functionalise`
+                keyed = _keyed_dropout(graph, node, value, key, probability)
+            if writes(node):  # as any other write, for `functionalise`
                 node.target, node.args, node.kwargs = aten.copy_.default, (value, keyed), {}
                 continue
             node.replace_all_uses_with(keyed)
@@ -230,6 +240,21 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
         ).get("dropout_p", 0.0):
             _expand_attention(graph, node, key)
     graph.eliminate_dead_code()
+
+
+def _keyed_dropout(
+    graph: fx.Graph, node: fx.Node, value: fx.Node, key: fx.Node, probability: float
+) -> fx.Node:
+    def call(target: Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
+        return insert_call(graph, node, target, args, options)
+
+    keyed = torch.ops.penstock.dropout.default
+    if node.target not in _OF_CHANNELS:
+        return call(keyed, value, key, 0, probability)
+    like = value_of(value)
+    shape = [*like.shape[:2], *(1 for _ in like.shape[2:])]
+    ones = call(aten.ones.default, shape, dtype=like.dtype, device=like.device)
+    return call(aten.mul.Tensor, value, call(keyed, ones, key, 0, probability))
 
 
 def _number_dropouts(graph: fx.Graph) -> None:
@@ -307,12 +332,6 @@ def _refuse_random(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in target.tags and target.namespace == "aten":
             if target is aten.scaled_dot_product_attention.default:
                 continue  # random only through its dropout, which was removed above
-            if "dropout" in (argument.name for argument in target._schema.arguments):
-                raise CompileError(
-                    f"{source_line(node)} calls a whole recurrent network ({target}), which "
-                    "Penstock does not compile: call its cell (torch.nn.LSTMCell, GRUCell, "
-                    "RNNCell) for each position."
-                )
             raise CompileError(
                 f"{source_line(node)} draws random numbers with {target}, which a replayed step "
                 "could not repeat; use torch.nn.Dropout, or pass the random values as an input."

@@ -8,7 +8,7 @@ from penstock.program import Program
 
 # They add partial sums in a fixed order only if PyTorch's deterministic mode is on and is no mere
 # warning (ATen/native/transformers/cuda/attention_backward.cu). A third one, of cuDNN, has no fixed
-# order and is never traced (`compiler/joint.py`).
+# order and is never traced (`compiler/joint_tracing.py`).
 _ONLY_IF_STRICT = (
     "_scaled_dot_product_efficient_attention_backward",
     "_scaled_dot_product_flash_attention_backward",

@@ -24,6 +24,7 @@ from penstock.engine.sparse_weights import (
     held_bytes,
     require_sparse_weights,
 )
+from penstock.errors import CompileError
 from penstock.program import Program, Stage
 from penstock.sparsity import SparseWeight, StreamedWeight
 
@@ -225,7 +226,13 @@ class TorchEngine:
             weights = [self._prepared(weight) for weight in given]
             self._dense_bytes = sum(map(dense_gradient_bytes, sparse))
             self._transient = 0
-            yield weights
+            try:
+                yield weights
+            except NotImplementedError as error:  # PyTorch has no kernel
+                raise CompileError(
+                    f"stage {place.name} cannot run on {self._device.type}: {error}. Compute that "
+                    "operator in float32 (.float() on its arguments), or set precision: fp32."
+                ) from error
             self._hold_layouts(weights, place)
             self.memory.give_back(masks)
             self.memory.release(held)

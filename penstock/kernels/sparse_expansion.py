@@ -138,6 +138,7 @@ def expand_marked(
     columns: np.ndarray,
     bitmap: np.ndarray,
     values: np.ndarray,
+    width: int,
     band: range,
     tile: np.ndarray,
 ) -> None:
@@ -145,7 +146,7 @@ def expand_marked(
 
     Other arguments and errors are those of `expand`; entries are in their own order.
     """
-    width = _width(row_starts, columns, band, tile)
+    _require_rows(row_starts, columns, width, band)
     require_flat("values", values, columns.size, np.float32, np.uint16)
     require_flat("bitmap", bitmap, (row_starts.size - 1) * -(-width // _WORD), np.uint32)
     require_flat("tile", tile, len(band) * width, values.dtype.type, write=True)
@@ -157,6 +158,7 @@ def expand(
     columns: np.ndarray,
     values: np.ndarray,
     positions: np.ndarray,
+    width: int,
     band: range,
     tile: np.ndarray,
 ) -> None:
@@ -164,16 +166,17 @@ def expand(
 
     Args:
         row_starts: int64 `[rows + 1]`.
-        columns: int32 `[entries]`.
+        columns: int32 `[entries]`, less than `width`.
         values: float32, or uint16 for bfloat16 patterns, `[entries]`.
         positions: int32 `[entries]`, where each entry's value is; empty: in the entries' own order.
+        width: columns of the matrix.
         band: consecutive rows.
-        tile: of the values' type, `[rows of the band * columns of the matrix]`.
+        tile: of the values' type, `[rows of the band * width]`.
 
     Raises:
         ValueError: an array has another type, length or layout.
     """
-    width = _width(row_starts, columns, band, tile)
+    _require_rows(row_starts, columns, width, band)
     require_flat("values", values, columns.size, np.float32, np.uint16)
     if positions.size:
         require_flat("positions", positions, columns.size, np.int32)
@@ -182,22 +185,28 @@ def expand(
 
 
 def collect(
-    row_starts: np.ndarray, columns: np.ndarray, band: range, tile: np.ndarray, kept: np.ndarray
+    row_starts: np.ndarray,
+    columns: np.ndarray,
+    width: int,
+    band: range,
+    tile: np.ndarray,
+    kept: np.ndarray,
 ) -> None:
     """Write what a dense tile has at the entries of the rows `band`: float32 `kept` `[entries]`.
 
     Other arguments and errors are those of `expand`. Entries of other rows are not touched.
     """
-    width = _width(row_starts, columns, band, tile)
+    _require_rows(row_starts, columns, width, band)
     require_flat("tile", tile, len(band) * width, np.float32, np.uint16)
     require_flat("kept", kept, columns.size, np.float32, write=True)
     _collect(row_starts, columns, band.start, band.stop, width, tile, kept)
 
 
-def _width(row_starts: np.ndarray, columns: np.ndarray, band: range, tile: np.ndarray) -> int:
+def _require_rows(row_starts: np.ndarray, columns: np.ndarray, width: int, band: range) -> None:
     require_flat("row_starts", row_starts, row_starts.size, np.int64)
     require_flat("columns", columns, columns.size, np.int32)
     rows = row_starts.size - 1
     if band.step != 1 or not 0 <= band.start < band.stop <= rows:
         raise ValueError(f"band: expected consecutive rows of 0 to {rows}, got {band}")
-    return tile.size // len(band)
+    if width < 1:
+        raise ValueError(f"width: expected at least one column, got {width}")

@@ -36,6 +36,7 @@ def multiply_vector(
     row_starts: np.ndarray,
     columns: np.ndarray,
     values: np.ndarray,
+    width: int,
     x: np.ndarray,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -43,9 +44,10 @@ def multiply_vector(
 
     Args:
         row_starts: int64 `[rows + 1]`.
-        columns: int32 `[entries]`, less than the length of `x`.
+        columns: int32 `[entries]`, less than `width`.
         values: float32, or uint16 for bfloat16 patterns, `[entries]`.
-        x: float32 `[columns]`.
+        width: columns of the matrix.
+        x: float32 `[width]`.
         bias: float32 `[rows]`.
 
     Raises:
@@ -55,7 +57,7 @@ def multiply_vector(
     require_flat("row_starts", row_starts, rows + 1, np.int64)
     require_flat("columns", columns, columns.size, np.int32)
     require_flat("values", values, columns.size, np.float32, np.uint16)
-    require_flat("x", x, x.size, np.float32)
+    require_flat("x", x, width, np.float32)
     bias = np.zeros(rows, np.float32) if bias is None else bias
     require_flat("bias", bias, rows, np.float32)
     out = np.empty(rows, np.float32)

@@ -111,7 +111,8 @@ def entries_of(layout: SparseLayout, dense: torch.Tensor) -> torch.Tensor:
         )
     kept = torch.empty(layout.entries, dtype=torch.float32)
     rows = layout.rows
-    collect(rows.starts, rows.columns, range(layout.shape[0]), flat(dense), flat(kept))
+    outputs, inputs = layout.shape
+    collect(rows.starts, rows.columns, inputs, range(outputs), flat(dense), flat(kept))
     return kept
 
 
@@ -212,8 +213,7 @@ def _multiply_tiles(
     for band in _bands(outputs, band_rows):
         tile = memory[: len(band) * inputs]
         if transposed:
-            rows = layout.transposed_rows
-            expand(rows.starts, rows.columns, flat(values), rows.positions, band, flat(tile))
+            _expand(layout.transposed_rows, values, band, tile)
         else:
             _expand_rows(layout, values, band, tile)
         weight, part = tile.view(len(band), inputs).t(), slice(band.start, band.stop)
@@ -238,11 +238,18 @@ def _tile_memory(count: int, dtype: torch.dtype) -> torch.Tensor:
 def _expand_rows(
     layout: SparseLayout, values: torch.Tensor, band: range, tile: torch.Tensor
 ) -> None:
-    rows = layout.rows
     if has_expansion():
-        expand_marked(rows.starts, rows.columns, layout.bitmap, flat(values), band, flat(tile))
+        rows, width = layout.rows, layout.shape[1]
+        expand_marked(
+            rows.starts, rows.columns, layout.bitmap, flat(values), width, band, flat(tile)
+        )
     else:
-        expand(rows.starts, rows.columns, flat(values), rows.positions, band, flat(tile))
+        _expand(layout.rows, values, band, tile)
+
+
+def _expand(rows: Rows, values: torch.Tensor, band: range, tile: torch.Tensor) -> None:
+    _, width = rows.shape
+    expand(rows.starts, rows.columns, flat(values), rows.positions, width, band, flat(tile))
 
 
 def _gradient_from_tiles(
@@ -255,7 +262,7 @@ def _gradient_from_tiles(
     for band in _bands(outputs, band_rows):
         tile = memory[: len(band) * inputs]
         torch.mm(dy[:, band.start : band.stop].t(), x, out=tile.view(len(band), inputs))
-        collect(rows.starts, rows.columns, band, flat(tile), flat(kept))
+        collect(rows.starts, rows.columns, inputs, band, flat(tile), flat(kept))
     return kept
 
 
@@ -275,6 +282,7 @@ def _multiply_token(
         rows.starts,
         rows.columns,
         ordered,
+        rows.shape[1],
         flat(x.float()),
         None if bias is None else flat(bias.float()),
     )

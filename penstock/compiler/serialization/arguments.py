@@ -41,7 +41,7 @@ def written(
         if type(value) is str and len(value) > _MOST_TEXT:
             raise NotSerializableError(f"an argument is a text of {len(value)} characters")
         return value
-    if type(value) is complex:
+    if isinstance(value, complex):
         return [_COMPLEX, value.real, value.imag]
     if isinstance(value, referred):
         return [_NODE, places[value]]

@@ -8,10 +8,10 @@ import keyword
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch import fx
 from torch.fx.graph import CodeGen
 
+from penstock.compiler.executables import executable
 from penstock.compiler.serialization import arguments, fields
 from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 from penstock.compiler.serialization.targets import function_of, name_of
@@ -124,7 +124,7 @@ class GraphReader:
 
     def executable(self, lines: Any, name: str) -> fx.GraphModule:
         """Return a module that generates its code when it is first called."""
-        return _LazyGraphModule(nn.Module(), self.graph(lines), class_name=name)
+        return executable(self.graph(lines), name)
 
     def graph(self, lines: Any) -> fx.Graph:
         """Return the graph of its written form.

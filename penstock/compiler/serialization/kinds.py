@@ -122,8 +122,7 @@ def read_kind(value: Any, graphs: GraphReader | None) -> Kind:
     if graphs is not None:
         lines = fields.items(have["graphs"], len(_EXECUTABLES))
         for executable, each in zip(_EXECUTABLES, lines, strict=True):
-            called = f"{executable}_{name}".replace(".", "_")
-            modules[executable] = graphs.executable(each, called)
+            modules[executable] = graphs.executable(each, f"{executable}_{name}")
     costs = fields.items(have["costs"], len(_EXECUTABLES))
     rest: dict[str, Any] = {**modules, **{key: fields.number(have[key]) for key in _NUMBERS}}
     kind = Kind(

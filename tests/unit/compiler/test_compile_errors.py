@@ -152,15 +152,6 @@ class MapsOverRows(Linear):
         return torch.vmap(lambda row: self.linear(row).sum())(x).sum()
 
 
-class Recurs(Linear):
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.LSTM(4, 4)
-
-    def forward(self, x):
-        return self.steps(self.linear(x))[0].sum()
-
-
 class DrawsNoise(Linear):
     def forward(self, x):
         return self.linear(x + torch.randn_like(x)).sum()
@@ -175,6 +166,19 @@ class EntersAutocast(Linear):
 class ReturnsRows(Linear):
     def forward(self, x):
         return self.linear(x)
+
+
+class InvertsASpectrum(Linear):
+    def forward(self, x):
+        window = torch.ones(4)
+        spectrum = torch.stft(self.linear(x).flatten(), 4, window=window, return_complex=True)
+        return torch.istft(spectrum, 4, window=window).sum()
+
+
+class Factorises(Linear):
+    def forward(self, x):
+        rows = self.linear(x)
+        return torch.linalg.ldl_factor(rows @ rows.T).LD.sum()
 
 
 class ReturnsTwo(Linear):
@@ -271,6 +275,13 @@ UNSEEN = (
             "reads a tensor by as_strided that is itself a view or not contiguous: make it "
             "contiguous (.contiguous().clone()) first, or use slices and permute.",
         ),
+        (
+            InvertsASpectrum,
+            "the model at ",
+            "torch.istft(spectrum, 4, window=window)",
+            "calls aten.istft.default, which cannot be traced with its derivative: "
+            f"aten.equal.default. {VALUE}",
+        ),
         (TakesANumber, "the model at ", "x.max().item()", NUMBER),
         (TakesAList, "the model at ", "x[0].tolist()", NUMBER),
         (
@@ -279,13 +290,6 @@ UNSEEN = (
             "torch.vmap(lambda row: self.linear(row).sum())(x)",
             "uses a transform of torch.func (torch.vmap, jvp), which Penstock does not compile: "
             "write the operators for the whole batch.",
-        ),
-        (
-            Recurs,
-            "steps at ",
-            "return self.steps(self.linear(x))[0].sum()",
-            "calls a whole recurrent network (aten.lstm.input), which Penstock does not compile: "
-            "call its cell (torch.nn.LSTMCell, GRUCell, RNNCell) for each position.",
         ),
         (
             DrawsNoise,
@@ -341,6 +345,13 @@ def test_compile_error_names_source_line_and_remedy(module, start, line, end, ca
             CompileError,
             "the model must return a scalar loss; it returns a tensor of shape (3, 4). Reduce it "
             "(mean or sum), or name a loss function in model.loss.",
+        ),
+        (
+            Factorises,
+            CompileError,
+            "PyTorch has no derivative for an operator of the model: derivative for "
+            "aten::linalg_ldl_factor_ex is not implemented. Compute the result from tensors that "
+            "need no gradient (.detach()), or write it with other operators.",
         ),
         (
             ReturnsTwo,

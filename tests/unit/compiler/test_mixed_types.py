@@ -6,6 +6,8 @@ from sweeps import one_step
 from torch import nn
 from torch.nn import functional as F
 
+from penstock.errors import CompileError
+
 
 class Attends(nn.Module):
     """PyTorch's own layers, with a mask of float32."""
@@ -64,7 +66,7 @@ class Decomposes(nn.Module):
         return made.square().mean()
 
 
-LINEAR_ALGEBRA = {
+IN_FLOAT32 = {
     "det": torch.linalg.det,
     "torch.det": torch.det,
     "Tensor.det": lambda m: m.det(),
@@ -83,13 +85,38 @@ LINEAR_ALGEBRA = {
     "lu_factor": lambda m: torch.linalg.lu_factor(m).LU,
     "solve": lambda m: torch.linalg.solve(m, torch.ones(3, 1)),
     "solve_triangular": lambda m: torch.linalg.solve_triangular(m, m[..., :1], upper=True),
+    "matrix_power": lambda m: torch.matrix_power(m, -2),
+    "matrix_norm": lambda m: torch.linalg.matrix_norm(m, "nuc"),
+    "norm of a matrix": lambda m: torch.linalg.norm(m[0], 2),
+    "nuclear norm": lambda m: torch.norm(m[0], "nuc"),
+    "cdist": lambda m: torch.cdist(m, m.flip(0)),
+    "cdist p=1": lambda m: torch.cdist(m, m.flip(0), p=1),
+    "pdist": lambda m: F.pdist(m.flatten(1)),
+    "quantile": lambda m: torch.quantile(m, 0.3, dim=-1),
+    "rfft": lambda m: torch.fft.rfft(m).abs(),
+    "irfft2": lambda m: torch.fft.irfft2(torch.fft.rfft2(m), s=(3, 3)),
+    "stft": lambda m: torch.stft(
+        m.flatten(), 8, window=torch.hann_window(8), return_complex=True
+    ).abs(),
+    "polar": lambda m: torch.polar(m, m).real,
+    "view_as_complex": lambda m: torch.view_as_complex(m[..., :2].contiguous()).abs(),
+    "avg_pool3d": lambda m: F.avg_pool3d(m[None, None], 2),
+    "local_response_norm": lambda m: F.local_response_norm(m, 2),
+    "antialias": lambda m: F.interpolate(m[None], size=2, mode="bilinear", antialias=True),
+    "multi_margin_loss": lambda m: F.multi_margin_loss(m[:, 0], torch.tensor([0, 1, 2, 1])),
+    "multilabel_margin_loss": lambda m: F.multilabel_margin_loss(
+        m[:, 0], torch.tensor([[1, -1, 0]] * 4)
+    ),
+    "i1": torch.special.i1,
+    "erfcx": torch.special.erfcx,
+    "ndtri": lambda m: torch.special.ndtri(torch.sigmoid(m)),
 }
 
 
-@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
-def test_linear_algebra_without_bf16_kernel_is_computed_in_float32(name):
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_function_without_bf16_kernel_is_computed_in_float32(name):
     torch.manual_seed(0)
-    module, rows = Decomposes(LINEAR_ALGEBRA[name]), {"x": torch.randn(4, 9)}
+    module, rows = Decomposes(IN_FLOAT32[name]), {"x": torch.randn(4, 9)}
     step = one_step(module, [rows], precision="bf16")
     loss = module(**rows)
     loss.backward()
@@ -98,3 +125,76 @@ def test_linear_algebra_without_bf16_kernel_is_computed_in_float32(name):
     for weight, parameter in module.named_parameters():
         difference = (step.gradients[weight].float() - parameter.grad).abs().max()
         assert float(difference) <= 0.05 * largest, weight
+
+
+def assigned(into, rows, values):
+    into[rows] = values
+    return into
+
+
+ONE_TYPE = {
+    "mv": lambda h, x: h.mv(x[0]),
+    "dot": lambda h, x: torch.dot(h[0], x[0]),
+    "inner": lambda h, x: torch.inner(x, h),
+    "tensordot": lambda h, x: torch.tensordot(h, x, dims=([1], [1])),
+    "vecdot": lambda h, x: torch.linalg.vecdot(x, h),
+    "multi_dot": lambda h, x: torch.linalg.multi_dot([h, x.T, h]),
+    "addmv": lambda h, x: torch.addmv(x[:, 0], h, x[1]),
+    "addbmm": lambda h, x: torch.addbmm(x[:, :4], h[None], x.T[None]),
+    "conv_transpose3d": lambda h, x: F.conv_transpose3d(
+        x.view(1, 4, 9, 1, 1), h.view(4, 1, 9, 1, 1)
+    ),
+    "prelu": lambda h, x: F.prelu(x, h[0]),
+    "lerp": lambda h, x: torch.lerp(h, x, 0.3),
+    "cross": lambda h, x: torch.linalg.cross(h[:, :3], x[:, :3]),
+    "embedding_bag": lambda h, x: F.embedding_bag(
+        torch.tensor([[0, 3]]), h, per_sample_weights=x[:1, :2], mode="sum"
+    ),
+    "index_add": lambda h, x: x.index_add(0, torch.tensor([1, 1]), h[:2]),
+    "index_add_": lambda h, x: torch.zeros(4, 9).index_add_(0, torch.tensor([1, 1]), h[:2]),
+    "index_add_ in bfloat16": lambda h, x: (h * 1).index_add_(0, torch.tensor([1, 1]), x[:2]),
+    "scatter_add_": lambda h, x: torch.zeros(4, 9).scatter_add_(
+        1, torch.tensor([[0, 0, 5]] * 4), h[:, :3]
+    ),
+    "masked_scatter": lambda h, x: x.masked_scatter(x > 0, h),
+    "setitem": lambda h, x: assigned(torch.zeros(4, 9), torch.tensor([2, 0]), h[:2]),
+    "setitem in bfloat16": lambda h, x: assigned(h * 1, torch.tensor([2, 0]), x[:2]),
+    "addmm_": lambda h, x: torch.ones(4, 4).addmm_(h, h.T),
+    "lstm_cell": lambda h, x: torch.lstm_cell(x, (h, x), h.repeat(9, 1), h.repeat(9, 1))[0],
+    "gru_cell": lambda h, x: torch.gru_cell(x, h, h.repeat(7, 1)[:27], h.repeat(7, 1)[:27]),
+}
+
+
+class Mixes(nn.Module):
+    """A function of bfloat16 hidden rows [4, 9] and float32 rows [4, 9]."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(9, 9), function
+
+    def forward(self, x):
+        return self.function(self.layer(x), x).square().mean()
+
+
+@pytest.mark.parametrize("name", ONE_TYPE)
+def test_function_of_bf16_and_float32_operands_is_computed(name):
+    torch.manual_seed(0)
+    module, rows = Mixes(ONE_TYPE[name]), {"x": torch.randn(4, 9)}
+    step = one_step(module, [rows], precision="bf16")
+    loss = module(**rows)
+    loss.backward()
+    assert step.losses[0] == pytest.approx(float(loss.detach()), rel=0.03)
+    largest = max(float(parameter.grad.abs().max()) for parameter in module.parameters())
+    for weight, parameter in module.named_parameters():
+        difference = (step.gradients[weight].float() - parameter.grad).abs().max()
+        assert float(difference) <= 0.05 * largest, weight
+
+
+def test_operator_without_bf16_kernel_is_named_with_its_stage_and_a_remedy():
+    module = Mixes(lambda h, x: torch.ops.aten._cdist_forward(h, h, 2.0, None))
+    with pytest.raises(CompileError) as caught:
+        one_step(module, [{"x": torch.randn(4, 9)}], precision="bf16")
+    assert str(caught.value) == (
+        """stage model cannot run on cpu: "cdist" not implemented for 'BFloat16'. Compute that """
+        "operator in float32 (.float() on its arguments), or set precision: fp32."
+    )

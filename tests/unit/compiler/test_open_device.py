@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from penstock.compiler.joint import leave_device_open
+from penstock.compiler.joint_tracing import leave_device_open
 
 aten = torch.ops.aten
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from sweeps import compiled
 from tiny_models import LENGTH, language_model
-from torch import nn
+from torch import fx, nn
 
+from penstock.compiler.recompute_cheap import keep_costly
 from penstock.planning import builders
 
 ROWS = 2
@@ -53,3 +54,12 @@ def test_result_is_kept_if_its_argument_is_not_needed(function):
     program = compiled(Rectified(function), {"x": torch.randn(8, 16)})
     for stage in program.stages[:-1]:
         assert stage.kind.saved_bytes <= 4 * 8 * 16
+
+
+def test_chain_of_cheap_operators_may_be_of_any_length():
+    graph = fx.Graph()
+    start = node = graph.placeholder("x")
+    for _ in range(5000):
+        node = graph.call_function(torch.ops.aten.relu.default, (node,))
+    assert keep_costly([node], {start}) == []
+    assert keep_costly([node], set()) == [node]

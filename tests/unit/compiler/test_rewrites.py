@@ -202,6 +202,55 @@ def test_dropouts_are_numbered_within_the_model():
     assert not compiled(Dropped().eval(), batch()).draws_dropout
 
 
+class DropsChannels(nn.Module):
+    """The gradient of `scale` is the mask of a dropout, times the scale of the output."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, 5, 2, 3))
+        self.dropout = dropout
+
+    def forward(self, x):
+        return self.dropout(self.scale * (x.sum() * 0 + 1)).sum()
+
+
+CHANNEL_DROPOUTS = {
+    "Dropout1d": lambda p: nn.Sequential(nn.Flatten(2), nn.Dropout1d(p)),
+    "Dropout2d": nn.Dropout2d,
+    "in place": lambda p: nn.Dropout2d(p, inplace=True),
+    "Dropout3d": lambda p: nn.Sequential(nn.Unflatten(3, (1, 3)), nn.Dropout3d(p)),
+}
+
+
+@pytest.mark.parametrize("name", CHANNEL_DROPOUTS)
+def test_dropout_of_channels_drops_whole_channels_repeatably(name):
+    module = DropsChannels(CHANNEL_DROPOUTS[name](0.5))
+    steps = [one_step(module, [batch()]) for _ in range(2)]
+    mask = steps[0].gradients["scale"].flatten(2)
+    assert torch.equal(mask, mask[:, :, :1].expand_as(mask))
+    assert set(mask.unique().tolist()) == {0.0, 2.0}
+    assert len({tuple(row) for row in mask[..., 0].tolist()}) > 1  # rows differ
+    assert torch.equal(steps[1].gradients["scale"], steps[0].gradients["scale"])
+    everything = one_step(DropsChannels(CHANNEL_DROPOUTS[name](1.0)), [batch()])
+    assert everything.losses == [0.0]
+
+
+@pytest.mark.parametrize(
+    "dropout",
+    [
+        nn.Dropout2d(0.0),
+        nn.Dropout2d(0.5).eval(),
+        nn.AlphaDropout(0.0),
+        nn.AlphaDropout(0.5).eval(),
+        nn.FeatureAlphaDropout(0.0),
+    ],
+    ids=repr,
+)
+def test_dropout_of_nothing_is_its_argument(dropout):
+    step = one_step(DropsChannels(dropout), [batch()])
+    assert torch.equal(step.gradients["scale"], torch.ones(6, 5, 2, 3))
+
+
 class Attends(nn.Module):
     """Attention, by the fused operator, whose own dropout no replay could repeat."""
 

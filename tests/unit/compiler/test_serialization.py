@@ -124,6 +124,41 @@ class Phases(nn.Module):
         return torch.view_as_real(turned).square().mean()
 
 
+class Fills(nn.Module):
+    """Two tensors filled with a complex literal, one before and one after the first weight."""
+
+    def __init__(self, literal: complex) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.literal = literal
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, 4] to the loss [], a sum that differs with the sign and class of every part."""
+        parts = []
+        for each in (rows, self.layer(rows)):
+            filled = torch.complex(each, each).masked_fill(rows < 2, self.literal)
+            parts += torch.view_as_real(filled)[0, 0].unbind()
+        filled = torch.stack(parts).detach()
+        weights = 2.0 ** torch.arange(4)
+        kinds = torch.copysign(weights, filled) + 16 * weights * filled.isnan()
+        return self.layer(rows).sum() + kinds.sum() + filled.nan_to_num(posinf=3, neginf=5).sum()
+
+
+LITERALS = (0.0, -0.0, 0.5, float("nan"), float("-inf"))
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("imaginary", LITERALS)
+@pytest.mark.parametrize("real", LITERALS)
+def test_executable_computes_with_every_bit_of_a_complex_literal(real, imaginary, written):
+    module, rows = Fills(complex(real, imaginary)), {"rows": torch.rand(3, 4)}
+    program = compiled(module, rows)
+    program = deserialize(serialize(program)) if written else program
+    plan = EnginePlan()
+    step = sweep(TorchEngine(program, plan), plan, weights_of(module, program), [rows])
+    assert struct.pack("d", step.losses[0]) == struct.pack("d", float(module(**rows).detach()))
+
+
 def test_program_with_complex_literals_is_the_same_in_every_field():
     program = compiled(Phases(), {"rows": torch.rand(3, 4)})
     assert_same_program(deserialize(serialize(program)), program)

@@ -182,17 +182,17 @@ def test_a_band_is_expanded_and_collected(band):
     starts, columns = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32)
     values = matrix.data.astype(np.float32)
     whole, tile = guarded(len(band) * 23, np.float32)
-    expand(starts, columns, values, NONE, band, tile)
+    expand(starts, columns, values, NONE, 23, band, tile)
     expected = matrix.toarray()[band.start : band.stop]
     np.testing.assert_array_equal(tile.reshape(expected.shape), expected)
     assert_untouched(whole)
     order = np.random.default_rng(3).permutation(values.size).astype(np.int32)
     elsewhere = np.empty_like(values)
     elsewhere[order] = values
-    expand(starts, columns, elsewhere, order, band, tile)
+    expand(starts, columns, elsewhere, order, 23, band, tile)
     np.testing.assert_array_equal(tile.reshape(expected.shape), expected)
     kept = np.full(values.size, -1, np.float32)
-    collect(starts, columns, band, tile, kept)
+    collect(starts, columns, 23, band, tile, kept)
     inside = slice(starts[band.start], starts[band.stop])
     np.testing.assert_array_equal(kept[inside], values[inside])
     assert (np.delete(kept, np.r_[inside]) == -1).all()
@@ -206,9 +206,9 @@ def test_a_band_is_expanded_by_a_bitmap_as_without(width, dtype):
     values, bitmap = numbers(7, columns.size, dtype), bitmap_of(starts, columns, width)
     for band in (range(40), range(10, 35)):
         whole, tile = guarded(len(band) * width, dtype)
-        expand_marked(starts, columns, bitmap, values, band, tile)
+        expand_marked(starts, columns, bitmap, values, width, band, tile)
         expected = np.zeros_like(tile)
-        expand(starts, columns, values, NONE, band, expected)
+        expand(starts, columns, values, NONE, width, band, expected)
         np.testing.assert_array_equal(tile, expected)
         assert_untouched(whole)
 
@@ -218,7 +218,7 @@ def test_a_band_that_is_not_in_the_matrix_is_refused():
     tile, values = np.zeros(4, np.float32), np.zeros(1, np.float32)
     for band in (range(3), range(1, 1), range(0, 2, 2)):
         with pytest.raises(ValueError, match=r"band: expected consecutive rows of 0 to 2, got"):
-            expand(starts, columns, values, NONE, band, tile)
+            expand(starts, columns, values, NONE, 2, band, tile)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
@@ -230,10 +230,32 @@ def test_the_product_with_one_token(dtype):
         matrix.data[:] = (values.astype(np.uint32) << 16).view(np.float32)
     x, bias = numbers(5, 77, np.float32), numbers(6, 200, np.float32)
     starts, columns = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32)
-    found = multiply_vector(starts, columns, values, x, bias)
+    found = multiply_vector(starts, columns, values, 77, x, bias)
     np.testing.assert_allclose(found, matrix @ x.astype(np.float64) + bias, rtol=0, atol=1e-5)
-    found = multiply_vector(starts, columns, values, x)
+    found = multiply_vector(starts, columns, values, 77, x)
     np.testing.assert_allclose(found, matrix @ x.astype(np.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [0, 3, 76, 78])
+def test_one_token_of_another_width_than_the_matrix_is_refused(given):
+    starts, columns = np.array([0, 1]), np.array([76], np.int32)
+    x = np.ones(given, np.float32)
+    with pytest.raises(ValueError, match=rf"x: expected shape \[77\], got \[{given}\]"):
+        multiply_vector(starts, columns, np.ones(1, np.float32), 77, x)
+
+
+@pytest.mark.parametrize("given", [1, 76, 78])
+def test_tile_of_another_width_than_the_matrix_is_refused(given):
+    starts, columns = np.array([0, 1, 2]), np.array([76, 0], np.int32)
+    values, tile = np.ones(2, np.float32), np.zeros(2 * given, np.float32)
+    bitmap, band = bitmap_of(starts, columns, 77), range(2)
+    refused = pytest.raises(ValueError, match=rf"tile: expected shape \[154\], got \[{2 * given}\]")
+    with refused:
+        expand(starts, columns, values, NONE, 77, band, tile)
+    with refused:
+        expand_marked(starts, columns, bitmap, values, 77, band, tile)
+    with refused:
+        collect(starts, columns, 77, band, tile, values)
 
 
 OTHER_PROCESSOR = """
