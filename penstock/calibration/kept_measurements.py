@@ -186,8 +186,9 @@ def this_host(
     except PenstockError as error:
         reason = str(error)
     notice(
-        f"{reason}; measuring it now, about {budget_seconds:g} s and, at the first use, the time "
-        f"to compile kernels ({key})"
+        f"{reason}; measuring it now: kernels are compiled, which takes some minutes if there is "
+        f"no machine code of them yet, and then measurements take about {budget_seconds:g} s "
+        f"({key})"
     )
     if measure is None:
         if (apart := _measured_apart(key, budget_seconds)) is not None:
