@@ -14,3 +14,4 @@ from penstock.io.safetensors_header import (
     is_sound as is_sound,
     parse_header as parse_header,
 )
+from penstock.io.write_advice import write_advice as write_advice
