@@ -3,6 +3,7 @@
 from penstock.io import durable as durable, failpoints as failpoints
 from penstock.io.safe_open import (
     NotPlainError as NotPlainError,
+    file_in_place as file_in_place,
     open_own as open_own,
     open_plain as open_plain,
     read_plain as read_plain,
