@@ -13,13 +13,13 @@ import torch
 from penstock.calibration.disk_cases import PIECE_BYTES, Disk, measured_disk
 from penstock.calibration.disk_device import device_of
 from penstock.calibration.host_key import KEY, HostKey
+from penstock.calibration.kernel_compilation import compile_kernels
 from penstock.calibration.link_cases import BOTH, MESSAGE, ProcessLinks, process_links
-from penstock.calibration.operator_cases import operator_cases
-from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL, overhead_cases
-from penstock.calibration.reference_step import STEP, ratios_in_step, reference_cases
+from penstock.calibration.overhead_cases import OPERATOR_CALL, STAGE_CALL
+from penstock.calibration.processor_cases import host_products, processor_cases
+from penstock.calibration.reference_step import STEP, ratios_in_step
 from penstock.calibration.repetitions import (
     ENOUGH_REPETITIONS,
-    Case,
     Measured,
     OnProgress,
     Part,
@@ -27,19 +27,15 @@ from penstock.calibration.repetitions import (
     repetition_counts,
 )
 from penstock.calibration.shared_cores import SHARED, competing_process
-from penstock.calibration.sparse_cases import Choices, sparse_cases
-from penstock.calibration.store_cases import store_cases
-from penstock.compiler import Products
+from penstock.calibration.sparse_cases import Choices
 from penstock.config import ByteSize
 from penstock.engine import (
     keep_freed_pages,
     return_freed_pages,
     set_threads,
     target_of,
-    thread_count,
 )
 from penstock.errors import ClusterError, ConfigError, StorageError
-from penstock.kernels.processor import Processor
 from penstock.machines import (
     FLASH_DEVICE,
     EnginePart,
@@ -72,7 +68,8 @@ def calibrate(
             Everything is measured once, whatever the budget.
         flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if no file
             can be written there.
-        on_progress: called with what is being measured, and the share that is done.
+        on_progress: called with what is being done, and the share of that which is done: first of
+            the compilation of kernels, if they are not compiled, then of the measurements.
         notice: called with a sentence for the user about a part that was not measured.
 
     Raises:
@@ -91,7 +88,8 @@ def calibrate(
         on_progress("writing a file to measure the disk", 0.0)
         folder = flash_dir or _existing(cache_folder())
         disk = _disk_of(stack, folder, is_wanted=flash_dir is not None, notice=notice)
-        cases = list(_cases(_CHOICES_SHARE * budget_seconds))
+        compile_kernels(on_progress)
+        cases = list(processor_cases(Choices(_CHOICES_SHARE * budget_seconds)))
         if disk is not None:
             cases += disk.cases()
         links = _links_of(stack, notice)
@@ -113,19 +111,6 @@ def calibrate(
             sources["store.flash"] = _about_disk(disk, folder)
             sources[FLASH_DEVICE] = device_of(folder)
     return _description(measured, flash, _processes(measured), sources)
-
-
-def _cases(choices_seconds: float) -> Iterator[Case]:
-    products = _products()
-    yield from overhead_cases()
-    yield from operator_cases(products, thread_count(None))
-    yield from reference_cases(products)
-    yield from store_cases()
-    yield from sparse_cases(Choices(choices_seconds))
-
-
-def _products() -> Products:
-    return target_of("cpu").choose_products(Processor.here())
 
 
 @contextlib.contextmanager
@@ -167,7 +152,7 @@ def _measured_at_once(seconds: float, notice: Callable[[str], None]) -> list[Mea
     """Measure processes that share the cores, when everything else is measured: the other process
     would disturb it, and may fail."""
     try:
-        with competing_process(_products()) as competing:
+        with competing_process(host_products()) as competing:
             return measure([competing.case()], seconds)
     except ClusterError as error:
         notice(f"processes that share the cores were not measured: {error}")
@@ -199,7 +184,7 @@ def _description(
         rates=curves(measured, "engine"),
     )
     seconds = {m.quantity.dtype: 1 / m.rate for m in measured if m.quantity.work == STEP}
-    ratios = ratios_in_step(engine, _products(), seconds)
+    ratios = ratios_in_step(engine, host_products(), seconds)
     engine = engine.model_copy(
         update={f"{dtype}_in_step": _rounded(ratio) for dtype, ratio in ratios.items()}
     )

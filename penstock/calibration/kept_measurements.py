@@ -20,7 +20,7 @@ from penstock.calibration.host_key import KEY, HostKey, kept_file
 from penstock.calibration.measured_runs import accuracy_of, kept_runs, runs_file
 from penstock.calibration.repetitions import OnProgress
 from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
-from penstock.io import durable, read_plain
+from penstock.io import durable, read_plain, write_advice
 from penstock.machines import (
     MachineDescription,
     dump,
@@ -65,9 +65,10 @@ def keep(machine: MachineDescription, key: HostKey, *, forgets: bool = False) ->
             if old not in (*numbers, number):
                 _numbered(path, old).unlink(missing_ok=True)
     except OSError as error:
+        advice = write_advice(error, "free some space there")
         raise StorageError(
-            f"{path}: cannot keep the measurements of this host: {error.strerror or error}; free "
-            "some space there, or set XDG_CACHE_HOME to another folder"
+            f"{path}: cannot keep the measurements of this host: {error.strerror or error}; "
+            f"{advice}, or set XDG_CACHE_HOME to another folder"
         ) from error
     return path
 
@@ -186,8 +187,9 @@ def this_host(
     except PenstockError as error:
         reason = str(error)
     notice(
-        f"{reason}; measuring it now, about {budget_seconds:g} s and, at the first use, the time "
-        f"to compile kernels ({key})"
+        f"{reason}; measuring it now: kernels are compiled, which takes some minutes if there is "
+        f"no machine code of them yet, and then measurements take about {budget_seconds:g} s "
+        f"({key})"
     )
     if measure is None:
         if (apart := _measured_apart(key, budget_seconds)) is not None:

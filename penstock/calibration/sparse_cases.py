@@ -27,7 +27,7 @@ SPARSITIES = (0.9, 0.75, 0.5, 0.95)
 """In the order in which their choices are measured."""
 
 _SHAPE, _TOKENS = (1024, 3072), 1024  # of a usual layer: packing weighs more in smaller ones
-_LITTLE = ((64, 64), 64)  # compiles all kernels
+_LITTLE = ((64, 64), 256)  # compiles all kernels: a panel of each size holds as many tokens
 
 ChooseProduct = Callable[[tuple[int, int], torch.dtype, float, int], Choice]
 
@@ -56,6 +56,15 @@ class Choices:
             self._left -= self._clock() - began
         nearest = min(known, key=lambda found: abs(found - sparsity))
         return known[nearest]
+
+
+def small_choices() -> Choices:
+    """Return choices that compile all kernels and measure nothing of a usual size."""
+
+    def choose(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
+        return choose_product(_LITTLE[0], dtype, sparsity, _LITTLE[1])
+
+    return Choices(0.0, choose=choose)
 
 
 def sparse_cases(choices: Choices) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.calibration import HostKey
     from penstock.machines import MachineDescription, RateCurve
 
+_LINE_SECONDS = 10.0
 _TOKENS = ("attention", "head")  # work whose size is a number of tokens
 
 
@@ -39,7 +41,8 @@ def calibrate(
     The medians of the last five measurements count: on a shared host, whose speed varies, measure
     again at other times. Rates of a disk are medians of those of them that measured the disk of the
     last one. Let nothing else run meanwhile. At most 512 MiB are written to the disk; nothing stays
-    there. At the first use, kernels are compiled as well, which takes some minutes.
+    there. At the first use, kernels are compiled before that, on all cores, which takes some
+    minutes.
     """
     from rich.console import Console
 
@@ -86,15 +89,37 @@ def _measured(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """Show a bar that disappears, if this is a terminal."""
+    """Show a bar that disappears, on a terminal; elsewhere print a line now and then."""
     from rich.progress import BarColumn, Progress, TextColumn
 
+    if not console.is_terminal:
+        yield _Lines()
+        return
     columns = BarColumn(), TextColumn("{task.description}")
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("preparing", total=1.0)
         yield lambda text, share: bar.update(task, description=text, completed=share)
+
+
+class _Lines:
+    """Prints what is being done, at most every few seconds.
+
+    **Arguments:** `clock` returns seconds, `write` prints a line.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], None] = lambda text: typer.echo(text, err=True),
+    ) -> None:
+        self._clock, self._write = clock, write
+        self._begun = self._last = clock()
+
+    def __call__(self, text: str, share: float) -> None:
+        now = self._clock()
+        if now - self._last >= _LINE_SECONDS:
+            self._last = now
+            self._write(f"calibrate: after {now - self._begun:.0f} s: {text} ({share:.0%})")
 
 
 def render(machine: MachineDescription) -> Table:

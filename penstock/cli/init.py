@@ -37,6 +37,11 @@ def init(
         raise ConfigError(
             f"{file} already exists and was not changed; choose another file"
         ) from None
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file}: expected a file in a folder that exists, {file.parent} does not; create it, "
+            "or choose another file"
+        ) from None
     except OSError as error:
         raise StorageError(f"{file}: cannot write this file: {error.strerror}") from None
     typer.echo(f"wrote {file}\nnext: penstock train {file}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import BudgetError, ConfigError, PenstockError, StorageError
+from penstock.io import write_advice
 from penstock.telemetry import process_memory
 
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -54,9 +55,15 @@ def _refused(error: OSError) -> PenstockError:
                 f"{_TORCH_CACHE}: expected a folder that can be created and written, got {cache}: "
                 f"{error.strerror}; choose another folder, or unset the variable"
             )
-        return StorageError(f"{name}: {error.strerror}")
-    is_output = error.errno in (errno.ENOSPC, errno.EIO, errno.EPIPE)
-    return StorageError(f"{'standard output: ' * is_output}{error.strerror}")
+        return StorageError(f"{name}: {_with_limit(error)}")
+    is_output = error.errno in (errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EFBIG)
+    return StorageError(f"{'standard output: ' * is_output}{_with_limit(error)}")
+
+
+def _with_limit(error: OSError) -> str:
+    """Return the text of an error, with the advice for a limit of a file's size."""
+    advice = write_advice(error, "")
+    return f"{error.strerror}; {advice}" if error.errno == errno.EFBIG else f"{error.strerror}"
 
 
 def refuse_unreadable_arguments(arguments: Sequence[str]) -> None:

@@ -18,6 +18,9 @@ from penstock.config.model import FORM_CLASSES
 from penstock.errors import did_you_mean
 
 # Names of keys in other trainers.
+VALUES_ELSEWHERE = {"gpu": "cuda", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+"""Values under their usual other names."""
+
 NAMES_ELSEWHERE = {
     "batch_size": "batch.size",
     "eval": "evaluation",
@@ -103,7 +106,10 @@ def _text(problem: Any, path: KeyPath, root: type[BaseModel]) -> str:
         return problem["msg"]
     got = f", got {_shown(value)}"
     if kind == "literal_error":
-        return f"expected {expected}{got}{did_you_mean(str(value), _choices(path, root))}"
+        choices = _choices(path, root)
+        usual = VALUES_ELSEWHERE.get(str(value).lower())
+        word = usual if usual in choices else str(value)
+        return f"expected {expected}{got}{did_you_mean(word, choices)}"
     return f"expected {expected}{got}{_remedy(path, root)}"
 
 

@@ -15,7 +15,7 @@ from penstock.config.document import MAX_BYTES, read
 from penstock.config.problems import Origin
 from penstock.config.root import Config
 from penstock.errors import ConfigError, CorruptionError, StorageError
-from penstock.io import durable, read_plain
+from penstock.io import durable, file_in_place, read_plain
 
 FILE_NAME = "config.yaml"
 _SEAL = b"# checksum of the lines above: "
@@ -36,8 +36,8 @@ def check_run(config: Config, recorded_extra: RecordedExtra, fresh: bool = False
     files are never deleted.
     """
     folder = config.run.dir
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run.dir: expected a folder, got the file {folder}; choose another")
+    if (file := file_in_place(folder)) is not None:
+        raise ConfigError(f"run.dir: expected a folder, got the file {file}; choose another")
     if fresh and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(
             f"run.dir: expected a new or empty folder with --fresh, but {folder} holds "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.errors import DataError, StorageError
-from penstock.io import durable
+from penstock.io import durable, write_advice
 
 
 @contextlib.contextmanager
@@ -54,9 +54,9 @@ def published_folder(
                 # A failed build, or the replaced folder, or nothing.
                 shutil.rmtree(staging, ignore_errors=True)
         except OSError as error:
+            advice = write_advice(error, "free some space there or choose another output folder")
             raise StorageError(
-                f"cannot write {out}: {error.strerror or error}; nothing was left behind; "
-                "free some space there or choose another output folder"
+                f"cannot write {out}: {error.strerror or error}; nothing was left behind; {advice}"
             ) from error
 
 

@@ -335,7 +335,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if not file.exists():
         raise DataError(
             f"folder {path} holds no {TOKENIZER_NAME}; write one with transformers: "
-            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER); or name another, such as "
+            "train-bpe:4096 or the path of a tokenizer.json"
         )
     try:
         content = read_plain(file, LARGEST_FILE_BYTES)

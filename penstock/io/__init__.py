@@ -3,6 +3,7 @@
 from penstock.io import durable as durable, failpoints as failpoints
 from penstock.io.safe_open import (
     NotPlainError as NotPlainError,
+    file_in_place as file_in_place,
     open_own as open_own,
     open_plain as open_plain,
     read_plain as read_plain,
@@ -14,3 +15,4 @@ from penstock.io.safetensors_header import (
     is_sound as is_sound,
     parse_header as parse_header,
 )
+from penstock.io.write_advice import write_advice as write_advice

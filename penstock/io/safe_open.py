@@ -33,6 +33,12 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(_open(path, os.O_RDONLY), "rb", buffering=0)
 
 
+def file_in_place(folder: Path) -> Path | None:
+    """Return the file that is where a folder, or a folder above it, would be; None without one."""
+    found = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    return None if found is None or found.is_dir() else found
+
+
 def open_own(path: Path, flags: int) -> int:
     """Open a file for modification and return its descriptor. Links are not followed, so that only
     the named path can change. Errors are those of `open_plain`."""

@@ -141,6 +141,12 @@ class CodeCache(caching.FunctionCache):
             self._lock.release()
 
 
+def code_folder() -> Path | None:
+    """Return the folder for the machine code of this package's kernels; None if none is
+    writable."""
+    return writable_folder(_KERNELS, sources_digest(_KERNELS))
+
+
 def code_cache(function: Callable[..., Any]) -> CodeCache | None:
     """Return the machine code of a kernel; None if no folder is writable."""
     sources = Path(inspect.getfile(function)).parent

@@ -57,8 +57,8 @@ def load_any(name_or_path: str) -> MachineDescription | GpuCluster:
     known = known_machines()
     if name_or_path not in known:
         raise ConfigError(
-            f"expected a machine, {', '.join(known)}, a GPU cluster, {', '.join(clusters)}, or the "
-            f"path of a file that ends in .yaml, got {name_or_path!r}"
+            f"expected a machine ({', '.join(known)}), a GPU cluster ({', '.join(clusters)}), or "
+            f"the path of a file that ends in .yaml, got {name_or_path!r}"
             f"{did_you_mean(name_or_path, [*known, *clusters])}"
         )
     return load_machine(name_or_path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
@@ -150,21 +151,24 @@ class RateTable:
 
     def curve(self, work: Work, dtype: str = "any", layout: Layout = "any") -> RateCurve:
         """Return the curve of some work: the one of its type and layout, else the one of all
-        layouts, else the one of all types, else that of similar work, else one of another type.
+        layouts, else the one of all types, else the one of its type in another layout, else that of
+        similar work, else one of another type, of its layout if there is one.
 
         Raises:
             KeyError: the machine gives no rate for such work.
         """
         chain = list(_similar(work))
-        for similar in chain:
-            for key in ((dtype, layout), (dtype, "any"), ("any", layout), ("any", "any")):
-                found = self._curves.get((similar, *key))  # type: ignore[arg-type]
+        suitable = dict.fromkeys((layout, "any"))
+        layouts = dict.fromkeys((*suitable, *get_args(Layout)))
+        own = [*itertools.product((dtype, "any"), suitable)]
+        own += itertools.product((dtype, "any"), layouts)
+        types = dict.fromkeys(key[1] for key in self._curves)
+        others = [*itertools.product(types, layouts)]
+        for keys in (own, others):
+            for similar, key in itertools.product(chain, keys):
+                found = self._curves.get((similar, *key))
                 if found is not None:
                     return found
-        for similar in chain:
-            other = next((c for key, c in self._curves.items() if key[0] == similar), None)
-            if other is not None:
-                return other
         raise KeyError(f"{self._where} gives no rate for {work} of {dtype}")
 
     def has(self, work: Work) -> bool:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.planning.relays import relay_count as relay_count
     from penstock.planning.sequence_lengths import (
         awaits_records as awaits_records,
+        built_dataset as built_dataset,
         sequence_length as sequence_length,
     )
     from penstock.planning.sparse_weights import mask_rule_of as mask_rule_of

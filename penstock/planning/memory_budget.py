@@ -28,21 +28,14 @@ from penstock.engine import (
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine_limits import Machine
 from penstock.planning.relays import relay_count
-from penstock.planning.sparse_weights import mask_rule_of
 from penstock.planning.store_factory import (
     assembly_of,
-    is_in_parts,
+    dram_store_bytes,
     least_flash_store_bytes,
-    optimizer_of,
 )
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.step_schedule import StepSchedule
-from penstock.store import (
-    Role,
-    ShardMap,
-    dram_store_memory,
-    index_memory,
-)
+from penstock.store import Role, index_memory
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -57,7 +50,6 @@ _AUTO_DEVICE = 0.85  # of a device's own free memory; libraries and fragments ne
 # stages, 102 MiB with 26 stages. A spare engine has 27 MiB less.
 _TEMPLATE_BYTES = 320 << 20
 _FORKED_BYTES, _FORKED_STAGE_BYTES = 76 << 20, 1 << 20
-_FLOAT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ class Budget:
         if self._on_flash:
             self._need = least_flash_store_bytes(config, program)
         else:
-            self._need = _dram_store_bytes(config, program, roles)
+            self._need = dram_store_bytes(config, program, roles)
         self._transfer_bytes = 0
         if config.cluster.start != "none":
             dense = computes_dense_gradients(config)
@@ -161,7 +153,8 @@ class Budget:
         known += self._processes
         self._rest = self._limit - known
         if self._here(self._need) >= self._rest:
-            self._refuse(self._need, self._least())
+            given = config.store.dram if self._on_flash else "auto"
+            self._refuse(self._need if given == "auto" else max(self._need, given), self._least())
 
     def room(self, shares: MemoryShares) -> HostCapacity | None:
         """Return the limit on the number of engines; None if engines are on other hosts."""
@@ -236,7 +229,7 @@ class Budget:
         if self._on_flash and config.store.dram == "auto" and not self._is_elsewhere:
             # Engines and store start with half each; the store gets memory that engines cannot use.
             least, wanted = self._choice()
-            share = min(max(least, rest // 2 // count), wanted)
+            share = min(max(least, min(rest // 2, rest - self._need) // count), wanted)
             store = rest - count * share
             is_too_little = store < self._need
         share = (rest - store) // count
@@ -396,27 +389,51 @@ class Budget:
         return "\n".join(f"  {name:42} {size_above(size):>12}" for name, size in rows)
 
     def _advice(self, store: int, engine: int) -> str:
-        """Return the configuration key to change, with its value."""
-        config = self._config
+        """Return the configuration keys to change, with their values: only those that help."""
         total = sum(size for _, size in self._parts(store, engine))
         over = total - self._limit
-        ways = []
-        if config.memory is not None and self._limit == int(config.memory):
-            ways.append(f"raise memory above {size_above(total)}")
-        is_here = not self._is_elsewhere
-        if is_here and self._on_flash and config.store.dram != "auto" and store > over:
-            ways.append(f"lower store.dram to {_floor(store - over)}")
-        here = self._engines_here
-        if engine > self._least() and here * engine > over:
-            share = max(self._least(), (here * engine - over) // here)
-            ways.append(f"lower engine.memory to {size_above(share)}")
-        if is_here and not self._on_flash:
-            if self._saving - _SAVING_BYTES > over:
-                left = int(config.checkpoint.buffer) - over
-                ways.append(f"lower checkpoint.buffer to {_floor(left)}")
-            ways.append("set store.flash.path to a folder on a fast disk")
-        ways.append("lower batch.micro, batch.size or data.sequence_length")
+        ways = self._resized(store, engine, total)
+        flash, batch = self._freed_by_flash(store), self._freed_by_batch(engine)
+        use_flash = "set store.flash.path to a folder on a fast disk"
+        smaller_batch = "lower batch.micro, batch.size or data.sequence_length"
+        if flash >= over:
+            ways.append(use_flash)
+        if batch > over:
+            ways.append(smaller_batch)
+        elif 0 < over - batch < flash < over:
+            ways.append(f"{use_flash} and {smaller_batch}")
+        if not ways:
+            ways.append("use a machine with more memory")
         return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
+
+    def _resized(self, store: int, engine: int, total: int) -> list[str]:
+        """Return the sizes whose change alone makes the run fit."""
+        config, here, over = self._config, self._engines_here, total - self._limit
+        ways = []
+        if config.memory is not None and int(config.memory) < total <= self._machine.memory_bytes:
+            ways.append(f"raise memory above {size_above(total)}")
+        is_given = self._on_flash and config.store.dram != "auto" and not self._is_elsewhere
+        if is_given and (store - over) >> 20 << 20 >= self._need:
+            ways.append(f"lower store.dram to {_floor(store - over)}")
+        share = (here * engine - over) // here if here else 0
+        if engine > share >= self._least():
+            ways.append(f"lower engine.memory to {size_above(share)}")
+        buffer = self._saving - _SAVING_BYTES
+        if buffer - over >= 1 << 20:
+            ways.append(f"lower checkpoint.buffer to {_floor(buffer - over)}")
+        return ways
+
+    def _freed_by_flash(self, store: int) -> int:
+        """Return the memory of this host that a store on flash would not need."""
+        if self._on_flash or self._is_elsewhere:
+            return 0
+        least = least_flash_store_bytes(self._config, self._program)
+        return store - least + self._saving - _SAVING_BYTES
+
+    def _freed_by_batch(self, engine: int) -> int:
+        """Return more than the memory of this host that any smaller batch would free."""
+        here = 0 if self._target.has_own_memory else self._engines_here
+        return here * engine + self._data - _CHECKING_BYTES
 
 
 def transfer_buffer_bytes(
@@ -450,7 +467,7 @@ def computes_dense_gradients(config: Config) -> bool:
 
 
 def _floor(size: int) -> str:
-    return f"{max(1, size >> 20)}MiB"
+    return f"{size >> 20}MiB"
 
 
 def _largest_moved(program: Program, dense_gradients: bool = False) -> int:
@@ -480,20 +497,3 @@ def _shared_bytes(config: Config, program: Program) -> int:
         pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
         calls = 0
     return (len(pairs) + calls) * SHM_BYTES
-
-
-def _dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
-    """Return the memory of a store in memory: masters, gradients, moments, masks."""
-    gradient = _FLOAT_BYTES[config.gradient_precision]
-    rule = mask_rule_of(config, program)
-    if rule is not None:
-        shard_map, optimizer = ShardMap.of(program, config.store.shards), optimizer_of(config)
-        parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
-        each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)
-        once = sum(sum(memory.values()) for memory in each)
-        return config.store.replicas * once + assembly_of(config, program)
-    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
-    state = sum(role.bytes(elements) for elements in trained for role in roles)
-    weights = sum(weight.stored_bytes for weight in program.weights.values())
-    once = weights + gradient * sum(trained) + state
-    return config.store.replicas * once + assembly_of(config, program)

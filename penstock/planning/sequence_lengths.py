@@ -20,21 +20,27 @@ def awaits_records(config: Config) -> bool:
     )
 
 
+def built_dataset(config: Config) -> TokenDataset | None:
+    """Return the built data set of a run that configures no length; None if there is none.
+
+    **Raises:** `DataError`, `CorruptionError` if the folder of the data set has none, or a damaged
+    one.
+    """
+    if config.data.sequence_length is not None or not config.data_dir.exists():
+        return None
+    from penstock.data import TokenDataset
+
+    return TokenDataset.open(config.data_dir)
+
+
 def shown_length(config: Config, source: ModelSource) -> int:
     """Return the tokens per sequence of training, as far as they are known before it.
 
     They are the most that the model takes if `awaits_records`, and 1 if nothing limits them.
 
-    **Raises:** `DataError`, `CorruptionError` if the folder of the data set has none, or a damaged
-    one.
+    **Raises:** as `built_dataset`.
     """
-    if config.data.sequence_length is None and config.data_dir.exists():
-        from penstock.data import TokenDataset
-
-        dataset = TokenDataset.open(config.data_dir)
-        if dataset.content == "records":
-            return sequence_length(config, source, dataset)
-    return config.data.sequence_length or source.max_sequence_length or 1
+    return _longest(config, source, built_dataset(config)) or 1
 
 
 def sequence_length(
@@ -47,15 +53,21 @@ def sequence_length(
 
     **Raises:** `ConfigError` if neither is known.
     """
-    length = config.data.sequence_length or source.max_sequence_length
-    if not config.data.sequence_length and dataset is not None and dataset.content == "records":
-        longest = max(dataset.records(split).longest() for split in dataset.splits)
-        return longest if length is None else min(longest, length)
-    if length is None:
-        if source.task == "custom":
-            return 1
-        raise ConfigError(
-            f"data.sequence_length: {source.name} defines no maximum length of a sequence; set "
-            "this key"
-        )
-    return length
+    length = _longest(config, source, dataset)
+    if length is not None:
+        return length
+    if source.task == "custom":
+        return 1
+    raise ConfigError(
+        f"data.sequence_length: {source.name} defines no maximum length of a sequence; set this key"
+    )
+
+
+def _longest(config: Config, source: ModelSource, dataset: TokenDataset | None) -> int | None:
+    """Return the length that configuration, model and records allow; None if none limits it."""
+    if config.data.sequence_length:
+        return config.data.sequence_length
+    limits = [] if source.max_sequence_length is None else [source.max_sequence_length]
+    if dataset is not None and dataset.content == "records":
+        limits.append(max(dataset.records(split).longest() for split in dataset.splits))
+    return min(limits, default=None)

@@ -23,12 +23,14 @@ from penstock.store import (
     Holding,
     MaskRule,
     Optimizer,
+    Role,
     Schedule,
     ShardedDramStore,
     ShardedStore,
     ShardMap,
     Store,
     assign_groups,
+    dram_store_memory,
     make_optimizer,
     whole_masks_bytes,
 )
@@ -230,6 +232,23 @@ def least_flash_store_bytes(config: Config, program: Program) -> int:
     largest = max(least_dram_bytes(part, optimizer, half, masks) for part in parts)
     # The remaining memory is shared equally.
     return config.store.holders * largest + assembly_of(config, program)
+
+
+def dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+    """Return the memory of a store in memory: masters, gradients, moments, masks."""
+    gradient = _FLOATS[config.gradient_precision].itemsize
+    rule = mask_rule_of(config, program)
+    if rule is not None:
+        shard_map, optimizer = ShardMap.of(program, config.store.shards), optimizer_of(config)
+        parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
+        each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)
+        once = sum(sum(memory.values()) for memory in each)
+        return config.store.replicas * once + assembly_of(config, program)
+    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
+    state = sum(role.bytes(elements) for elements in trained for role in roles)
+    weights = sum(weight.stored_bytes for weight in program.weights.values())
+    once = weights + gradient * sum(trained) + state
+    return config.store.replicas * once + assembly_of(config, program)
 
 
 def _parts_of(config: Config, program: Program) -> Sequence[Holding]:

@@ -158,14 +158,14 @@ def _operation_cost(
 
 def _dense_gradient_seconds(program: Program, operation: Operation, engine: EnginePart) -> float:
     """Return the time of the gradients of every element of sparse weights, for one micro-batch: a
-    dense product each, beside the sparse one."""
+    dense product each, beside the sparse one, that sums over tokens."""
     stage, seconds = program.stages[operation.stage], 0.0
     for position, use in stage.kind.sparse.items():
         weight = program.weights[stage.weights[position]]
         if stage.weights[position] in operation.dense_gradients:
             dtype = "bfloat16" if weight.stream_dtype.itemsize == 2 else "float32"
             tokens = sum(use.product_tokens)
-            curve = engine.speed.curve("product", dtype)
+            curve = engine.speed.curve("product", dtype, "tokens")
             size = min(tokens, *weight.shape)
             seconds += 2 * tokens * weight.elements / curve.at(size) + engine.operator_seconds
     return seconds

@@ -29,6 +29,7 @@ from penstock.planning import (
 )
 from penstock.prediction.gpu_run import GpuRun, gpu_run
 from penstock.prediction.model_figures import figures_of
+from penstock.prediction.planned_disk import other_disk_note
 from penstock.prediction.planned_length import PlannedLength, planned_length
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
@@ -102,6 +103,8 @@ class Planner:
             ),
             compile_source=self._outlined.program,
         )
+        if is_here and (note := other_disk_note(config, machine)) is not None:
+            self._notice_once(note)
         return replace(predict(config, plan, machine), length_note=length.note)
 
     def plan_on_gpus(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
-from penstock.planning import awaits_records, sequence_length
+from penstock.planning import awaits_records, built_dataset, sequence_length
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,7 @@ def planned_length(config: Config, source: ModelSource) -> PlannedLength:
     """
     if awaits_records(config):
         return _longest_possible(config, source)
-    folder = config.data_dir
-    if config.data.sequence_length is None and folder.exists():
-        from penstock.data import TokenDataset
-
-        return PlannedLength(sequence_length(config, source, TokenDataset.open(folder)))
-    return PlannedLength(sequence_length(config, source))
+    return PlannedLength(sequence_length(config, source, built_dataset(config)))
 
 
 def _longest_possible(config: Config, source: ModelSource) -> PlannedLength:

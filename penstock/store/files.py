@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import ConfigError, StorageError
-from penstock.io import durable, failpoints
+from penstock.io import durable, failpoints, write_advice
 
 CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
@@ -142,11 +142,7 @@ def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        advice = "free some space or choose another folder"
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            advice = "make the folder writable or choose another folder"
-        elif error.errno == errno.EIO:
-            advice = "check the disk"
+        advice = write_advice(error, "free some space or choose another folder")
         raise StorageError(
             f"{folder}: cannot write it: {reason}; it needs {needed_bytes:,} bytes, "
             f"{free_bytes(folder.parent):,} bytes are free; {advice}; "

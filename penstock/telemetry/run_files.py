@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.config import Config
 from penstock.errors import StorageError
+from penstock.io import write_advice
 from penstock.telemetry.events import Event, Listener, RunStarted
 from penstock.telemetry.metrics_writer import MetricsFile
 from penstock.telemetry.tensorboard_files import TensorBoard
@@ -27,7 +28,8 @@ class RunFiles:
             try:
                 listener(event)
             except StorageError as error:
-                advice = "free space there, then give the same command again to resume"
+                remedy = write_advice(error.__cause__, "free space there")
+                advice = f"{remedy}, then give the same command again to resume"
                 if isinstance(event, RunStarted):  # no step is done yet
                     raise StorageError(f"{error}; {advice}") from error
                 self.failure = StorageError(f"{error}; the run was saved and stopped: {advice}")

@@ -17,6 +17,7 @@ import torch
 from penstock.config import Config, recorded_flash, trajectory
 from penstock.engine import target_of
 from penstock.errors import ConfigError
+from penstock.io import file_in_place
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, store_factory
 from penstock.store import (
@@ -410,9 +411,9 @@ def make_checkpoint_backend(config: Config, best: bool = False) -> CheckpointBac
     if best:
         return BestCheckpoint(config, lambda: make_checkpoint_backend(config).recorded)
     flash, before = config.store.flash.path, recorded_flash(config.run.dir)
-    if flash is not None and flash.exists() and not flash.is_dir():
+    if flash is not None and (file := file_in_place(flash)) is not None:
         raise ConfigError(
-            f"store.flash.path: expected a folder, got the file {flash}; choose another path"
+            f"store.flash.path: expected a folder, got the file {file}; choose another path"
         )
     checkpoints = FileCheckpoints(config) if flash is None else FlashCheckpoints(config, flash)
     if before is not None and not _is_same(before, flash):

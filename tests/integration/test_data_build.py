@@ -151,7 +151,7 @@ def test_a_corrupt_shard_is_reported_by_inspect(texts):
     assert "error: set/train-00000.bin is corrupt between byte 0 and " in done.stderr
 
 
-def test_full_disk_is_reported(texts):
+def test_limit_of_a_files_size_is_reported_as_one(texts):
     # The kernel itself refuses to let the process's files grow beyond the limit.
     (texts / "big.txt").write_bytes(b"word " * 400_000)
     done = in_a_process(
@@ -161,7 +161,7 @@ def test_full_disk_is_reported(texts):
     assert done.returncode == 7
     assert done.stderr.splitlines()[-1] == (
         f"error: cannot write {os.path.realpath(texts)}/set: File too large; nothing was left "
-        "behind; free some space there or choose another output folder"
+        "behind; raise the limit of 1,048,576 bytes for a file of this process (ulimit -f)"
     )
     assert sorted(os.listdir(texts)) == ["a.txt", "b.txt", "big.txt", "c d.txt"]
 

@@ -115,7 +115,9 @@ def test_damage_is_named_and_repair_rolls_back_to_an_intact_step(in_memory, tmp_
 
 
 def test_impossible_budgets_are_refused_with_the_sums(tmp_path):
-    with pytest.raises(BudgetError, match=r"all weights and gradients need [\d,]+ bytes, buffers"):
+    with pytest.raises(
+        BudgetError, match=r"all weights, gradients and optimizer state need [\d,]+"
+    ):
         Trainer(config(tmp_path / "a", 7, on_flash=True, dram="1MiB"))
     flash = {"path": str(tmp_path / "b" / "flash"), "size": "1MiB"}
     with pytest.raises(BudgetError, match=r"store\.flash\.size: .* needs [\d,]+ bytes on flash"):

@@ -107,7 +107,7 @@ def test_full_disk_of_stderr_does_not_hide_model_errors(folder):
     assert process.returncode == 0
 
 
-def test_full_disk_of_metrics_stops_and_saves_the_run(folder):
+def test_metrics_that_cannot_be_written_stop_and_save_the_run(folder):
     """`metrics.jsonl` reaches a limit on the size of files; no other file comes near it.
 
     Events of a cluster stay in it, whatever step a run begins at.
@@ -129,8 +129,8 @@ def test_full_disk_of_metrics_stops_and_saves_the_run(folder):
         "resume with: penstock train run.yaml run.steps=100000",
     ]
     assert err == (
-        f"error: {told}; the run was saved and stopped: free space there, then give the same "
-        "command again to resume\n"
+        f"error: {told}; the run was saved and stopped: raise the limit of 3,145,728 bytes for "
+        "a file of this process (ulimit -f), then give the same command again to resume\n"
     )
 
 

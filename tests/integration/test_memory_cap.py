@@ -77,7 +77,7 @@ def test_impossible_memory_limit_is_refused_with_sums_and_remedy(tmp_path, machi
     assert "raise memory above 0." in lines[-1]
     assert "lower store.dram to " in lines[-1]
     # What it says to lower to is enough.
-    lower = lines[-1].split("lower store.dram to ")[1].split(",")[0]
+    lower = lines[-1].split("lower store.dram to ")[1].split(",")[0].rstrip(".")
     assert ByteSize.parse(lower) < 300 * MIB
     store["dram"] = lower
     Trainer(settings(tmp_path, memory="700MiB", store=store), source=tokens()).close()

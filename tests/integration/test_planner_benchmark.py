@@ -39,7 +39,8 @@ def small_cases(_):
 
 
 def measured_host(folder, monkeypatch):
-    monkeypatch.setattr(host_measurement, "_cases", small_cases)
+    monkeypatch.setattr(host_measurement, "processor_cases", small_cases)
+    monkeypatch.setattr(host_measurement, "compile_kernels", lambda on_progress: None)
     monkeypatch.setattr(host_measurement, "_links_of", lambda stack, notice: None)
     path = folder / "host.yaml"
     path.write_text(dump(host_measurement.calibrate(2, folder)))

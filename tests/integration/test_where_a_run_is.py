@@ -95,9 +95,10 @@ def test_store_is_not_created_if_the_disk_is_missing(tmp_path):
     assert not disk.exists()
 
 
-def test_file_as_store_path_is_refused(tmp_path):
+@pytest.mark.parametrize("inner", [".", "store", "much/deeper"])
+def test_file_in_the_store_path_is_refused(tmp_path, inner):
     (tmp_path / "flash").write_text("x")
-    assert refused(config(tmp_path / "run", tmp_path / "flash")) == (
+    assert refused(config(tmp_path / "run", tmp_path / "flash" / inner)) == (
         f"store.flash.path: expected a folder, got the file {tmp_path}/flash; choose another path"
     )
 

@@ -5,7 +5,8 @@ in the forward sweep, where the updates run and the disk is busiest. The minimum
 weights of two stages, a few blocks of state in transit, and the gradients of tied weights, which
 arrive in two parts. Weights and gradients then share the remaining memory. If both fit completely,
 the rest holds optimizer state. Gradients of the first stages have priority over gradients of the
-last stages, because they arrive last and are used first.
+last stages, because they arrive last and are used first. A store that fits in memory as a whole
+needs no more than its size: no block of it is in transit.
 """
 
 from collections.abc import Mapping
@@ -84,9 +85,9 @@ class _Option:
 
 
 class _Options:
-    """The three ways to divide a budget, the best first: all weights and gradients in memory; all
-    gradients in memory, and at most as many bytes of gradients as of weights; some gradients on
-    flash."""
+    """The four ways to divide a budget, the best first: everything in memory; all weights and
+    gradients in memory; all gradients in memory, and at most as many bytes of gradients as of
+    weights; some gradients on flash."""
 
     def __init__(self, layout: FlashLayout, half_gradients: bool, least_weights: int) -> None:
         units = [unit for unit in layout.units if unit.is_updated]
@@ -103,6 +104,7 @@ class _Options:
         block = max((unit.largest_state_bytes for unit in units), default=0)
         tails = (unit.largest_gradient_bytes(widths[unit.index]) for unit in self.movable)
         tail = max(tails, default=0)
+        self.everything = _Option(self.weights + self.gradients + self.state, 0, 0)
         self.all_in_memory = _Option(self.weights + self.gradients, 0, block)
         self.gradients_stay = _Option(self.gradients, max(self.gradients, least_weights), block)
         self.spilling = _Option(self.tied + SLABS * self.slab, least_weights, block + tail)
@@ -110,11 +112,13 @@ class _Options:
     @property
     def least(self) -> _Option:
         """The option that needs the fewest bytes."""
-        options = (self.spilling, self.gradients_stay, self.all_in_memory)
+        options = (self.spilling, self.gradients_stay, self.all_in_memory, self.everything)
         return min(options, key=lambda option: option.least_bytes)
 
     def parts(self, option: _Option) -> str:
         """Return the bytes that an option needs, by use."""
+        if option is self.everything:
+            return f"all weights, gradients and optimizer state need {option.fixed_bytes:,} bytes"
         buffers = f"buffers for blocks of state {_LEAST_BUFFERS * option.block_bytes:,}"
         if option is self.all_in_memory:
             return f"all weights and gradients need {option.fixed_bytes:,} bytes, {buffers}"
@@ -145,11 +149,12 @@ def divide(
         BudgetError: the budget is too small; the message shows the calculation.
     """
     options = _Options(layout, half_gradients, least_weights)
-    option = options.all_in_memory
     beside = sum(masks.values())
     budget_bytes -= beside
-    if budget_bytes >= option.least_bytes + options.state:  # no block needs a buffer
-        return _without_flash(options, option, _LEAST_BUFFERS, options.weights, options.state)
+    option = options.everything
+    if options.state and budget_bytes >= option.least_bytes:  # no block needs a buffer
+        return _without_flash(options, option, 0, options.weights, options.state)
+    option = options.all_in_memory
     if budget_bytes >= option.least_bytes:
         buffers, left = option.divided(budget_bytes, options.blocks)
         return _without_flash(options, option, buffers, options.weights, min(left, options.state))

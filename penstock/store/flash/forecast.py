@@ -72,7 +72,8 @@ class FlashForecast:
     Attributes:
         weights: the reads of weights, in the order of their need.
         updates: the updates, in their order.
-        window_bytes: state that may be in memory on its way to and from flash.
+        window_bytes: state that may be in memory on its way to and from flash: that of the
+            buffers, or all state of a store that has no buffers since it holds everything.
         memory: maximum memory of the store in bytes, by use.
         flash_bytes: bytes of the store on flash.
     """
@@ -148,7 +149,7 @@ def forecast(
     return FlashForecast(
         tuple(_weight_reads(layout, visits, division)),
         tuple(_updates(layout, division, half_gradients)),
-        division.buffers * division.buffer_bytes,
+        division.buffers * division.buffer_bytes or division.held_bytes,
         division.memory_bytes(beside),
         layout.planned_bytes + division.spilled_bytes,
     )

@@ -57,7 +57,8 @@ class Competing:
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(host_measurement, "_cases", quick_cases)
+    monkeypatch.setattr(host_measurement, "processor_cases", quick_cases)
+    monkeypatch.setattr(host_measurement, "compile_kernels", lambda on_progress: None)
     monkeypatch.setattr(disk_cases, "FILE_BYTES", 64 << 10)
     monkeypatch.setattr(disk_cases, "_SAMPLE_BYTES", 16 << 10)
     monkeypatch.setattr(disk_cases, "PIECE_BYTES", (4 << 10, 8 << 10))
@@ -230,7 +231,7 @@ def test_threads_are_those_of_an_engine_and_are_restored(tmp_path, monkeypatch, 
             raise KeyboardInterrupt
         yield from quick_cases(_)
 
-    monkeypatch.setattr(host_measurement, "_cases", watching)
+    monkeypatch.setattr(host_measurement, "processor_cases", watching)
     before = torch.get_num_threads(), numba.get_num_threads(), torch.is_grad_enabled()
     try:
         calibrate(30, tmp_path)

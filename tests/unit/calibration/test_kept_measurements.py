@@ -90,7 +90,8 @@ def test_a_host_is_measured_once():
     (notice,) = notices
     assert notice == (
         "this host was not measured before with these versions of its libraries; measuring it "
-        f"now, about 30 s and, at the first use, the time to compile kernels ({KEY})"
+        "now: kernels are compiled, which takes some minutes if there is no machine code of them "
+        f"yet, and then measurements take about 30 s ({KEY})"
     )
 
 

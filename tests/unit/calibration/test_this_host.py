@@ -15,11 +15,14 @@ from penstock.machines.description import ENGINE_WORK, FLASH_WORK, STORE_WORK
 def test_a_short_measurement_describes_this_host(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "disk").mkdir()
-    threads, shares = torch.get_num_threads(), []
-    machine = calibrate(1, tmp_path / "disk", lambda text, share: shares.append(share))
+    threads, told = torch.get_num_threads(), []
+    machine = calibrate(1, tmp_path / "disk", lambda text, share: told.append((text, share)))
     assert torch.get_num_threads() == threads
     assert list((tmp_path / "disk").iterdir()) == []
-    assert shares == sorted(shares)
+    for compiles in (True, False):
+        shares = [share for text, share in told if text.startswith("compiling") == compiles]
+        assert shares == sorted(shares)
+        assert shares
     assert MachineDescription.model_validate(machine.model_dump(mode="json")) == machine
     keep(machine, HostKey.here())
     assert kept_machine(HostKey.here()) == machine

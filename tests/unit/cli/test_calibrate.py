@@ -7,6 +7,7 @@ from command_line import penstock
 from measured_host import host
 
 from penstock.calibration import HostKey, host_measurement, keep, kept_file
+from penstock.cli.calibrate import _Lines
 from penstock.errors import StorageError
 
 
@@ -127,3 +128,14 @@ def test_a_disk_that_was_named_and_cannot_be_measured_is_an_error(tmp_path, monk
     monkeypatch.setattr(host_measurement, "measured_disk", refuse)
     done = penstock("calibrate", "--flash-dir", tmp_path)
     assert (done.returncode, done.stderr) == (7, "error: the disk is full\n")
+
+
+def test_a_log_gets_a_line_of_progress_every_ten_seconds():
+    times, lines = iter([0.0, 4.0, 10.5, 19.0, 21.0]), []
+    progress = _Lines(lambda: next(times), lines.append)
+    for done in range(4):
+        progress(f"compiling kernels, {done} of 4", done / 4)
+    assert lines == [
+        "calibrate: after 10 s: compiling kernels, 1 of 4 (25%)",
+        "calibrate: after 21 s: compiling kernels, 3 of 4 (75%)",
+    ]

@@ -125,6 +125,12 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     assert config.data.input == ("a.txt",)
     assert config.run.dir == Path("runs/my")
     before = (tmp_path / "my.yaml").read_text()
+    nowhere = penstock("init", "runs/my.yaml", cwd=tmp_path)
+    assert (nowhere.returncode, nowhere.stderr) == (
+        2,
+        "error: runs/my.yaml: expected a file in a folder that exists, runs does not; create it, "
+        "or choose another file\n",
+    )
     again = penstock("init", "my.yaml", cwd=tmp_path)
     assert again.returncode == 2
     assert again.stderr == (

@@ -45,6 +45,12 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
             "'weight_decay'?); optimizer.groups[0] has match, learning_rate_scale, weight_decay",
         ),
         (
+            "model: gpt2\nprecision: bfloat16\nengine: {device: gpu}\n",
+            "run.yaml:2: precision: expected one of fp32, bf16, got 'bfloat16' (did you mean "
+            "'bf16'?)\nrun.yaml:3: engine.device: expected one of auto, cpu, cuda, wafer, got "
+            "'gpu' (did you mean 'cuda'?)",
+        ),
+        (
             "model: gtp2\n",
             "run.yaml:1: model.preset: expected the name of a preset, got 'gtp2' "
             "(did you mean 'gpt2'?)",

@@ -166,7 +166,8 @@ def test_folder_without_tokenizer_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
     assert str(error.value) == (
         f"folder {tmp_path} holds no tokenizer.json; write one with transformers: "
-        "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER); or name another, such as "
+        "train-bpe:4096 or the path of a tokenizer.json"
     )
 
 

@@ -52,6 +52,18 @@ def table(*curves):
     return RateTable([RateCurve(rates=(float(n + 1),), **c) for n, c in enumerate(curves)], "it")
 
 
+@pytest.mark.parametrize("layout", ["any", "features", "tokens"])
+def test_type_counts_more_than_layout(layout):
+    rates = table(
+        {"work": "product", "dtype": "float32", "layout": "features"},
+        {"work": "product", "dtype": "float32", "layout": "tokens"},
+        {"work": "product", "dtype": "bfloat16", "layout": "tokens"},
+    )
+    for work in ("product", "head", "attention"):
+        assert rates.curve(work, "bfloat16", layout).rates == (3.0,)
+        assert rates.curve(work, "8bit", layout).rates == (2.0 if layout == "tokens" else 1.0,)
+
+
 def test_curve_of_type_and_layout_precedes_layout_any_and_type_any():
     rates = table(
         {"work": "product"},

@@ -26,7 +26,8 @@ from store_programs import (
 from penstock.errors import CorruptionError, StorageError
 from penstock.io import durable
 from penstock.store import SGD, AdamW, DramStore, Lion
-from penstock.store.flash import store as store_module
+from penstock.store.flash import least_dram_bytes, store as store_module
+from penstock.store.flash.layout import BLOCK_ELEMENTS
 
 
 def same(flash_store, dram_store):
@@ -121,6 +122,27 @@ def test_excess_memory_budget_is_not_allocated(flash):
     assert theirs["master"] <= ours["weights"] == padded
     assert theirs["exp_avg"] + theirs["exp_avg_sq"] <= ours["state"] == 2 * padded
     assert ours["blocks"] <= 2 * padded
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    thinned([AdamW(0.9, 0.95, 1e-8, moments="8bit"), AdamW(0.9, 0.95, 1e-8)], ["fp32", "bf16"]),
+)
+@pytest.mark.usefixtures("speculated")
+def test_store_smaller_than_four_blocks_needs_its_own_size(flash, optimizer, precision):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    program = make_program([*LAYERS, {"large": (200, 200)}], ("position",), stream_dtype=dtype)
+    least = least_dram_bytes(program, optimizer, half_gradients=False)
+    usual = {"optimizer": optimizer, "clip_norm": 1.0}
+    ours = flash(program, dram=least, block_elements=BLOCK_ELEMENTS, **usual)
+    assert ours.memory_bytes["blocks"] == 0
+    assert sum(ours.memory_bytes.values()) == least
+    theirs = training_store(program, precision, **usual)
+    for store in (ours, theirs):
+        store.load(random_weights(program, 1).items())
+    backward_too(ours, 1, 4)
+    backward_too(theirs, 1, 4)
+    same(ours, theirs)
 
 
 @pytest.mark.parametrize("dram", [LEAST, 2_000_000])

@@ -114,10 +114,11 @@ def test_memory_below_the_minimum_is_refused_as_by_the_store():
         predicted(make_program(DEEP), 1000)
 
 
-def test_memory_that_holds_all_state_has_the_fewest_buffers_and_reads_nothing():
+def test_memory_that_holds_all_state_has_no_buffers_and_reads_nothing():
     program = make_program(DEEP)
     whole = predicted(program, 1 << 30)
-    assert whole.read_bytes == 0
+    assert whole.read_bytes == whole.memory["blocks"] == 0
+    assert whole.window_bytes == whole.memory["state"] > 0
     assert sum(whole.memory.values()) < 1 << 24
     just = predicted(program, sum(whole.memory.values()))
     assert just == whole

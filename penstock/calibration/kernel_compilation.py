@@ -1,0 +1,97 @@
+"""Compiles the kernels of the measurements before the first of them, on all cores.
+
+    python -m penstock.calibration.kernel_compilation
+
+is a worker: it reads numbers of cases from its standard input, one byte each, prepares and runs
+each case once, and writes a line for each. All workers read one pipe, so that each takes the next
+case when it is free. The machine code goes to the cache of kernels, from which the process that
+measures reads it. That process compiles what is missing there.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from penstock.calibration.host_key import HostKey, kept_file
+from penstock.calibration.processor_cases import processor_cases
+from penstock.calibration.repetitions import Case, OnProgress, Quantity
+from penstock.calibration.sparse_cases import small_choices
+from penstock.engine import set_threads
+from penstock.kernels.code_cache import code_folder
+
+
+def compile_kernels(on_progress: OnProgress) -> None:
+    """Compile the kernels of all measurements, unless this was done before or cannot be kept.
+
+    A worker that fails leaves the rest to the others, and to the process that measures.
+    """
+    mark, workers = _mark(), len(os.sched_getaffinity(0))
+    if mark is None or mark.exists() or workers == 1:
+        return
+    count, done = len(cases_by_quantity()), 0
+    for done in completed(bytes(reversed(range(count))), min(workers, count)):
+        on_progress(f"compiling kernels, {done} of {count}", done / count)
+    if done < count:
+        return
+    with contextlib.suppress(OSError):  # the next measurement looks again
+        mark.touch()
+
+
+def cases_by_quantity() -> dict[Quantity, Case]:
+    """Return one case of each kind of work: cases that differ in size alone share kernels."""
+    cases: dict[Quantity, Case] = {}
+    for case in processor_cases(small_choices()):
+        cases.setdefault(case.quantity, case)
+    return cases
+
+
+def _mark() -> Path | None:
+    """Return the file that says that all kernels were compiled on a host with this one's key."""
+    folder = code_folder()
+    return None if folder is None else folder / f"{kept_file(HostKey.here()).stem}.compiled"
+
+
+def completed(numbers: bytes, workers: int) -> Iterator[int]:
+    """Start workers for cases of these numbers, and yield how many cases are done, from 0.
+
+    The last cases, those of sparse products, take the longest: they come first.
+    """
+    command = [sys.executable, "-m", "penstock.calibration.kernel_compilation"]
+    with contextlib.ExitStack() as stack:
+        waiting, queue = os.pipe()
+        os.write(queue, numbers)
+        os.close(queue)
+        results, result = os.pipe()
+        lines = stack.enter_context(open(results, "rb"))
+        try:
+            for _ in range(workers):
+                worker = subprocess.Popen(
+                    command, stdin=waiting, stdout=result, stderr=subprocess.DEVNULL
+                )
+                stack.callback(worker.wait)
+                stack.callback(worker.kill)
+        finally:
+            os.close(waiting)
+            os.close(result)
+        yield 0
+        for done, _ in enumerate(lines, start=1):
+            yield done
+
+
+def main() -> None:
+    """Run cases until the pipe of their numbers is empty."""
+    set_threads(None)
+    cases = list(cases_by_quantity().values())
+    with torch.no_grad():
+        while number := os.read(0, 1):
+            cases[number[0]].prepare().run()
+            os.write(1, b"done\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Whether the disk of a run is the one whose rates a plan uses."""
+
+from __future__ import annotations
+
+from penstock.calibration import device_of
+from penstock.config import Config
+from penstock.machines import FLASH_DEVICE, MachineDescription
+
+
+def other_disk_note(config: Config, machine: MachineDescription) -> str | None:
+    """Return what to do if this host's measured disk is not that of the run's store; else None.
+
+    It is also None if the run has no store on flash, or it is not known which disk was measured.
+    """
+    path, measured = config.store.flash.path, machine.sources.get(FLASH_DEVICE)
+    if path is None or measured is None:
+        return None
+    folder = next(place for place in (path, *path.absolute().parents) if place.is_dir())
+    found = device_of(folder)
+    if found == measured:
+        return None
+    return (
+        f"store.flash.path: {path} is on {found}, and the disk that was measured is {measured}, "
+        f"whose rates this plan uses; measure the other with `penstock calibrate --flash-dir "
+        f"{folder}`"
+    )
