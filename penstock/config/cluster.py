@@ -53,7 +53,7 @@ class ClusterConfig(Section):
     )
     stall: float = setting(
         5.0,
-        "a step in which nothing is computed and no byte arrives for this time is restarted",
+        "a step in which nothing is computed and under 64 kbit/s arrive for this time is restarted",
         unit="seconds",
         gt=0,
         le=3600,

@@ -311,11 +311,10 @@ class ClusterManager:
     # In the endpoint's thread
 
     def _every(self, now: float) -> None:
-        received = self._endpoint.received_bytes
-        for node in self._local:
-            body = {"progress": node.progress, "busy": node.is_busy, "received": received}
+        for node in self._local:  # the coordinator counts the bytes of this process once
+            body = {"progress": node.progress, "busy": node.is_busy, "received": 0}
             self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
-        self.coordinator.tick(now, received)
+        self.coordinator.tick(now, self._endpoint.received_bytes)
         self._rendezvous.tick(now)
         self._supervisor.replace(self._wanted_workers)
         few = len(self.coordinator.ready) < self._layout.least_engines

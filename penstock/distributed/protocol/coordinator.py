@@ -261,9 +261,9 @@ class Coordinator(CoordinatorState):
         members = self._epochs.view.nodes
         busy, progress = detector.busy(members), tuple(detector.progress(members).values())
         arrived = (self._epochs.acknowledged, *transaction.counts)
-        received = (received_bytes, *detector.received_bytes(members))
-        state = (self.phase, self.epoch, arrived, progress, received)
-        stalled = self._stall_timer.stalled_seconds(now, state)
+        received = {COORDINATOR: received_bytes, **detector.received_bytes(members)}
+        state = (self.phase, self.epoch, arrived, progress)
+        stalled = self._stall_timer.stalled_seconds(now, state, received)
         if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)
             self._blame(busy[0], ClusterError.__name__, took_too_long(stalled))

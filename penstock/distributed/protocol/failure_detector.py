@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Message
+
+# The least rate, over all processes of a run, at which received bytes are progress: 64 kbit/s, a
+# thirtieth of the slowest link that is tested. A step of GPT-2 (124 M parameters, 12 bytes each in
+# fp32) would take two days at this rate, so a slower transfer is a defect.
+LEAST_BYTES_PER_SECOND = 8_000
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ class FailureDetector:
         """Return each node's progress in this epoch, from its last heartbeat."""
         return {node: self._heartbeats.get(node, Heartbeat()).progress for node in nodes}
 
-    def received_bytes(self, nodes: Iterable[int]) -> tuple[int, ...]:
+    def received_bytes(self, nodes: Iterable[int]) -> dict[int, int]:
         """Return the bytes that each node's process had received at its last heartbeat."""
-        return tuple(self._heartbeats.get(node, Heartbeat()).received_bytes for node in nodes)
+        return {node: self._heartbeats.get(node, Heartbeat()).received_bytes for node in nodes}
 
     def busy(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes that had work at their last heartbeat."""
@@ -89,22 +94,33 @@ class FailureDetector:
 
 
 class StallTimer:
-    """Measures for how long the observed state of a step has not changed."""
+    """Measures for how long a step has made no progress.
+
+    The step makes progress when its observed state changes, and while bytes arrive at
+    `LEAST_BYTES_PER_SECOND` or faster.
+    """
 
     def __init__(self) -> None:
         self._since = 0.0
         self._seen: Any = None
+        self._received: Mapping[int, int] = {}  # at `_since`
 
     def begin(self, now: float) -> None:
         """Restart the timer."""
-        self._since = now
+        self._since, self._seen = now, None
 
     def pause(self, seconds: float) -> None:
         """Exclude seconds in which nothing could be observed."""
         self._since += seconds
 
-    def stalled_seconds(self, now: float, seen: Any) -> float:
-        """Return for how many seconds the observed state has not changed."""
-        if seen != self._seen:
-            self._seen, self._since = seen, now
+    def stalled_seconds(self, now: float, seen: Any, received: Mapping[int, int]) -> float:
+        """Return for how many seconds there has been no progress.
+
+        Args:
+            seen: the observed state of the step.
+            received: the bytes that each node's process has received.
+        """
+        arrived = sum(max(0, n - self._received.get(node, n)) for node, n in received.items())
+        if seen != self._seen or arrived >= LEAST_BYTES_PER_SECOND * (now - self._since):
+            self._since, self._seen, self._received = now, seen, received
         return now - self._since

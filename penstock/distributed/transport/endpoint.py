@@ -93,6 +93,7 @@ class Endpoint:
         self._local_nodes: dict[int, _LocalNode] = {}
         self._connections: dict[int, Connection] = {}
         self._all_connections: set[Connection] = set()
+        self._received_before = 0  # by connections that have ended
         self._addresses: dict[int, Address] = {}
         self._outside_epoch: dict[int, Address] = {}  # the addresses of nodes outside the epoch
         self._opening: dict[int, list[Message]] = {}
@@ -134,10 +135,11 @@ class Endpoint:
     def received_bytes(self) -> int:
         """Bytes of payloads and large bodies that have arrived, also of messages in progress.
 
-        Encrypted bytes are counted as they arrive, with what TLS adds to them.
+        The number never falls: bytes of ended connections count. To be read in the endpoint's
+        thread. Encrypted bytes are counted as they arrive, with what TLS adds to them.
         """
         connections = list(self._all_connections)  # other threads may add connections
-        return sum(connection.received_bytes for connection in connections)
+        return self._received_before + sum(each.received_bytes for each in connections)
 
     def add(self, number: int, node: EndpointNode) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
@@ -318,7 +320,9 @@ class Endpoint:
         self.call(ended)
 
     def _forget(self, connection: Connection) -> None:
-        self._all_connections.discard(connection)
+        if connection in self._all_connections:
+            self._all_connections.remove(connection)
+            self._received_before += connection.received_bytes
         for number in [n for n, other in self._connections.items() if other is connection]:
             del self._connections[number]
 

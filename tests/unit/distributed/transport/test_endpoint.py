@@ -442,6 +442,19 @@ def test_every_byte_of_long_message_counts_as_heard_and_received():
     assert not connection.is_heard(0.0)
 
 
+def test_received_bytes_of_ended_connections_are_counted(endpoints):
+    token = new_token()
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    for times in (1, 2):
+        connection = greet(one, 1, two)
+        payload = np.zeros(1 << 20, np.uint8)
+        connection.send(message_with(payload, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
+        wait_until(lambda times=times: len(two.node.messages) == times)
+        connection.close()
+        wait_until(lambda times=times: len(two.ended) == times)
+        assert two.endpoint.received_bytes > times << 19  # TLS: without those read with a header
+
+
 def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
     """`select.select` refuses such descriptors, and a process with many connections has them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
