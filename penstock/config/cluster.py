@@ -61,7 +61,8 @@ class ClusterConfig(Section):
     longest_job: float = setting(
         600.0,
         "time limit for one stage on an engine and for one update on a shard; an engine or a "
-        "shard that exceeds the limit is removed. If two engines exceed it, the run ends",
+        "shard that exceeds the limit is removed. If two engines exceed it, the run ends. A worker "
+        "whose main thread uses no processor for this time before it is ready is ended",
         unit="seconds",
         gt=0,
         le=86400,

@@ -135,6 +135,7 @@ class ClusterManager:
             on_admitted=self._admit,
             on_silent=self._end_process,
             silence=_STARVED_LEASES * config.cluster.lease,
+            hang=config.cluster.longest_job,
             engines_wanted=lambda: self._wanted_engines,
         )
         self._rendezvous_path = write_record(config.run.dir, self._endpoint.address, token)

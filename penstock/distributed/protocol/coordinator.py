@@ -21,7 +21,12 @@ import numpy as np
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.coordinator_state import CoordinatorState
 from penstock.distributed.protocol.epoch import EpochManager
-from penstock.distributed.protocol.failure_detector import FailureDetector, Heartbeat, StallTimer
+from penstock.distributed.protocol.failure_detector import (
+    LEAST_BYTES_PER_SECOND,
+    FailureDetector,
+    Heartbeat,
+    StallTimer,
+)
 from penstock.distributed.protocol.membership import Membership
 from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType, message_with
 from penstock.distributed.protocol.node_context import NodeContext
@@ -90,7 +95,7 @@ class Coordinator(CoordinatorState):
         self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, can_replace_engine)
         self._transaction: StepTransaction | None = None  # of the step in flight
         self._on_result: Callable[[StepResult], None] = lambda result: None
-        self._detector, self._stall_timer = FailureDetector(), StallTimer()
+        self._detector, self._stall_timer = FailureDetector(), StallTimer(LEAST_BYTES_PER_SECOND)
         self._rows_ahead = RowsAhead(self._send)
         self._following: StepRequest | None = None
 

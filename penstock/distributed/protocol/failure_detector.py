@@ -94,16 +94,18 @@ class FailureDetector:
 
 
 class StallTimer:
-    """Measures for how long a step has made no progress.
+    """Measures for how long there has been no progress.
 
-    The step makes progress when its observed state changes, and while bytes arrive at
-    `LEAST_BYTES_PER_SECOND` or faster.
+    Progress is a change of the observed state, or an amount that grows fast enough.
+
+    Args:
+        least_rate: the least growth per second that is progress, summed over all nodes.
     """
 
-    def __init__(self) -> None:
-        self._since = 0.0
+    def __init__(self, least_rate: float) -> None:
+        self._least_rate, self._since = least_rate, 0.0
         self._seen: Any = None
-        self._received: Mapping[int, int] = {}  # at `_since`
+        self._amounts: Mapping[int, float] = {}  # at `_since`
 
     def begin(self, now: float) -> None:
         """Restart the timer."""
@@ -113,14 +115,14 @@ class StallTimer:
         """Exclude seconds in which nothing could be observed."""
         self._since += seconds
 
-    def stalled_seconds(self, now: float, seen: Any, received: Mapping[int, int]) -> float:
+    def stalled_seconds(self, now: float, seen: Any, amounts: Mapping[int, float]) -> float:
         """Return for how many seconds there has been no progress.
 
         Args:
-            seen: the observed state of the step.
-            received: the bytes that each node's process has received.
+            seen: the observed state; not None.
+            amounts: the amount of each node.
         """
-        arrived = sum(max(0, n - self._received.get(node, n)) for node, n in received.items())
-        if seen != self._seen or arrived >= LEAST_BYTES_PER_SECOND * (now - self._since):
-            self._since, self._seen, self._received = now, seen, received
+        grown = sum(max(0, n - self._amounts.get(node, n)) for node, n in amounts.items())
+        if seen != self._seen or grown >= self._least_rate * (now - self._since):
+            self._since, self._seen, self._amounts = now, seen, amounts
         return now - self._since
