@@ -460,10 +460,12 @@ class Coordinator(CoordinatorState):
                 self._end(StepResult(self._step, error=error))
             case ResendDecision():
                 self._present.commit()
-            case RetryStep(why):
+            case RetryStep(why, rotates_engines):
                 self._report("retry", f"{why}; the step is retried in a new epoch")
                 # The streaming replica may be unreachable.
                 self.membership.holders.rotate_primary()
+                if rotates_engines:
+                    self.membership.rotate_engines()
                 self._form()
 
     def _end(self, result: StepResult) -> None:
