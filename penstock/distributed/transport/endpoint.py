@@ -299,13 +299,13 @@ class Endpoint:
             connection = Connection(
                 stream, self._received, self._connection_ended, lambda: self.shares_memory
             )
+            # Before its first message and its end, which removes it.
+            self._all_connections.add(connection)
+            connection.start()
         except (OSError, RuntimeError) as error:
             raise ClusterError(f"the connection cannot be served: {error}") from None
-        self._all_connections.add(connection)
         if self._closing:  # `close` may have run before it was added
             connection.close()
-        if not connection.is_open:  # the connection may have ended before it was added
-            self._all_connections.discard(connection)
         return connection
 
     def _received(self, connection: Connection, message: Message) -> None:

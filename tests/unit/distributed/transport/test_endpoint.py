@@ -422,6 +422,7 @@ def test_every_byte_of_long_message_counts_as_heard_and_received():
         lambda connection, message: took.append(message),
         lambda connection, error: None,
     )
+    connection.start()
     try:
         message = message_with(
             np.zeros(1 << 20, np.uint8), kind=MessageType.WEIGHTS, epoch=0, sender=1
@@ -455,6 +456,37 @@ def test_received_bytes_of_ended_connections_are_counted(endpoints):
         assert two.endpoint.received_bytes > times << 19  # TLS: without those read with a header
 
 
+def test_connection_is_known_before_its_first_message(endpoints, monkeypatch):
+    """Else the bytes of the message are missing, and a change of the epoch does not close it."""
+    token = new_token()
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    accepted, start = threading.Event(), threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        """Hold the thread that starts both threads of a connection until it has a message."""
+        start(thread)
+        if thread.name == "penstock connection writes" and "listener" in (
+            threading.current_thread().name
+        ):
+            wait_until(lambda: two.from_new_peers)
+            accepted.set()
+
+    counts: list[int] = []
+    receive = two.endpoint._on_new_peer
+
+    def on_new_peer(connection, message) -> None:
+        counts.append(two.endpoint.received_bytes)
+        receive(connection, message)
+
+    monkeypatch.setattr(two.endpoint, "_on_new_peer", on_new_peer)
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    connection = one.endpoint.connect(two.endpoint.address)
+    payload = np.zeros(1 << 20, np.uint8)
+    connection.send(message_with(payload, kind=MessageType.WEIGHTS, epoch=0, sender=1))
+    assert accepted.wait(SECONDS)
+    assert counts[0] > 1 << 19
+
+
 def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
     """`select.select` refuses such descriptors, and a process with many connections has them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -471,6 +503,7 @@ def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
         may_go_on.wait(SECONDS)
 
     connection = Connection(PlainStream(ours), hold, lambda connection, error: None)
+    connection.start()
     try:
         frames = b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1))) * 2
         theirs.sendall(frames)
