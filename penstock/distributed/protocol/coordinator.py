@@ -214,6 +214,7 @@ class Coordinator(CoordinatorState):
             self._stall_timer.begin(now)
             return
         members = self._epochs.view.nodes
+        stall = self._timeouts.stall
         busy, progress = detector.busy(members), tuple(detector.progress(members).values())
         arrived = (self._epochs.acknowledged, *transaction.counts)
         received = {COORDINATOR: received_bytes, **detector.received_bytes(members)}
@@ -222,7 +223,7 @@ class Coordinator(CoordinatorState):
         if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)
             self._blame(busy[0], ClusterError.__name__, took_too_long(stalled))
-        elif stalled > self._timeouts.stall and not busy:
+        elif stalled > stall and not busy and not detector.may_work(members, stall):
             self._stall_timer.begin(now)
             self._recover(self._recovery.after_stall(self._status))
 

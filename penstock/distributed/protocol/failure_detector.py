@@ -80,6 +80,14 @@ class FailureDetector:
         """Return the nodes that had work at their last heartbeat."""
         return [node for node in nodes if self._heartbeats.get(node, Heartbeat()).is_busy]
 
+    def may_work(self, nodes: Iterable[int], stall: float) -> bool:
+        """Tell whether a node may have begun to work after its last heartbeat.
+
+        Such work may hold up the heartbeats, as may other processes of its host. But a node that
+        is silent for twice the stall, and yet not lost, is waiting for its connection.
+        """
+        return any(silent <= 2 * stall for _, silent in self.silent(nodes, stall / 2))
+
     def pass_time(self, now: float, most: float) -> float:
         """Advance the clock; return the seconds in which this process could not receive messages.
 
