@@ -203,8 +203,9 @@ class Endpoint:
     def connect(self, address: Address, seconds: float = 5.0) -> Connection:
         """Return a connection to a listener that has the run's token.
 
-        A connection that the listener closes before it answers is retried for a while: the
-        listener's limit of pending connections may have been reached.
+        A connection that the listener closes before it answers is retried for a while, because the
+        listener's limit of pending connections may have been reached; so is one that the listener
+        answers too late.
 
         Raises:
             ClusterError: no listener with the run's token answers at the address.

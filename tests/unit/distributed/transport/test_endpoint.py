@@ -36,8 +36,10 @@ from penstock.distributed.transport import (
     Connection,
     Endpoint,
     endpoint as endpoint_module,
+    handshake,
     new_token,
 )
+from penstock.distributed.transport.listener import ConnectionListener
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
@@ -155,6 +157,20 @@ def test_node_is_reached_after_connection_could_not_be_served(endpoints, monkeyp
     wait_until(lambda: send_from(here, other) or other.node.messages)
     told = "node 1 cannot connect to node 2: {}:{}: the connection cannot be served: "
     assert caplog.messages[0].startswith(told.format(*other.endpoint.address))
+
+
+def test_message_to_a_node_whose_listener_is_slow_arrives(endpoints, monkeypatch):
+    """A process without a processor for a while; the message is sent once."""
+    monkeypatch.setattr(handshake, "SECONDS", 0.5)
+    token = new_token()
+    here = endpoints(token, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ConnectionListener, "open", lambda listener: None)
+        other = endpoints(token, 2)
+    send_from(here, other)
+    time.sleep(0.8)
+    other.endpoint._listener.open()
+    wait_until(lambda: other.node.messages)
 
 
 def send_from(here, other) -> None:
