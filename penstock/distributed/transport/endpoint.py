@@ -245,7 +245,11 @@ class Endpoint:
         elif to in self._addresses:
             self._opening[to] = [addressed]
             arguments = (sender, to, self._addresses[to], message.epoch)
-            threading.Thread(target=self._open, args=arguments, daemon=True).start()
+            try:
+                threading.Thread(target=self._open, args=arguments, daemon=True).start()
+            except RuntimeError as error:  # the system gives this process no more threads
+                log.warning("node %d cannot connect to node %d: %s", sender, to, error)
+                self._drop_waiting(to)
 
     def clock(self) -> float:
         """Return the time by this host's clock."""

@@ -159,6 +159,28 @@ def test_node_is_reached_after_connection_could_not_be_served(endpoints, monkeyp
     assert caplog.messages[0].startswith(told.format(*other.endpoint.address))
 
 
+def test_endpoint_survives_a_connection_for_which_there_is_no_thread(
+    endpoints, monkeypatch, caplog
+):
+    token = new_token()
+    here, other = endpoints(token, 1), endpoints(token, 2)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if threading.current_thread() is here.endpoint._thread:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        send_from(here, other)
+        wait_until(lambda: here.failed or caplog.messages)
+    assert not here.failed
+    assert caplog.messages == ["node 1 cannot connect to node 2: can't start new thread"]
+    send_from(here, other)
+    wait_until(lambda: other.node.messages)
+
+
 def test_message_to_a_node_whose_listener_is_slow_arrives(endpoints, monkeypatch):
     """A process without a processor for a while; the message is sent once."""
     monkeypatch.setattr(handshake, "SECONDS", 0.5)
