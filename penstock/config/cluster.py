@@ -62,7 +62,8 @@ class ClusterConfig(Section):
         600.0,
         "time limit for one stage on an engine and for one update on a shard; an engine or a "
         "shard that exceeds the limit is removed. If two engines exceed it, the run ends. A worker "
-        "whose main thread uses no processor for this time before it is ready is ended",
+        "is ended that has not joined for this time after its start, or whose main thread uses no "
+        "processor for this time before it is ready",
         unit="seconds",
         gt=0,
         le=86400,

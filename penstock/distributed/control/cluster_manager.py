@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,12 @@ class ClusterManager:
         self.launcher = launch(self._endpoint)
         cleanup.callback(self.launcher.close)
         self.coordinator.wanted_relays = self._usual_relays(config.engines)
-        self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
+        is_ours = config.cluster.start != "listen"
+        self._supervisor = WorkerSupervisor(
+            self.launcher,
+            self.event_queue.emit,
+            join_seconds=config.cluster.longest_job if is_ours else math.inf,
+        )
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
 
@@ -335,6 +341,8 @@ class ClusterManager:
             connection.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body=reply))
         else:
             self._rendezvous.take(connection, message)
+            if message.kind is MessageType.JOIN:
+                self._supervisor.mark_joined(str(message.body.get("worker")))
 
     def _handle_admin_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the number of engines on an admin request; return the body of the reply."""

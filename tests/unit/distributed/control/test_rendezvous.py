@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from fake_workers import TOKEN
+from fake_workers import TOKEN, FakeWorker
 from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Message, MessageType
@@ -122,6 +122,36 @@ def test_worker_that_works_has_unlimited_time_to_become_ready(open_manager):
     assert opened.event_kinds == ["worker silent", "worker hangs", "worker hangs"]
 
 
+def test_workers_that_do_not_join_are_ended_and_three_of_them_end_the_run(open_manager):
+    """Their processes are stopped, or hang in the import of a library."""
+    opened = open_manager(longest_job=1.0, lease=60.0)
+    wait_until(lambda: opened.manager.event_queue.has_failed)
+    assert opened.launcher.killed == ["worker-1", "worker-2", "worker-3"]
+    with pytest.raises(ClusterError, match=r"3 workers in a row .* worker-3 has not joined within"):
+        opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["worker hangs"] * 3 + ["not replaced"]
+
+
+def test_worker_that_has_joined_may_take_longer(open_manager):
+    opened = open_manager(longest_job=1.0, lease=60.0)
+    workers = [FakeWorker(opened.manager) for _ in range(3)]
+    try:
+        for number, worker in enumerate(workers, 1):
+            worker.say(MessageType.JOIN, worker=f"worker-{number}", listens=["127.0.0.1", 1])
+            worker.hear()
+        time.sleep(2.0)
+        assert not opened.launcher.killed
+    finally:
+        for worker in workers:
+            worker.endpoint.close()
+
+
+def test_worker_that_a_user_starts_may_join_late(open_manager):
+    opened = open_manager(start="listen", longest_job=0.2)
+    time.sleep(1.0)
+    assert not opened.launcher.killed
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_worker_that_hangs_while_it_builds_its_role_is_ended(open_manager, monkeypatch, hangs):
     may_end = threading.Event()
@@ -147,7 +177,7 @@ def test_worker_that_hangs_while_it_builds_its_role_is_ended(open_manager, monke
     try:
         wait_until(lambda: opened.manager.registry.joining)
         if hangs:
-            wait_until(lambda: opened.launcher.killed == ["guest"])
+            wait_until(lambda: "guest" in opened.launcher.killed)
         else:
             time.sleep(3.0)  # three times as long as it may hang
             assert opened.manager.registry.joining
