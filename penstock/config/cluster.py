@@ -53,7 +53,7 @@ class ClusterConfig(Section):
     )
     stall: float = setting(
         5.0,
-        "a step in which nothing is computed and no byte arrives for this time is restarted",
+        "a step in which nothing is computed and under 64 kbit/s arrive for this time is restarted",
         unit="seconds",
         gt=0,
         le=3600,
@@ -61,7 +61,9 @@ class ClusterConfig(Section):
     longest_job: float = setting(
         600.0,
         "time limit for one stage on an engine and for one update on a shard; an engine or a "
-        "shard that exceeds the limit is removed. If two engines exceed it, the run ends",
+        "shard that exceeds the limit is removed. If two engines exceed it, the run ends. A worker "
+        "is ended that has not joined for this time after its start, or whose main thread uses no "
+        "processor for this time before it is ready",
         unit="seconds",
         gt=0,
         le=86400,

@@ -21,6 +21,7 @@ Opens = Literal["when asked", "what was left", "empty"]
 Role = Literal["engine", "shard", "relay"]
 
 _LONGEST_NAME = 200  # characters of a name
+_MOST_NODE_DIGITS = 10  # of a node number, which a header holds in 32 bits
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def addresses_of(message: Message) -> dict[int, Address]:
     **Raises:** `ProtocolError` if the body is malformed.
     """
     value = message.body.get("addresses", {})
-    if not isinstance(value, Mapping) or not all(key.isdecimal() for key in value):
+    if not isinstance(value, Mapping) or not all(_is_node(key) for key in value):
         raise _invalid(message, "addresses", value, "addresses by node number")
     return {int(key): address_of(message, address) for key, address in value.items()}
 
@@ -173,6 +174,10 @@ def _invalid(message: Message, key: str, value: Any, expected: str) -> ProtocolE
     return message_validation.refuse(
         message, f"has {str(value)[:40]!r} as {key!r}, expected {expected}"
     )
+
+
+def _is_node(key: str) -> bool:
+    return key.isdecimal() and len(key) <= _MOST_NODE_DIGITS
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -206,3 +207,52 @@ def test_fork_server_imports_libraries_only():
     assert "torch" in names
     assert __name__ not in names
     assert not any(name.startswith(("pytest", "__main__", "penstock.__main__")) for name in names)
+
+
+def test_worker_whose_process_descriptor_did_not_arrive_is_known_nevertheless(
+    launcher, monkeypatch
+):
+    """The kernel drops a descriptor for which this process has no room."""
+    receive = socket.recv_fds
+
+    def receive_without_room(*arguments):
+        data, files, flags, address = receive(*arguments)
+        for file in files:
+            os.close(file)
+        return data, [], flags, address
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "recv_fds", receive_without_room)
+        for _ in range(2):
+            launcher.start("engine")
+        wait_until(lambda: not launcher.poll() and len(launcher.pids) == 2)
+        pids = dict(launcher.pids)
+        launcher.end("worker-1")
+        (ended,) = polled(launcher)
+        assert f"worker-1 with pid {pids['worker-1']} ended by signal 9" in ended.how
+    launcher.close()
+    assert not any(is_running(pid) for pid in pids.values())
+
+
+def test_worker_without_process_descriptor_may_be_ended_after_room_is_found(launcher, monkeypatch):
+    def no_room(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    receive = socket.recv_fds
+
+    def receive_without_room(*arguments):
+        data, files, flags, address = receive(*arguments)
+        for file in files:
+            os.close(file)
+        return data, [], flags, address
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "recv_fds", receive_without_room)
+        patched.setattr(os, "pidfd_open", no_room)
+        launcher.start("engine")
+        wait_until(lambda: not launcher.poll() and launcher.pids)
+        launcher.end("worker-1")
+        assert launcher.poll() == []
+    (ended,) = polled(launcher)
+    assert "worker-1" in ended.how
+    assert "by signal 9" in ended.how

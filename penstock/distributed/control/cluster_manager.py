@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +136,7 @@ class ClusterManager:
             on_admitted=self._admit,
             on_silent=self._end_process,
             silence=_STARVED_LEASES * config.cluster.lease,
+            hang=config.cluster.longest_job,
             engines_wanted=lambda: self._wanted_engines,
         )
         self._rendezvous_path = write_record(config.run.dir, self._endpoint.address, token)
@@ -142,7 +144,12 @@ class ClusterManager:
         self.launcher = launch(self._endpoint)
         cleanup.callback(self.launcher.close)
         self.coordinator.wanted_relays = self._usual_relays(config.engines)
-        self._supervisor = WorkerSupervisor(self.launcher, self.event_queue.emit)
+        is_ours = config.cluster.start != "listen"
+        self._supervisor = WorkerSupervisor(
+            self.launcher,
+            self.event_queue.emit,
+            join_seconds=config.cluster.longest_job if is_ours else math.inf,
+        )
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()
 
@@ -311,11 +318,10 @@ class ClusterManager:
     # In the endpoint's thread
 
     def _every(self, now: float) -> None:
-        received = self._endpoint.received_bytes
-        for node in self._local:
-            body = {"progress": node.progress, "busy": node.is_busy, "received": received}
+        for node in self._local:  # the coordinator counts the bytes of this process once
+            body = {"progress": node.progress, "busy": node.is_busy, "received": 0}
             self.coordinator.handle(Message(MessageType.HEARTBEAT, 0, node.number, body=body))
-        self.coordinator.tick(now, received)
+        self.coordinator.tick(now, self._endpoint.received_bytes)
         self._rendezvous.tick(now)
         self._supervisor.replace(self._wanted_workers)
         few = len(self.coordinator.ready) < self._layout.least_engines
@@ -335,6 +341,8 @@ class ClusterManager:
             connection.send(Message(MessageType.ADMIN_REPLY, 0, COORDINATOR, body=reply))
         else:
             self._rendezvous.take(connection, message)
+            if message.kind is MessageType.JOIN:
+                self._supervisor.mark_joined(str(message.body.get("worker")))
 
     def _handle_admin_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the number of engines on an admin request; return the body of the reply."""

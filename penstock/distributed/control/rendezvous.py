@@ -4,7 +4,7 @@ A process that joins gets a vacant replica slot of a shard; without a vacant slo
 engine, or a relay if no more engines are wanted and relays are. A process that was started for one
 role gets only that role. A process started as a shard waits until a slot is vacant. A process that
 cannot fill its role is refused; another process of its kind would be refused too. A process that
-stops sending heartbeats before it is ready is ended.
+stops sending heartbeats before it is ready is ended, and so is one that hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.distributed.control.hang_detector import HangDetector
 from penstock.distributed.control_messages import Join, Opens, ReplicaSlot, Role
 from penstock.distributed.event_queue import EventQueue
 from penstock.distributed.protocol import (
@@ -41,8 +42,9 @@ class Rendezvous:
         replicas: assigns replica slots of shards.
         event_queue: receives an event per refused process.
         on_admitted: attaches a member's connection to its node.
-        on_silent: ends the process of a member that was silent before it was ready.
+        on_silent: ends the process of a member that was silent or hung before it was ready.
         silence: the seconds without a heartbeat after which such a member is ended.
+        hang: the seconds without work of its main thread after which such a member is ended.
         engines_wanted: returns the wanted number of engines, spares included.
     """
 
@@ -57,6 +59,7 @@ class Rendezvous:
         on_admitted: Callable[[ClusterMember], None],
         on_silent: Callable[[ClusterMember], None],
         silence: float,
+        hang: float,
         engines_wanted: Callable[[], int],
     ) -> None:
         self._spec, self._registry, self._coordinator = spec, registry, coordinator
@@ -65,6 +68,7 @@ class Rendezvous:
         self._on_admitted, self._on_silent = on_admitted, on_silent
         self._silence, self._engines_wanted = silence, engines_wanted
         self._detector = FailureDetector()  # of the processes that are joining
+        self._hang_detector = HangDetector(hang)
         self._next = FIRST_ENGINE
         self._waiting: dict[Connection, Join] = {}  # for a replica slot
 
@@ -84,16 +88,19 @@ class Rendezvous:
             self._reject(member, text, error_class(kind))
         elif message.kind is MessageType.HEARTBEAT and connection in joining:
             self._detector.hear(joining[connection].number)
+            self._hang_detector.hear(joining[connection].number, message)
 
     def tick(self, now: float) -> None:
-        """End the processes that are silent before they are ready; assign vacant slots."""
-        self._detector.pass_time(now, self._silence / 4)
+        """End the processes that are silent or hang before they are ready; assign vacant slots."""
+        paused = self._detector.pass_time(now, self._silence / 4)
         joining = {member.number: member for member in self._registry.joining.values()}
         for number, silent in self._detector.silent(joining, self._silence):
-            member = self._remove(joining[number].connection)
-            text = f"{member} was silent for {silent:.1f} s before it was ready"
-            self._event_queue.emit("worker silent", text, number)
-            self._on_silent(member)
+            text = f"was silent for {silent:.1f} s before it was ready"
+            self._end(joining.pop(number), "worker silent", text)
+        for number, idle in self._hang_detector.hung(now, paused):
+            text = f"used no processor for {idle:.0f} s before it was ready, longer than "
+            text += "cluster.longest_job; if it may wait that long, raise cluster.longest_job"
+            self._end(joining.pop(number), "worker hangs", text)
         self.assign_waiting()
 
     def assign_waiting(self) -> None:
@@ -112,10 +119,17 @@ class Rendezvous:
             self._remove(connection)
         self._waiting.pop(connection, None)
 
+    def _end(self, member: ClusterMember, kind: str, text: str) -> None:
+        """End a process that is not ready."""
+        self._remove(member.connection)
+        self._event_queue.emit(kind, f"{member} {text}", member.number)
+        self._on_silent(member)
+
     def _remove(self, connection: Connection) -> ClusterMember:
         """Remove a process from those that are joining; return the process."""
         member = self._registry.joining.pop(connection)
         self._detector.forget(member.number)
+        self._hang_detector.forget(member.number)
         return member
 
     def _join(self, connection: Connection, join: Join) -> None:

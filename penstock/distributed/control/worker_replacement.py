@@ -1,4 +1,4 @@
-"""Starts a worker in the place of each that was lost, until too many in a row have failed.
+"""Starts a worker in the place of each that was lost or hangs, until too many in a row have failed.
 
 A standby engine that is ready takes over before that (`membership.py`).
 
@@ -23,11 +23,18 @@ class WorkerSupervisor:
     Args:
         launcher: starts and ends workers.
         on_event: called with the kind and the text of an event.
+        join_seconds: the seconds from the start of a worker until it must have joined; infinite if
+            users start the workers.
     """
 
-    def __init__(self, launcher: Launcher, on_event: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, launcher: Launcher, on_event: Callable[[str, str], None], join_seconds: float
+    ) -> None:
         self._launcher, self._on_event = launcher, on_event
+        self._join_seconds = join_seconds
         self._running: dict[str, Role] = {}
+        self._started_at: dict[str, float] = {}  # of the workers that have not joined
+        self._late: set[str] = set()  # that were ended because they had not joined
         self._ready: set[str] = set()
         self._failures = 0  # workers in a row that ended before they were ready
         self._last_failure = ""
@@ -50,12 +57,30 @@ class WorkerSupervisor:
         if waits_for is not None and waits_for != self._reported_wait:
             self._on_event("waiting", waits_for)
         self._reported_wait = waits_for
+        self._end_late(is_waiting=waits_for is not None)
         if self.given_up is None:
             if time.monotonic() >= self._retry_at:
                 self.fill(wanted)
         elif not self._has_reported:
             self._has_reported = True
             self._on_event("not replaced", self.given_up)
+
+    def _end_late(self, *, is_waiting: bool) -> None:
+        """End the workers that have not joined in time, unless workers wait for resources."""
+        now = time.monotonic()
+        if is_waiting:
+            self._started_at = dict.fromkeys(self._started_at, now)
+        for worker, started_at in list(self._started_at.items()):
+            if now - started_at > self._join_seconds:
+                how = f"{worker} has not joined within {now - started_at:.0f} s of its start"
+                self._on_event("worker hangs", f"{how}, longer than cluster.longest_job")
+                self._launcher.end(worker)
+                self._late.add(worker)
+                self._record_failure(worker, how)  # a hung launcher may report no exit
+
+    def mark_joined(self, worker: str) -> None:
+        """Record that a worker has joined."""
+        self._started_at.pop(worker, None)
 
     def mark_ready(self, worker: str) -> None:
         """Record that a worker has become an engine or a shard."""
@@ -72,12 +97,20 @@ class WorkerSupervisor:
 
     def _record_exit(self, ended: WorkerExit) -> None:
         self._on_event("worker ended", ended.how)
-        self._running.pop(ended.worker, None)
         if ended.worker in self._ready:
+            self._running.pop(ended.worker, None)
             self._ready.discard(ended.worker)
+        elif ended.worker in self._late:  # its failure is recorded already
+            self._late.discard(ended.worker)
         else:
-            self._failures += 1
-            self._last_failure = ended.how
+            self._record_failure(ended.worker, ended.how)
+
+    def _record_failure(self, worker: str, how: str) -> None:
+        """Record that a worker has ended, or hangs, before it was ready."""
+        self._running.pop(worker, None)
+        self._started_at.pop(worker, None)
+        self._failures += 1
+        self._last_failure = how
 
     def _start(self, role: Role) -> None:
         try:
@@ -89,3 +122,4 @@ class WorkerSupervisor:
             self._on_event("not started", self._last_failure)
             return
         self._running[worker] = role
+        self._started_at[worker] = time.monotonic()

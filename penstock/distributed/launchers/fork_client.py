@@ -39,7 +39,7 @@ class _Fork:
     """A requested worker; its process is known once the fork server has reported it."""
 
     pid: int | None = None
-    file: int | None = None  # the pidfd
+    file: int | None = None  # the pidfd; None also while this process has too many open files
     code: int | None = None  # the exit code, negative for a signal
     is_unwanted: bool = False  # `end` was called, perhaps before the process started
 
@@ -107,7 +107,7 @@ class ForkClient:
                 self.is_ready = True
             elif "started" in message:
                 fork = self._forks[message["started"]]
-                fork.pid, (fork.file,) = message["pid"], files
+                fork.pid, fork.file = message["pid"], files[0] if files else None
                 if fork.is_unwanted:
                     self.end(message["started"])
             elif "ended" in message:
@@ -119,12 +119,23 @@ class ForkClient:
         if self.is_running and not self.is_ready and is_late:
             self.unusable_because = f"its imports took longer than {_IMPORT_SECONDS:.0f} s"
             self._disconnect()
+        self._open_missing()
         if self.is_running:
             return []
         unstarted = {worker: fork for worker, fork in self._forks.items() if fork.pid is None}
         for worker in unstarted:
             del self._forks[worker]
         return [worker for worker, fork in unstarted.items() if not fork.is_unwanted]
+
+    def _open_missing(self) -> None:
+        """Open the pidfds that the kernel dropped: this process had too many open files."""
+        for worker, fork in self._forks.items():
+            if fork.pid is None or fork.file is not None or fork.code is not None:
+                continue
+            with contextlib.suppress(OSError):  # no room yet, or the exit code is on its way
+                fork.file = os.pidfd_open(fork.pid)
+            if fork.is_unwanted:
+                self.end(worker)
 
     def pids(self) -> dict[str, int]:
         """Return the process numbers of the running workers, by worker name."""
@@ -143,8 +154,8 @@ class ForkClient:
         for worker, fork in list(self._forks.items()):
             is_final = fork.code is not None or not self.is_running  # else the code follows
             if fork.pid is not None and is_final and _has_ended(fork):
-                assert fork.file is not None
-                os.close(fork.file)
+                if fork.file is not None:
+                    os.close(fork.file)
                 del self._forks[worker]
                 ended.append((worker, fork.pid, fork.code))
         return ended

@@ -3,7 +3,10 @@
 from penstock.distributed.protocol import message_validation as message_validation
 from penstock.distributed.protocol.coordinator import Coordinator as Coordinator
 from penstock.distributed.protocol.engine_node import EngineNode as EngineNode
-from penstock.distributed.protocol.failure_detector import FailureDetector as FailureDetector
+from penstock.distributed.protocol.failure_detector import (
+    FailureDetector as FailureDetector,
+    StallTimer as StallTimer,
+)
 from penstock.distributed.protocol.messages import (
     COORDINATOR as COORDINATOR,
     HEADER_BYTES as HEADER_BYTES,

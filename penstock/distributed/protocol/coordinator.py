@@ -12,7 +12,6 @@ take over the shard with the stored state of the lost node. Before the next step
 back to the newest step that all of them hold. `recovery_policy.py` handles corruption and stalls.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,11 @@ import numpy as np
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.coordinator_state import CoordinatorState
 from penstock.distributed.protocol.epoch import EpochManager
-from penstock.distributed.protocol.failure_detector import FailureDetector, Heartbeat, StallTimer
+from penstock.distributed.protocol.failure_detector import (
+    LEAST_BYTES_PER_SECOND,
+    Heartbeat,
+    StallTimer,
+)
 from penstock.distributed.protocol.membership import Membership
 from penstock.distributed.protocol.messages import COORDINATOR, Message, MessageType, message_with
 from penstock.distributed.protocol.node_context import NodeContext
@@ -82,65 +85,17 @@ class Coordinator(CoordinatorState):
     ) -> None:
         membership = Membership(shards, engines, least, relays)
         epochs = EpochManager(membership, addresses if addresses is not None else {}, self._send)
-        super().__init__(membership, epochs)
-        self.phase = Phase.IDLE
-        self.counts: Counter[str] = Counter()
-        self._context, self._timeouts, self._on_event = context, timeouts, on_event
+        super().__init__(membership, epochs, on_event)
+        self._context, self._timeouts = context, timeouts
         self._is_alive = is_alive
         self._recovery = RecoveryPolicy(self.membership, timeouts.attempts, can_replace_engine)
         self._transaction: StepTransaction | None = None  # of the step in flight
         self._on_result: Callable[[StepResult], None] = lambda result: None
-        self._detector, self._stall_timer = FailureDetector(), StallTimer()
+        self._stall_timer = StallTimer(LEAST_BYTES_PER_SECOND)
         self._rows_ahead = RowsAhead(self._send)
         self._following: StepRequest | None = None
 
     # Requests of the trainer process
-
-    def joined(self, engine: int) -> None:
-        """Add an engine that is ready; it takes part from the next step on, if it is wanted."""
-        self.membership.join(engine)
-        self._admit(engine, "joined", f"engine {engine} is ready")
-
-    def watch(self, node: int) -> None:
-        """Start the timeout of a first replica, which is ready: now its silence counts."""
-        self._detector.watch(node)
-
-    def relay_joined(self, relay: int) -> None:
-        """Add a relay that is ready; it takes part from the next step on, if it is wanted."""
-        self.membership.join_relay(relay)
-        self._admit(relay, "relay joined", f"relay {relay} is ready")
-
-    def shard_joined(self, shard: int, node: int) -> None:
-        """Assign a lost shard to a new node, which has the stored state of the lost node."""
-        self.membership.assign_shard(shard, node)
-        self._epochs.is_agreed = False
-        self._admit(node, "shard joined", f"node {node} holds shard {shard} now")
-
-    def learner_joined(self, shard: int, node: int) -> None:
-        """Add a new node as a learner; it becomes a replica of the shard when it has a copy."""
-        self.membership.add_learner(shard, node)
-        text = f"shard {shard}: node {node} waits for a copy of the shard"
-        self._admit(node, "replica joined", text)
-
-    def _admit(self, node: int, kind: str, text: str) -> None:
-        self._detector.watch(node)
-        self._report(kind, text, node)
-        if self.phase is Phase.GATHERING:
-            self._form()
-
-    def promote(self, node: int) -> bool:
-        """Make a learner a replica, between two steps; it has the whole state of its shard.
-
-        Returns whether it is a replica now: it is not if it or all replicas of its shard were lost.
-        """
-        holders = self.membership.holders
-        shard = holders.learners.get(node)
-        if shard is None or not holders.shards[shard]:
-            return False
-        if self.phase is not Phase.IDLE:
-            raise RuntimeError(f"node {node} cannot be promoted during a step ({self.phase.value})")
-        holders.add(shard, node)
-        return True
 
     def lost(self, node: int, why: str) -> None:
         """Remove a lost node."""
@@ -259,19 +214,24 @@ class Coordinator(CoordinatorState):
             self._stall_timer.begin(now)
             return
         members = self._epochs.view.nodes
+        stall = self._timeouts.stall
         busy, progress = detector.busy(members), tuple(detector.progress(members).values())
         arrived = (self._epochs.acknowledged, *transaction.counts)
-        received = (received_bytes, *detector.received_bytes(members))
-        state = (self.phase, self.epoch, arrived, progress, received)
-        stalled = self._stall_timer.stalled_seconds(now, state)
+        received = {COORDINATOR: received_bytes, **detector.received_bytes(members)}
+        state = (self.phase, self.epoch, arrived, progress)
+        stalled = self._stall_timer.stalled_seconds(now, state, received)
         if stalled > self._timeouts.job and busy:
             self._stall_timer.begin(now)
             self._blame(busy[0], ClusterError.__name__, took_too_long(stalled))
-        elif stalled > self._timeouts.stall and not busy:
+        elif stalled > stall and not busy and not detector.may_work(members, stall):
             self._stall_timer.begin(now)
             self._recover(self._recovery.after_stall(self._status))
 
     # The epoch
+
+    def _admitted(self) -> None:
+        if self.phase is Phase.GATHERING:
+            self._form()
 
     @property
     def _step(self) -> int:
@@ -455,10 +415,12 @@ class Coordinator(CoordinatorState):
                 self._end(StepResult(self._step, error=error))
             case ResendDecision():
                 self._present.commit()
-            case RetryStep(why):
+            case RetryStep(why, rotates_engines):
                 self._report("retry", f"{why}; the step is retried in a new epoch")
                 # The streaming replica may be unreachable.
                 self.membership.holders.rotate_primary()
+                if rotates_engines:
+                    self.membership.rotate_engines()
                 self._form()
 
     def _end(self, result: StepResult) -> None:
@@ -474,10 +436,6 @@ class Coordinator(CoordinatorState):
     def _phase(self, phase: Phase) -> None:
         self.phase = phase
         self._stall_timer.begin(self._detector.now)
-
-    def _report(self, kind: str, text: str, node: int | None = None) -> None:
-        self.counts[kind] += 1
-        self._on_event(ProtocolEvent(kind, text, node))
 
     def _send(
         self,

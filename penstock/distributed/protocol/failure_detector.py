@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.distributed.protocol import message_validation
 from penstock.distributed.protocol.messages import Message
+
+# The least rate, over all processes of a run, at which received bytes are progress: 64 kbit/s, a
+# thirtieth of the slowest link that is tested. A step of GPT-2 (124 M parameters, 12 bytes each in
+# fp32) would take two days at this rate, so a slower transfer is a defect.
+LEAST_BYTES_PER_SECOND = 8_000
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,21 @@ class FailureDetector:
         """Return each node's progress in this epoch, from its last heartbeat."""
         return {node: self._heartbeats.get(node, Heartbeat()).progress for node in nodes}
 
-    def received_bytes(self, nodes: Iterable[int]) -> tuple[int, ...]:
+    def received_bytes(self, nodes: Iterable[int]) -> dict[int, int]:
         """Return the bytes that each node's process had received at its last heartbeat."""
-        return tuple(self._heartbeats.get(node, Heartbeat()).received_bytes for node in nodes)
+        return {node: self._heartbeats.get(node, Heartbeat()).received_bytes for node in nodes}
 
     def busy(self, nodes: Iterable[int]) -> list[int]:
         """Return the nodes that had work at their last heartbeat."""
         return [node for node in nodes if self._heartbeats.get(node, Heartbeat()).is_busy]
+
+    def may_work(self, nodes: Iterable[int], stall: float) -> bool:
+        """Tell whether a node may have begun to work after its last heartbeat.
+
+        Such work may hold up the heartbeats, as may other processes of its host. But a node that
+        is silent for twice the stall, and yet not lost, is waiting for its connection.
+        """
+        return any(silent <= 2 * stall for _, silent in self.silent(nodes, stall / 2))
 
     def pass_time(self, now: float, most: float) -> float:
         """Advance the clock; return the seconds in which this process could not receive messages.
@@ -89,22 +102,35 @@ class FailureDetector:
 
 
 class StallTimer:
-    """Measures for how long the observed state of a step has not changed."""
+    """Measures for how long there has been no progress.
 
-    def __init__(self) -> None:
-        self._since = 0.0
+    Progress is a change of the observed state, or an amount that grows fast enough.
+
+    Args:
+        least_rate: the least growth per second that is progress, summed over all nodes.
+    """
+
+    def __init__(self, least_rate: float) -> None:
+        self._least_rate, self._since = least_rate, 0.0
         self._seen: Any = None
+        self._amounts: Mapping[int, float] = {}  # at `_since`
 
     def begin(self, now: float) -> None:
         """Restart the timer."""
-        self._since = now
+        self._since, self._seen = now, None
 
     def pause(self, seconds: float) -> None:
         """Exclude seconds in which nothing could be observed."""
         self._since += seconds
 
-    def stalled_seconds(self, now: float, seen: Any) -> float:
-        """Return for how many seconds the observed state has not changed."""
-        if seen != self._seen:
-            self._seen, self._since = seen, now
+    def stalled_seconds(self, now: float, seen: Any, amounts: Mapping[int, float]) -> float:
+        """Return for how many seconds there has been no progress.
+
+        Args:
+            seen: the observed state; not None.
+            amounts: the amount of each node.
+        """
+        grown = sum(max(0, n - self._amounts.get(node, n)) for node, n in amounts.items())
+        if seen != self._seen or grown >= self._least_rate * (now - self._since):
+            self._since, self._seen, self._amounts = now, seen, amounts
         return now - self._since

@@ -1,11 +1,16 @@
 """Decides whether the sender or the receiver of invalid messages is defective.
 
-The checksum of an invalid message is right, so the connection is sound. One report does not tell
-whether the sender or the receiver is defective. A second report about the same sender accuses the
-sender; a report about another sender by the same receiver accuses the receiver.
+The checksum of an invalid message is right, so the connection is sound. One receiver's reports
+about one sender do not tell which of the two is defective. A report about the same sender by
+another receiver accuses the sender; a report about another sender by the same receiver accuses the
+receiver. So the step is retried with the engines in another order, which gives both nodes other
+neighbors. If the same two nodes still exchange invalid messages, one of them is accused without
+evidence.
 """
 
 from penstock.distributed.protocol.membership import Membership
+
+_MOST_REPORTS = 4  # by one receiver about one sender, before one of the two is accused
 
 
 class InvalidMessages:
@@ -21,12 +26,18 @@ class InvalidMessages:
     def record(self, receiver: int, sender: int) -> int | None:
         """Record a report; return the node that it accuses, None if it is too early to tell."""
         self._reports = [report for report in self._reports if self._counts(*report)]
-        is_second = any(known == sender for _, known in self._reports)
-        accuses_others = any(known == receiver for known, _ in self._reports)
+        is_confirmed = any(s == sender and r != receiver for r, s in self._reports)
+        accuses_others = any(r == receiver and s != sender for r, s in self._reports)
         self._reports.append((receiver, sender))
-        if is_second:
+        if is_confirmed:
             return sender
-        return receiver if accuses_others else None
+        if accuses_others:
+            return receiver
+        if self._reports.count((receiver, sender)) < _MOST_REPORTS:
+            return None
+        # The loss of an engine or a relay costs less than that of a replica.
+        replicas = self._members.holders.nodes
+        return receiver if sender in replicas and receiver not in replicas else sender
 
     def _counts(self, receiver: int, sender: int) -> bool:
         """Whether a report still counts: no second receiver has confirmed it before the sender

@@ -84,6 +84,10 @@ class Membership:
         """Add an engine."""
         self._ready[engine] = None
 
+    def rotate_engines(self) -> None:
+        """Move the first engine behind the others: every engine then has other neighbors."""
+        self._ready = dict.fromkeys((*self.engines[1:], *self.engines[:1]))
+
     def join_relay(self, relay: int) -> None:
         """Add a relay."""
         self._relays[relay] = None

@@ -29,6 +29,7 @@ from penstock.errors import CorruptionError, DataError
 # of 2^18 names with 256 bytes each.
 MAX_BODY_BYTES = 1 << 26
 MAX_PAYLOAD_BYTES = 1 << 30
+_MOST_DIGITS = 300  # of an integer in a body: a float holds it
 _HEADER = struct.Struct("<IBBHIIIIIIQIQQ")
 _CHECK_BYTES, _DIGEST_BYTES = 4, 8  # of the header at its begin, of the frame at its end
 HEADER_BYTES = _HEADER.size
@@ -217,13 +218,20 @@ def unpack(header: bytes, body: bytes, payload: np.ndarray | None) -> Message:
             f"{found:016x}, expected {digest:016x}"
         )
     try:
-        parsed = json.loads(body) if body else {}
+        parsed = json.loads(body, parse_int=_whole) if body else {}
         known = MessageType(kind)
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"a frame from node {sender} is malformed: {error}") from None
     if not isinstance(parsed, dict):
         raise CorruptionError(f"a frame from node {sender} has a body that is not a mapping")
     return Message(known, epoch, sender, step, op, chunk, level, index, parsed, payload, size, to)
+
+
+def _whole(digits: str) -> int:
+    """Return an integer of a body; in comparisons with floats larger ones would raise."""
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits, expected at most {_MOST_DIGITS}")
+    return int(digits)
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], np.ndarray]:

@@ -23,6 +23,7 @@ from penstock.distributed.protocol.step_transaction import Phase, StepTransactio
 from penstock.errors import ClusterError
 
 _MOST_RELAY_FAILURES = 3  # at one step: no step needs a relay, so none is worth more
+_INVALID_MESSAGE = "invalid message"  # a reason of a retry (`RetryBudget.count_retry`)
 _MOST_COMMITS = 4  # times a decision is sent to a replica that does not acknowledge it
 
 
@@ -43,9 +44,10 @@ class AbortStep:
 
 @dataclass(frozen=True)
 class RetryStep:
-    """Retry the step in a new epoch."""
+    """Retry the step in a new epoch, with the engines in another order if it is asked for."""
 
     why: str
+    rotates_engines: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class RecoveryPolicy:
 
     def after_invalid_message(self, status: StepStatus, text: str) -> RecoveryAction:
         """Choose the action after an invalid message that accuses no node yet."""
-        return self._retry(status, "invalid message", text, None)
+        return self._retry(status, _INVALID_MESSAGE, text, None)
 
     def after_corruption(
         self, status: StepStatus, text: str, ends: Collection[int]
@@ -163,7 +165,9 @@ class RecoveryPolicy:
             suspect = self._suspect(status)  # a decided step needs the commit of every shard
         if suspect is not None and (not is_decided or transaction.commits > _MOST_COMMITS):
             return suspect
-        return ResendDecision() if is_decided else RetryStep(text)
+        if is_decided:
+            return ResendDecision()
+        return RetryStep(text, rotates_engines=why == _INVALID_MESSAGE)
 
     def _suspect(self, status: StepStatus) -> EvictNode | None:
         found = find_suspect(status, self._membership, self._retry_budget.stalls)

@@ -99,9 +99,9 @@ class Timeouts:
     """The timeouts in seconds, and the number of retries.
 
     A node that is silent for `silence` is lost. A step without progress for `stall` is retried,
-    unless a node computes; received bytes are progress. One job of a node may take `job`; until
-    then a step with a busy node needs no progress. `attempts` is how often one step may be retried
-    after corrupt frames, invalid messages and stalls.
+    unless a node computes; bytes that arrive at `LEAST_BYTES_PER_SECOND` are progress. One job of a
+    node may take `job`; until then a step with a busy node needs no progress. `attempts` is how
+    often one step may be retried after corrupt frames, invalid messages and stalls.
     """
 
     silence: float = 1.0

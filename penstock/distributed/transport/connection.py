@@ -68,7 +68,7 @@ class _SlotsReturned:
 
 
 class Connection:
-    """Sends and receives messages over an authenticated connection.
+    """Sends and receives messages over an authenticated connection, from `start` on.
 
     Args:
         stream: the bytes of an authenticated peer; the connection closes its socket, also if the
@@ -79,7 +79,6 @@ class Connection:
 
     Raises:
         OSError: the peer has closed the connection.
-        RuntimeError: the system gives this process no more threads.
     """
 
     def __init__(
@@ -117,6 +116,13 @@ class Connection:
         except OSError:
             self._socket.close()
             raise
+
+    def start(self) -> None:
+        """Start the threads; from now on messages are received.
+
+        **Raises:** `RuntimeError` if the system gives this process no more threads; the connection
+        has ended then.
+        """
         self._start("reads", self._read)
         self._start("writes", self._write)
 

@@ -93,6 +93,7 @@ class Endpoint:
         self._local_nodes: dict[int, _LocalNode] = {}
         self._connections: dict[int, Connection] = {}
         self._all_connections: set[Connection] = set()
+        self._received_before = 0  # by connections that have ended
         self._addresses: dict[int, Address] = {}
         self._outside_epoch: dict[int, Address] = {}  # the addresses of nodes outside the epoch
         self._opening: dict[int, list[Message]] = {}
@@ -134,10 +135,11 @@ class Endpoint:
     def received_bytes(self) -> int:
         """Bytes of payloads and large bodies that have arrived, also of messages in progress.
 
-        Encrypted bytes are counted as they arrive, with what TLS adds to them.
+        The number never falls: bytes of ended connections count. To be read in the endpoint's
+        thread. Encrypted bytes are counted as they arrive, with what TLS adds to them.
         """
         connections = list(self._all_connections)  # other threads may add connections
-        return sum(connection.received_bytes for connection in connections)
+        return self._received_before + sum(each.received_bytes for each in connections)
 
     def add(self, number: int, node: EndpointNode) -> None:
         """Add a node of this process; in the endpoint's thread, or before `start`."""
@@ -201,8 +203,9 @@ class Endpoint:
     def connect(self, address: Address, seconds: float = 5.0) -> Connection:
         """Return a connection to a listener that has the run's token.
 
-        A connection that the listener closes before it answers is retried for a while: the
-        listener's limit of pending connections may have been reached.
+        A connection that the listener closes before it answers is retried for a while, because the
+        listener's limit of pending connections may have been reached; so is one that the listener
+        answers too late.
 
         Raises:
             ClusterError: no listener with the run's token answers at the address.
@@ -242,7 +245,11 @@ class Endpoint:
         elif to in self._addresses:
             self._opening[to] = [addressed]
             arguments = (sender, to, self._addresses[to], message.epoch)
-            threading.Thread(target=self._open, args=arguments, daemon=True).start()
+            try:
+                threading.Thread(target=self._open, args=arguments, daemon=True).start()
+            except RuntimeError as error:  # the system gives this process no more threads
+                log.warning("node %d cannot connect to node %d: %s", sender, to, error)
+                self._drop_waiting(to)
 
     def clock(self) -> float:
         """Return the time by this host's clock."""
@@ -297,13 +304,13 @@ class Endpoint:
             connection = Connection(
                 stream, self._received, self._connection_ended, lambda: self.shares_memory
             )
+            # Before its first message and its end, which removes it.
+            self._all_connections.add(connection)
+            connection.start()
         except (OSError, RuntimeError) as error:
             raise ClusterError(f"the connection cannot be served: {error}") from None
-        self._all_connections.add(connection)
         if self._closing:  # `close` may have run before it was added
             connection.close()
-        if not connection.is_open:  # the connection may have ended before it was added
-            self._all_connections.discard(connection)
         return connection
 
     def _received(self, connection: Connection, message: Message) -> None:
@@ -318,7 +325,9 @@ class Endpoint:
         self.call(ended)
 
     def _forget(self, connection: Connection) -> None:
-        self._all_connections.discard(connection)
+        if connection in self._all_connections:
+            self._all_connections.remove(connection)
+            self._received_before += connection.received_bytes
         for number in [n for n, other in self._connections.items() if other is connection]:
             del self._connections[number]
 

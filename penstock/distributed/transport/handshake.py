@@ -37,7 +37,7 @@ def new_token() -> str:
 
 
 class ConnectionRejectedError(ClusterError):
-    """The peer closed the connection before it answered; a retry may succeed."""
+    """The peer closed the connection before it answered, or was too slow; a retry may succeed."""
 
 
 class Challenge:
@@ -86,7 +86,7 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
     """Authenticate both ends of a connection; return the stream.
 
     Raises:
-        ConnectionRejectedError: the peer closed the connection before it answered.
+        ConnectionRejectedError: the peer closed the connection before it answered, or was too slow.
         ClusterError: the peer does not have the run's token, or is no node of a run.
     """
     token, deadline = credentials.token, time.monotonic() + SECONDS
@@ -106,8 +106,10 @@ def connect(connection: socket.socket, credentials: Credentials) -> Stream:
             "the listener closed the connection before it replied: the run may be ending, or has "
             "too many pending connections"
         ) from None
+    except TimeoutError:  # its process may have had no processor
+        raise ConnectionRejectedError(f"the listener did not reply within {SECONDS:g} s") from None
     except OSError as error:
-        raise ClusterError(f"the listener did not reply within {SECONDS:g} s: {error}") from None
+        raise ClusterError(f"the connection to the listener failed: {error}") from None
     if proof == REFUSAL:
         raise ClusterError("the listener refused the token; use the cluster.json of this run")
     if not hmac.compare_digest(proof, _proof(token, b"accepts", theirs, hello)):

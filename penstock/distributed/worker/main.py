@@ -101,6 +101,7 @@ class Worker:
         self._number = 0
         self._connection: Connection | None = None
         self._built: BuiltRole | None = None
+        self._clock: int | None = None  # of the processor time of the thread that builds roles
         self._endpoint = Endpoint(
             token,
             own_host(address),
@@ -117,6 +118,8 @@ class Worker:
         Raises:
             ClusterError: the coordinator's process does not listen, or has another token.
         """
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._endpoint.start()
         try:
             lost_since = None
@@ -254,7 +257,9 @@ class Worker:
         if connection is None:
             return
         if node is None or built is None:  # the role is not ready, or not assigned
-            connection.send(Message(MessageType.HEARTBEAT, 0, 0))
+            used = None if self._clock is None else time.clock_gettime(self._clock)
+            body: dict[str, Any] = {"processor_seconds": used}
+            connection.send(Message(MessageType.HEARTBEAT, 0, 0, body=body))
             return
         if self._adapter is not None:
             self._adapter.tick(now)

@@ -10,7 +10,7 @@ from penstock.config import Config
 from penstock.engine import EnginePlan
 from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
-from penstock.planning import builders, store_factory
+from penstock.planning import builders, model_sources, store_factory
 from penstock.planning.machine_limits import Machine
 from penstock.planning.memory_budget import Budget
 from penstock.program import Program
@@ -32,7 +32,7 @@ FLASH, BATCH = "set store.flash.path to a folder on a fast disk", "lower batch.m
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    source = builders.model_source(Config.from_mapping({"model": MODEL}).model)
+    source = model_sources.model_source(Config.from_mapping({"model": MODEL}).model)
     return builders.compile_source(source, micro_batch=1, length=32, precision="fp32", device="cpu")
 
 

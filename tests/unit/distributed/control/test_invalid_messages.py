@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from waiting import wait_until
 
 from penstock.distributed.control.cluster_manager import ClusterManager
-from penstock.distributed.control_messages import Assignment
+from penstock.distributed.control_messages import Assignment, addresses_of
 from penstock.distributed.protocol import EngineNode, Job, ShardNode
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.protocol.node_context import BoundContext
@@ -125,6 +125,33 @@ def test_message_in_name_of_another_node_closes_connection(open_for_all):
     hand_in(open_for_all, connection, Message(MessageType.FAILURE, 0, 1, body=trouble))
     assert "node 7 sent a FAILURE message in the name of node 1" in str(connection.refused[0])
     open_for_all.event_queue.require_sound()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"peak_bytes": 1, "computed": [10**400, 1]}, {"peak_bytes": 10**400, "computed": [1.0, 1]}],
+)
+def test_number_that_no_float_can_hold_costs_its_sender_the_connection(open_for_all, body):
+    """Python's JSON has integers of any size, and a comparison with a float then raises."""
+    worker = FakeWorker(open_for_all)
+    try:
+        worker.say(MessageType.JOIN, worker="w", listens=["127.0.0.1", 1], role="engine")
+        assignment = worker.hear()
+        worker.report_ready(open_for_all, assignment)
+        node = assignment.body["node"]
+        wait_until(lambda: node in open_for_all.coordinator.ready)
+        worker.say(MessageType.HEARTBEAT, node, progress=0, received=0, **body)
+        wait_until(lambda: not worker.connection.is_open)
+        wait_until(lambda: node not in open_for_all.coordinator.ready)
+        assert open_for_all._endpoint._thread.is_alive()
+    finally:
+        worker.endpoint.close()
+
+
+def test_view_with_impossible_node_number_is_refused():
+    body = {"addresses": {"9" * 5000: ["127.0.0.1", 9]}}
+    with pytest.raises(ProtocolError, match="as 'addresses', expected addresses by node number"):
+        addresses_of(Message(MessageType.VIEW, 1, 0, body=body))
 
 
 class PretendWork:

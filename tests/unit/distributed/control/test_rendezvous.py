@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
-from waiting import wait_until
+from fake_workers import TOKEN, FakeWorker
+from waiting import SECONDS, wait_until
 
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
-from penstock.errors import ClusterError, ConfigError, StorageError
+from penstock.distributed.worker.main import Worker
+from penstock.errors import ClusterError, ConfigError, PenstockError, StorageError
 
 
 def test_shard_slots_are_assigned_before_engines(open_manager):
@@ -83,26 +88,104 @@ def test_worker_silent_before_it_is_ready_is_ended(open_manager, shards):
     assert open_manager.join(opened, role=assignment.body["role"])[1].body["place"] == place
 
 
-def test_worker_with_heartbeats_has_unlimited_time_to_become_ready(open_manager):
-    """The test passes the time: 10 leases of 60 s for the worker that is silent."""
-    opened = open_manager(lease=60.0)
+def test_worker_that_works_has_unlimited_time_to_become_ready(open_manager):
+    """The test passes the time: 10 leases of 60 s without a heartbeat, 900 s without work."""
+    opened = open_manager(lease=60.0, longest_job=900.0)
     rendezvous, registry = opened.manager._rendezvous, opened.manager.registry
     tick, rendezvous.tick = rendezvous.tick, lambda now: None
-    for _ in range(2):
+    for _ in range(5):
         open_manager.join(opened)
-    silent, lively = registry.joining
-    began, lost_at = rendezvous._detector.now, []
+    silent, compiling, waiting, hung, unmeasured = registry.joining
+    began, lost_at = rendezvous._detector.now, {}
 
     def pass_time() -> None:
         for seconds in range(0, 3600, 10):
-            rendezvous.take(lively, Message(MessageType.HEARTBEAT, 0, 0))
+            used = {
+                compiling: 5 + seconds / 100,  # it shares the processor with many others
+                waiting: 5 + seconds / 10_000,  # it asks twice per second whether it may go on
+                hung: 5,
+                unmeasured: None,
+            }
+            for connection, each in used.items():
+                if connection in registry.joining:
+                    body = {"processor_seconds": each}
+                    rendezvous.take(connection, Message(MessageType.HEARTBEAT, 0, 0, body=body))
             tick(began + seconds)
-            if silent not in registry.joining:
-                lost_at.append(seconds)
+            for connection in (silent, *used):
+                if connection not in registry.joining:
+                    lost_at.setdefault(connection, seconds)
 
     opened.manager._run_in_endpoint(pass_time)
-    assert list(registry.joining) == [lively]
-    assert lost_at[0] == 610
+    assert list(registry.joining) == [compiling, unmeasured]
+    assert lost_at == {silent: 610, waiting: 910, hung: 910}
+    opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["worker silent", "worker hangs", "worker hangs"]
+
+
+def test_workers_that_do_not_join_are_ended_and_three_of_them_end_the_run(open_manager):
+    """Their processes are stopped, or hang in the import of a library."""
+    opened = open_manager(longest_job=1.0, lease=60.0)
+    wait_until(lambda: opened.manager.event_queue.has_failed)
+    assert opened.launcher.killed == ["worker-1", "worker-2", "worker-3"]
+    with pytest.raises(ClusterError, match=r"3 workers in a row .* worker-3 has not joined within"):
+        opened.manager.event_queue.poll()
+    assert opened.event_kinds == ["worker hangs"] * 3 + ["not replaced"]
+
+
+def test_worker_that_has_joined_may_take_longer(open_manager):
+    opened = open_manager(longest_job=1.0, lease=60.0)
+    workers = [FakeWorker(opened.manager) for _ in range(3)]
+    try:
+        for number, worker in enumerate(workers, 1):
+            worker.say(MessageType.JOIN, worker=f"worker-{number}", listens=["127.0.0.1", 1])
+            worker.hear()
+        time.sleep(2.0)
+        assert not opened.launcher.killed
+    finally:
+        for worker in workers:
+            worker.endpoint.close()
+
+
+def test_worker_that_a_user_starts_may_join_late(open_manager):
+    opened = open_manager(start="listen", longest_job=0.2)
+    time.sleep(1.0)
+    assert not opened.launcher.killed
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_worker_that_hangs_while_it_builds_its_role_is_ended(open_manager, monkeypatch, hangs):
+    may_end = threading.Event()
+
+    def build(spec):
+        while not (may_end.wait(SECONDS) if hangs else may_end.is_set()):
+            pass
+        raise StorageError("the test has ended")
+
+    monkeypatch.setattr("penstock.distributed.worker.main.build_engine", build)
+    opened = open_manager(longest_job=1.0)
+    worker = Worker(opened.manager.address, TOKEN, "guest")
+    ended: list[PenstockError] = []
+
+    def serve() -> None:
+        try:
+            worker.serve()
+        except PenstockError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        wait_until(lambda: opened.manager.registry.joining)
+        if hangs:
+            wait_until(lambda: "guest" in opened.launcher.killed)
+        else:
+            time.sleep(3.0)  # three times as long as it may hang
+            assert opened.manager.registry.joining
+    finally:
+        may_end.set()
+        opened.manager.close()
+        thread.join(SECONDS)
+    assert ended
 
 
 def test_first_shard_silent_after_it_is_ready_is_lost(open_manager):

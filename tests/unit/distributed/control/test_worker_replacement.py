@@ -20,6 +20,7 @@ class FakeLauncher:
         self.started = 0
         self.roles: list[str] = []
         self.ended: list[WorkerExit] = []
+        self.killed: list[str] = []
         self.has_room = True
 
     def start(self, role: Role) -> str:
@@ -40,7 +41,7 @@ class FakeLauncher:
         return self.lacks
 
     def end(self, worker: str) -> None:
-        raise AssertionError(worker)
+        self.killed.append(worker)
 
     def close(self) -> None:
         raise AssertionError
@@ -50,7 +51,9 @@ class Made:
     def __init__(self, wanted: int) -> None:
         self.said: list[str] = []
         self.launcher = FakeLauncher()
-        self.supervisor = WorkerSupervisor(self.launcher, lambda kind, text: self.said.append(kind))
+        self.supervisor = WorkerSupervisor(
+            self.launcher, lambda kind, text: self.said.append(kind), join_seconds=60.0
+        )
         self.supervisor.fill({"engine": wanted})
 
     def lose(self, *workers: str, wanted: int) -> None:
@@ -68,6 +71,29 @@ def test_ended_worker_is_replaced_while_wanted():
     assert made.launcher.started == 5
     made.supervisor.fill({"engine": 6})
     assert made.launcher.started == 8
+
+
+def test_worker_that_does_not_join_in_time_is_replaced_once(monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    made = Made(3)
+    made.supervisor.mark_joined("worker-1")
+    made.supervisor.mark_joined("host7:12")  # which a user has started
+    now += 50
+    made.launcher.lacks = "no host has room"
+    made.lose(wanted=3)
+    now += 50
+    made.launcher.lacks = None  # from now on they could have started
+    made.lose(wanted=3)
+    assert not made.launcher.killed
+    now += 50
+    made.supervisor.mark_joined("worker-2")
+    made.lose(wanted=3)
+    assert made.launcher.killed == ["worker-3"]
+    assert made.launcher.started == 4
+    made.lose("worker-3", wanted=3)  # its process has ended now, which is no news
+    assert made.launcher.started == 4
+    assert made.supervisor.given_up is None
 
 
 def test_ended_worker_is_replaced_in_its_role():

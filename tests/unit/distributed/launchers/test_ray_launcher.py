@@ -344,7 +344,9 @@ def test_run_that_lost_ray_gives_up_replacing_its_engines():
     ray = LostRay(answers=True)
     launcher = RayLauncher(pretended(ray), ("10.0.0.1", 1), "token")
     events: list[str] = []
-    supervisor = WorkerSupervisor(launcher, lambda kind, text: events.append(f"{kind}: {text}"))
+    supervisor = WorkerSupervisor(
+        launcher, lambda kind, text: events.append(f"{kind}: {text}"), join_seconds=600.0
+    )
     wanted = {"engine": 2}
     try:
         supervisor.fill(wanted)

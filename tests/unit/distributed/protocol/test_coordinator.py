@@ -172,10 +172,35 @@ def test_transfer_in_progress_is_no_stall_and_one_that_stands_still_is(receiver)
     epoch = play.coordinator.epoch
     node = {"engine": 101, "shard": 2, "coordinator": 0}[receiver]
     for second in range(1, 8):
-        play.pass_time(1.0, received={node: 1000 * second})
+        play.pass_time(1.0, received={node: 10_000 * second})
     assert play.coordinator.epoch == epoch
-    play.pass_time(2.6, received={node: 7000})
+    play.pass_time(2.6, received={node: 70_000})
     assert play.coordinator.epoch == epoch + 1
+
+
+@pytest.mark.parametrize("receiver", ["engine", "shard", "coordinator"])
+def test_transfer_below_the_least_rate_is_a_stall(receiver):
+    """A defective peer sends a byte of a large message now and then, for ever."""
+    play = Play()
+    play.start(2)
+    play.begun()
+    epoch, received = play.coordinator.epoch, 5_000_000_000
+    node = {"engine": 101, "shard": 2, "coordinator": 0}[receiver]
+    play.pass_time(1.0, received={node: received})
+    for _ in range(8):
+        received += 1_000
+        play.pass_time(0.4, received={node: received})
+    assert play.coordinator.epoch == epoch + 1
+
+
+def test_slow_transfer_to_several_nodes_that_share_a_link_is_no_stall():
+    play = Play()
+    play.start(2)
+    play.begun()
+    epoch = play.coordinator.epoch
+    for second in range(1, 8):
+        play.pass_time(1.0, received=dict.fromkeys(ENGINES, 4_000 * second))
+    assert play.coordinator.epoch == epoch
 
 
 def test_cancelled_step_leaves_coordinator_idle():

@@ -68,6 +68,23 @@ def test_silent_node_known_to_be_alive_is_kept(node):
     assert set(asked) == {(node, True)}
 
 
+def test_step_of_a_node_that_cannot_send_heartbeats_is_not_retried_before_twice_the_stall():
+    """A library call may hold up its heartbeats, and began after the last one."""
+    play = Play()
+    play.coordinator._is_alive = lambda which, silent: True
+    play.start(2)
+    play.begun()
+    epoch = play.coordinator.epoch
+    play.pass_time(3.8, silent=[101])
+    assert play.coordinator.epoch == epoch
+    done = {101: 1}
+    play.pass_time(0.2, progress=done)  # the call has ended
+    play.pass_time(3.4, progress=done, silent=[102])
+    assert play.coordinator.epoch == epoch
+    play.pass_time(1.0, progress=done, silent=[102])
+    assert play.coordinator.epoch == epoch + 1
+
+
 def test_only_usual_part_of_pause_counts_as_silence():
     play = Play()
     play.start(2)

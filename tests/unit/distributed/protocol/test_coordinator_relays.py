@@ -87,9 +87,9 @@ def test_failed_relay_is_evicted(sender, about):
     play.start(2)
     play.begun()
     body = {"error": "ProtocolError", "text": "no sense"}
-    if about is not None:  # the second report accuses its sender
+    if about is not None:  # the report of a second node accuses the sender
         body["about"] = about
-        play.say(sender, MessageType.FAILURE, body=body)
+        play.say(101, MessageType.FAILURE, body=body)
         play.see()
         play.begun()
     play.say(sender, MessageType.FAILURE, body=body)
@@ -113,13 +113,13 @@ def test_run_goes_on_without_relays_when_several_fail_at_one_step():
     assert play.ended[-1].error is None
 
 
-def test_engine_that_a_relay_complains_about_is_evicted():
+def test_engine_that_two_relays_complain_about_is_evicted():
     play = Play(relays=RELAYS)
     play.start(2)
     play.begun()
     body = {"error": "ProtocolError", "text": "no sense", "about": 101}
-    for _ in range(2):
-        play.say(500, MessageType.FAILURE, body=body)
+    for relay in (500, 501):
+        play.say(relay, MessageType.FAILURE, body=body)
         play.see()
         play.begun()
     assert [(e.kind, e.node) for e in play.happened if "lost" in e.kind] == [("engine lost", 101)]

@@ -63,6 +63,7 @@ def test_descriptor_of_closed_connection_stays_open_while_a_thread_uses_it(pair,
     stream = HeldStream(pair[0], holds)
     descriptor, ended = stream.socket.fileno(), threading.Event()
     connection = Connection(stream, lambda *_: None, lambda *_: ended.set())
+    connection.start()
     connection.send(HEARTBEAT)
     assert stream.is_held.wait(SECONDS)
     connection.close()
@@ -82,8 +83,9 @@ def test_connection_without_threads_closes_its_descriptor(pair, monkeypatch):
         started(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    connection = Connection(PlainStream(pair[0]), lambda *_: None, lambda *_: None)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        Connection(PlainStream(pair[0]), lambda *_: None, lambda *_: None)
+        connection.start()
     wait_until(lambda: pair[0].fileno() == -1, "the descriptor is closed")
 
 

@@ -36,8 +36,10 @@ from penstock.distributed.transport import (
     Connection,
     Endpoint,
     endpoint as endpoint_module,
+    handshake,
     new_token,
 )
+from penstock.distributed.transport.listener import ConnectionListener
 from penstock.distributed.transport.stream import PlainStream
 from penstock.errors import ClusterError, CorruptionError
 
@@ -155,6 +157,42 @@ def test_node_is_reached_after_connection_could_not_be_served(endpoints, monkeyp
     wait_until(lambda: send_from(here, other) or other.node.messages)
     told = "node 1 cannot connect to node 2: {}:{}: the connection cannot be served: "
     assert caplog.messages[0].startswith(told.format(*other.endpoint.address))
+
+
+def test_endpoint_survives_a_connection_for_which_there_is_no_thread(
+    endpoints, monkeypatch, caplog
+):
+    token = new_token()
+    here, other = endpoints(token, 1), endpoints(token, 2)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if threading.current_thread() is here.endpoint._thread:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        send_from(here, other)
+        wait_until(lambda: here.failed or caplog.messages)
+    assert not here.failed
+    assert caplog.messages == ["node 1 cannot connect to node 2: can't start new thread"]
+    send_from(here, other)
+    wait_until(lambda: other.node.messages)
+
+
+def test_message_to_a_node_whose_listener_is_slow_arrives(endpoints, monkeypatch):
+    """A process without a processor for a while; the message is sent once."""
+    monkeypatch.setattr(handshake, "SECONDS", 0.5)
+    token = new_token()
+    here = endpoints(token, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ConnectionListener, "open", lambda listener: None)
+        other = endpoints(token, 2)
+    send_from(here, other)
+    time.sleep(0.8)
+    other.endpoint._listener.open()
+    wait_until(lambda: other.node.messages)
 
 
 def send_from(here, other) -> None:
@@ -422,6 +460,7 @@ def test_every_byte_of_long_message_counts_as_heard_and_received():
         lambda connection, message: took.append(message),
         lambda connection, error: None,
     )
+    connection.start()
     try:
         message = message_with(
             np.zeros(1 << 20, np.uint8), kind=MessageType.WEIGHTS, epoch=0, sender=1
@@ -442,6 +481,50 @@ def test_every_byte_of_long_message_counts_as_heard_and_received():
     assert not connection.is_heard(0.0)
 
 
+def test_received_bytes_of_ended_connections_are_counted(endpoints):
+    token = new_token()
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    for times in (1, 2):
+        connection = greet(one, 1, two)
+        payload = np.zeros(1 << 20, np.uint8)
+        connection.send(message_with(payload, kind=MessageType.WEIGHTS, epoch=0, sender=1, to=2))
+        wait_until(lambda times=times: len(two.node.messages) == times)
+        connection.close()
+        wait_until(lambda times=times: len(two.ended) == times)
+        assert two.endpoint.received_bytes > times << 19  # TLS: without those read with a header
+
+
+def test_connection_is_known_before_its_first_message(endpoints, monkeypatch):
+    """Else the bytes of the message are missing, and a change of the epoch does not close it."""
+    token = new_token()
+    one, two = endpoints(token, 1), endpoints(token, 2)
+    accepted, start = threading.Event(), threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        """Hold the thread that starts both threads of a connection until it has a message."""
+        start(thread)
+        if thread.name == "penstock connection writes" and "listener" in (
+            threading.current_thread().name
+        ):
+            wait_until(lambda: two.from_new_peers)
+            accepted.set()
+
+    counts: list[int] = []
+    receive = two.endpoint._on_new_peer
+
+    def on_new_peer(connection, message) -> None:
+        counts.append(two.endpoint.received_bytes)
+        receive(connection, message)
+
+    monkeypatch.setattr(two.endpoint, "_on_new_peer", on_new_peer)
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    connection = one.endpoint.connect(two.endpoint.address)
+    payload = np.zeros(1 << 20, np.uint8)
+    connection.send(message_with(payload, kind=MessageType.WEIGHTS, epoch=0, sender=1))
+    assert accepted.wait(SECONDS)
+    assert counts[0] > 1 << 19
+
+
 def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
     """`select.select` refuses such descriptors, and a process with many connections has them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -458,6 +541,7 @@ def test_unread_bytes_count_as_heard_for_descriptors_above_1024():
         may_go_on.wait(SECONDS)
 
     connection = Connection(PlainStream(ours), hold, lambda connection, error: None)
+    connection.start()
     try:
         frames = b"".join(pack(Message(MessageType.HEARTBEAT, 0, 1))) * 2
         theirs.sendall(frames)

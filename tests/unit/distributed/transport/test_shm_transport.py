@@ -51,6 +51,7 @@ class End:
             lambda connection, error: self.ended.put(error),
             lambda: shares,
         )
+        self.connection.start()
 
     def send(self, number: int, payload: np.ndarray) -> None:
         self.connection.send(
