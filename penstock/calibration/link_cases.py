@@ -52,9 +52,9 @@ class ProcessLinks:
     def admit(self, stream: Stream) -> None:
         """Take the next of the two connections."""
         way = WAYS[len(self._connections)]
-        self._connections.append(
-            Connection(stream, self._take, self._ended, lambda: way == WAYS[0])
-        )
+        connection = Connection(stream, self._take, self._ended, lambda: way == WAYS[0])
+        self._connections.append(connection)
+        connection.start()
         self._opened.release()
 
     def await_peer(self, process: int) -> None:

@@ -40,7 +40,9 @@ def serve(address: tuple[str, int], token: str) -> None:
 
     def opened(way: str) -> Connection:
         stream = connect(socket.create_connection(address, timeout=_CONNECT_SECONDS), credentials)
-        return Connection(stream, peer.take, lambda *_: ended.set(), lambda: way == WAYS[0])
+        connection = Connection(stream, peer.take, lambda *_: ended.set(), lambda: way == WAYS[0])
+        connection.start()
+        return connection
 
     connections = [opened(way) for way in WAYS]
     ended.wait()

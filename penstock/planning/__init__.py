@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         ExecutionPlan as ExecutionPlan,
         plan_execution as plan_execution,
     )
-    from penstock.planning.library_memory import library_bytes as library_bytes
     from penstock.planning.machine_limits import DeviceMemory as DeviceMemory, Machine as Machine
     from penstock.planning.memory_budget import transfer_buffer_bytes as transfer_buffer_bytes
     from penstock.planning.product_choices import (
@@ -24,7 +23,10 @@ if TYPE_CHECKING:
         measure_current as measure_current,
         with_products as with_products,
     )
-    from penstock.planning.program_cache import OutlinedModels as OutlinedModels
+    from penstock.planning.program_cache import (
+        OutlinedModels as OutlinedModels,
+        library_bytes as library_bytes,
+    )
     from penstock.planning.program_outline import outline_program as outline_program
     from penstock.planning.relays import relay_count as relay_count
     from penstock.planning.sequence_lengths import (

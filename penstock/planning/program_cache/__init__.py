@@ -15,6 +15,7 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.planning.program_cache.cached import cached_program as cached_program
     from penstock.planning.program_cache.key import Request as Request
+    from penstock.planning.program_cache.library_memory import library_bytes as library_bytes
     from penstock.planning.program_cache.outlined import OutlinedModels as OutlinedModels
     from penstock.planning.program_cache.remembered import remembered_model as remembered_model
 

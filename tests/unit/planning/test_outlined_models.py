@@ -18,8 +18,8 @@ from penstock.config import Config
 from penstock.engine import EnginePlan, predict_bytes
 from penstock.errors import ProgramError
 from penstock.models import ModelSource
-from penstock.planning import OutlinedModels, builders, library_memory, model_sources
-from penstock.planning.program_cache import outlined, remembered
+from penstock.planning import OutlinedModels, builders, model_sources
+from penstock.planning.program_cache import library_memory, outlined, remembered
 from penstock.program import Kind, Program
 
 SMALL = {"preset": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 40}
