@@ -306,6 +306,7 @@ class _Sender:
             lambda link, error: None,
             lambda: way == "shared",
         )
+        self._link.start()
 
     def send(self, source: np.ndarray, parts: list[slice]) -> float:
         """Send all parts; return the receiver's processor time once they have come."""
@@ -349,7 +350,8 @@ def receive(way: str) -> None:
             link.send(Message(MessageType.WEIGHT_CREDIT, 0, 1, body={"processor": now - began}))
             began = now
 
-    Connection(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
+    link = Connection(stream, take, lambda link, error: ended.set(), lambda: way == "shared")
+    link.start()
     ended.wait()
 
 
