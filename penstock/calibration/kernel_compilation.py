@@ -10,6 +10,7 @@ measures reads it. That process compiles what is missing there.
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,15 +24,20 @@ from penstock.calibration.repetitions import Case, OnProgress, Quantity
 from penstock.calibration.sparse_cases import small_choices
 from penstock.engine import set_threads
 from penstock.kernels.code_cache import code_folder
+from penstock.telemetry import process_memory
+
+_WORKER_BYTES = 600 << 20  # resident memory of a worker: 517 MiB, measured
+_MOST_WORKERS = 8  # the longest two of 33 cases take most of the time
+_LONGEST_CASE_SECONDS = 600.0  # without an answer of any worker; then the rest is left
 
 
 def compile_kernels(on_progress: OnProgress) -> None:
     """Compile the kernels of all measurements, unless this was done before or cannot be kept.
 
-    A worker that fails leaves the rest to the others, and to the process that measures.
+    A worker that fails, or hangs, leaves the rest to the others and to the process that measures.
     """
-    mark, workers = _mark(), len(os.sched_getaffinity(0))
-    if mark is None or mark.exists() or workers == 1:
+    mark, workers = _mark(), _most_workers()
+    if mark is None or mark.exists() or workers < 2:
         return
     count, done = len(cases_by_quantity()), 0
     for done in completed(bytes(reversed(range(count))), min(workers, count)):
@@ -40,6 +46,12 @@ def compile_kernels(on_progress: OnProgress) -> None:
         return
     with contextlib.suppress(OSError):  # the next measurement looks again
         mark.touch()
+
+
+def _most_workers() -> int:
+    """Return how many workers have a core and memory to themselves."""
+    room = process_memory.available_bytes() // _WORKER_BYTES
+    return min(len(os.sched_getaffinity(0)), room, _MOST_WORKERS)
 
 
 def cases_by_quantity() -> dict[Quantity, Case]:
@@ -69,17 +81,22 @@ def completed(numbers: bytes, workers: int) -> Iterator[int]:
         results, result = os.pipe()
         lines = stack.enter_context(open(results, "rb"))
         try:
-            for _ in range(workers):
-                worker = subprocess.Popen(
-                    command, stdin=waiting, stdout=result, stderr=subprocess.DEVNULL
-                )
-                stack.callback(worker.wait)
-                stack.callback(worker.kill)
+            with contextlib.suppress(OSError):  # no more processes: go on with those that there are
+                for _ in range(workers):
+                    worker = subprocess.Popen(
+                        command, stdin=waiting, stdout=result, stderr=subprocess.DEVNULL
+                    )
+                    stack.callback(worker.wait)
+                    stack.callback(worker.kill)
         finally:
             os.close(waiting)
             os.close(result)
-        yield 0
-        for done, _ in enumerate(lines, start=1):
+        done = 0
+        yield done
+        while select.select([lines], [], [], _LONGEST_CASE_SECONDS)[0]:
+            if not (answers := os.read(results, 1 << 12).count(b"\n")):
+                break
+            done += answers
             yield done
 
 

@@ -26,11 +26,12 @@ _ONE_TYPE = {
     *_named(
         (
             *("linear", "bilinear", "embedding_bag", "prelu", "layer_norm", "group_norm"),
-            *("conv1d", "conv2d", "conv3d"),
+            *("conv1d", "conv2d", "conv3d", "conv_tbc"),
             *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
             *("multi_head_attention_forward", "scaled_dot_product_attention"),
         ),
         F,
+        torch,
     ),
     *_named(
         (
@@ -67,7 +68,7 @@ _SPECIAL = (
         if any(family in name for family in ("airy", "bessel", "polynomial"))
     ),
 )
-_OTHERS = ("cdist", "polar", "complex", "quantile", "nanquantile", "stft", "istft")
+_OTHERS = ("cdist", "polar", "complex", "quantile", "nanquantile", "stft", "istft", "histogram")
 _POOLS = ("avg_pool3d", "lp_pool3d", "local_response_norm", "pdist")
 # Losses have few elements, and all are averaged.
 _LOSSES = (
@@ -92,7 +93,7 @@ _SCATTERS = (
 # Their running statistics and positions are float32, and would be less exact in bfloat16; the end
 # of an interpolation may be a float32 target.
 _IN_WIDEST = {
-    *(F.batch_norm, F.grid_sample, F.instance_norm),
+    *_named(("batch_norm", "instance_norm", "grid_sample"), F, torch),
     *_named((*_SCATTERS, "lerp", "cross", "isclose"), torch, torch.linalg, torch.Tensor),
 }
 # In the type of the tensor that they write.

@@ -1,10 +1,10 @@
 """One layer of a recurrent network, by PyTorch's own operator, and its gradients.
 
-The gradients compute the forward again: a program keeps the layer's inputs, not its gates.
+The gradients compute the forward again: a program keeps the layer's inputs, not its gates. On a GPU
+an engine turns cuDNN off, whose layers have no fixed order of sums (`engine/repeatable.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,21 +83,10 @@ def _run(
     is_training: bool,
 ) -> tuple[Tensor, ...]:
     first = list(states) if mode == "lstm" else states[0]
-    with _without_cudnn(values):
-        results: tuple[Tensor, ...] = _FUNCTIONS[mode](
-            values, first, list(weights), has_biases, 1, 0.0, is_training, bidirectional, False
-        )
+    results: tuple[Tensor, ...] = _FUNCTIONS[mode](
+        values, first, list(weights), has_biases, 1, 0.0, is_training, bidirectional, False
+    )
     return results
-
-
-@contextmanager
-def _without_cudnn(values: Tensor) -> Iterator[None]:
-    """Let PyTorch choose another layer than cuDNN's, whose backward has no fixed order of sums."""
-    if not values.is_cuda:
-        yield
-        return
-    with torch.backends.cudnn.flags(enabled=False):
-        yield
 
 
 def flops(values: Tensor, weights: Sequence[Tensor]) -> int:

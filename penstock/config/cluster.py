@@ -62,8 +62,8 @@ class ClusterConfig(Section):
         600.0,
         "time limit for one stage on an engine and for one update on a shard; an engine or a "
         "shard that exceeds the limit is removed. If two engines exceed it, the run ends. A worker "
-        "is ended that has not joined for this time after its start, or whose main thread uses no "
-        "processor for this time before it is ready",
+        "that has not joined within this time, at least 120 s, of its start is ended, and so is "
+        "one whose main thread uses no processor for as long before it is ready",
         unit="seconds",
         gt=0,
         le=86400,

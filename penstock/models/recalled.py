@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.errors import CompileError
 from penstock.models.inputs import TOKENS
 from penstock.models.source import ModelSource
 from penstock.models.tensor_names import TensorNames
@@ -113,10 +114,15 @@ def _meta_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 class Recording:
-    """Records a model when it is first needed, once."""
+    """Records a model when it is first needed, once.
 
-    def __init__(self, record: Callable[[], ModelSource]) -> None:
-        self._record = record
+    Args:
+        summary: of the model, which the recorded model must have.
+        record: records the model.
+    """
+
+    def __init__(self, summary: ModelSummary, record: Callable[[], ModelSource]) -> None:
+        self._summary, self._record = summary, record
         self._lock = threading.RLock()
         self._recorded: ModelSource | None = None
 
@@ -138,7 +144,14 @@ class Recording:
     def _source(self) -> ModelSource:
         with self._lock:
             if self._recorded is None:
-                self._recorded = self._record()
+                source = self._record()
+                kept = kept_of(source)
+                if kept is None or kept[0] != self._summary:
+                    raise CompileError(
+                        f"{source.name}: transformers builds another model now than when this "
+                        "process began, so its code was changed in between; start again"
+                    )
+                self._recorded = source
             return self._recorded
 
 
@@ -312,7 +325,7 @@ def recalled_model(
         record: records the model, when it is first needed.
         key: of the model.
     """
-    recording = Recording(record)
+    recording = Recording(summary, record)
     return ModelSource(
         name=summary.name,
         task=summary.task,

@@ -4,7 +4,6 @@ What is read is checked completely: only registered operators and one function o
 are called, and every window lies within its storage.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +29,6 @@ from penstock.models.constructor_log import (
 )
 from penstock.models.weight_recipe import WeightRecipe
 
-_LENGTH_BYTES = 8
 _KEYS = ("storages", "leaves", "tensors", "functions", "operations", "constants")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "trunc_normal_": getattr(torch.nn.init, "_no_grad_trunc_normal_", operator_of),
@@ -64,14 +62,9 @@ def read_recipe(data: bytes | memoryview) -> WeightRecipe:
     Raises:
         MalformedError: the bytes are not the written form of a recipe.
     """
-    view = memoryview(data)
-    end = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
-    if end > len(view):
-        raise MalformedError(f"expected {end} bytes, got {len(view)}")
+    content, values = fields.unframed(data)
     try:
-        return _recipe(
-            fields.mapping(json.loads(bytes(view[_LENGTH_BYTES:end])), _KEYS), view[end:]
-        )
+        return _recipe(fields.mapping(content, _KEYS), values)
     except MalformedError:
         raise
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -122,8 +115,7 @@ def _written(recipe: WeightRecipe) -> bytes:
         "operations": operations,
         "constants": constants,
     }
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, *values))
+    return fields.framed(content, *values)
 
 
 def _write_operation(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from penstock.config import (
     LoraConfig,
     ModelSpec,
     PresetModel,
+    read_model_file,
 )
 from penstock.errors import ConfigError
 from penstock.models import KEPT, ModelSource, verify_kept
@@ -48,9 +49,25 @@ def model_source(
             return ModelSource.without_weights(kept, spec.overrides)
         return ModelSource.from_hf(spec.hf, spec.overrides, ignore=spec.ignore)
     if isinstance(spec, HuggingFaceConfigModel):
-        return remembered_model(spec, lambda: ModelSource.from_hf_config(spec.hf_config))
+        return _configured(spec.hf_config)
     assert isinstance(spec, FactoryModel)
     return ModelSource.from_factory(spec.factory, spec.args, loss=spec.loss, task=spec.task)
+
+
+def _configured(given: str | dict[str, Any]) -> ModelSource:
+    """Return the model of a Hugging Face configuration, or of the file of one.
+
+    The file is read now; it may change or be removed before the model is recorded.
+    """
+    fields = read_model_file(given) if isinstance(given, str) else given
+    if fields is None:
+        return ModelSource.from_hf_config(given)  # whose errors name the file
+
+    def record() -> ModelSource:
+        is_there = isinstance(given, str) and read_model_file(given) == fields
+        return ModelSource.from_hf_config(given if is_there else fields)
+
+    return remembered_model(HuggingFaceConfigModel(hf_config=fields), record)
 
 
 def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:

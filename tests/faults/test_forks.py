@@ -256,3 +256,30 @@ def test_worker_without_process_descriptor_may_be_ended_after_room_is_found(laun
     (ended,) = polled(launcher)
     assert "worker-1" in ended.how
     assert "by signal 9" in ended.how
+
+
+def test_end_of_a_worker_without_descriptor_is_known_though_its_server_is_lost(
+    launcher, monkeypatch
+):
+    def no_room(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    receive = socket.recv_fds
+
+    def receive_without_room(*arguments):
+        data, files, flags, address = receive(*arguments)
+        for file in files:
+            os.close(file)
+        return data, [], flags, address
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "recv_fds", receive_without_room)
+        patched.setattr(os, "pidfd_open", no_room)
+        launcher.start("engine")
+        wait_until(lambda: not launcher.poll() and launcher.pids)
+        pid = launcher.pids["worker-1"]
+        launcher.fork_server._disconnect()  # which ends it
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid))
+    (ended,) = polled(launcher)
+    assert "worker-1" in ended.how

@@ -1,9 +1,11 @@
 """Checked fields of written programs: every value that is read has exactly the expected type."""
 
+import json
 from typing import Any
 
 import torch
 
+_LENGTH_BYTES = 8
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -31,6 +33,33 @@ class NotSerializableError(Exception):
 
 class MalformedError(Exception):
     """Bytes are not those of a program; the text says what was expected."""
+
+
+def framed(content: Any, *rest: bytes) -> bytes:
+    """Return JSON and the bytes after it: the length of the JSON's text, the text, the bytes.
+
+    **Raises:** `NotSerializableError` if `content` has a value that JSON does not have.
+    """
+    try:
+        written = json.dumps(content, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise NotSerializableError(f"a field has another type: {error}") from error
+    return b"".join((len(written).to_bytes(_LENGTH_BYTES, "little"), written, *rest))
+
+
+def unframed(data: bytes | memoryview) -> tuple[Any, memoryview]:
+    """Return what `framed` was given, the bytes in one piece.
+
+    **Raises:** `MalformedError` if it is another form.
+    """
+    view = memoryview(data)
+    end = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
+    if end > len(view):
+        raise MalformedError(f"expected {end} bytes, got {len(view)}")
+    try:
+        return json.loads(bytes(view[_LENGTH_BYTES:end])), view[end:]
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"{type(error).__name__}: {error}") from error
 
 
 def text(value: Any) -> str:

@@ -1,6 +1,5 @@
 """A program as bytes: the length of a JSON text, the text, and the values of constants."""
 
-import json
 from typing import Any
 
 from penstock.compiler.serialization import fields
@@ -19,7 +18,6 @@ from penstock.compiler.serialization.parts import (
 from penstock.errors import ProgramError
 from penstock.program import Program, verify
 
-_LENGTH_BYTES = 8
 _KEYS = (
     "name",
     "stages",
@@ -59,14 +57,9 @@ def deserialize(data: bytes | memoryview) -> Program:
     Raises:
         MalformedError: the bytes are not the written form of a program.
     """
-    view = memoryview(data)
-    length = int.from_bytes(view[:_LENGTH_BYTES], "little")
-    end = _LENGTH_BYTES + length
-    if end > len(view):
-        raise MalformedError(f"expected {end} bytes, got {len(view)}")
+    content, values = fields.unframed(data)
     try:
-        content = json.loads(bytes(view[_LENGTH_BYTES:end]))
-        return verify(_program(fields.mapping(content, _KEYS), view[end:]))
+        return verify(_program(fields.mapping(content, _KEYS), values))
     except MalformedError:
         raise
     except (ValueError, TypeError, OverflowError, RuntimeError, ProgramError) as error:
@@ -93,11 +86,7 @@ def _written(program: Program) -> bytes:
         "kinds": [write_kind(kind, graphs) for kind in distinct],
     }
     content["tables"] = graphs.tables()
-    try:
-        text = json.dumps(content, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise NotSerializableError(f"a program has a field of another type: {error}") from error
-    return b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, *values))
+    return fields.framed(content, *values)
 
 
 def _program(have: dict[str, Any], data: memoryview) -> Program:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.distributed")
 
 _HEARTBEAT_SECONDS = 0.1
+_LEAST_START_SECONDS = 120.0  # a worker may take to join, or to wait, however short its jobs are
 _STARVED_LEASES = 10  # leases for which a worker may wait for a processor, or load libraries
 _ENGINES_SECONDS = 120.0  # seconds to wait for all engines before the first step
 
@@ -136,7 +137,7 @@ class ClusterManager:
             on_admitted=self._admit,
             on_silent=self._end_process,
             silence=_STARVED_LEASES * config.cluster.lease,
-            hang=config.cluster.longest_job,
+            hang=max(config.cluster.longest_job, _LEAST_START_SECONDS),
             engines_wanted=lambda: self._wanted_engines,
         )
         self._rendezvous_path = write_record(config.run.dir, self._endpoint.address, token)
@@ -148,7 +149,9 @@ class ClusterManager:
         self._supervisor = WorkerSupervisor(
             self.launcher,
             self.event_queue.emit,
-            join_seconds=config.cluster.longest_job if is_ours else math.inf,
+            join_seconds=max(config.cluster.longest_job, _LEAST_START_SECONDS)
+            if is_ours
+            else math.inf,
         )
         self._supervisor.fill(self._wanted_workers)
         self._endpoint.start()

@@ -42,6 +42,7 @@ class _Fork:
     file: int | None = None  # the pidfd; None also while this process has too many open files
     code: int | None = None  # the exit code, negative for a signal
     is_unwanted: bool = False  # `end` was called, perhaps before the process started
+    is_gone: bool = False  # the process has ended, and no server is there to report its exit code
 
 
 class ForkClient:
@@ -132,8 +133,12 @@ class ForkClient:
         for worker, fork in self._forks.items():
             if fork.pid is None or fork.file is not None or fork.code is not None:
                 continue
-            with contextlib.suppress(OSError):  # no room yet, or the exit code is on its way
+            try:
                 fork.file = os.pidfd_open(fork.pid)
+            except ProcessLookupError:  # it has ended
+                fork.is_gone = not self.is_running  # else the exit code is on its way
+            except OSError:  # no room yet
+                continue
             if fork.is_unwanted:
                 self.end(worker)
 
@@ -212,8 +217,8 @@ class ForkClient:
 
 
 def _has_ended(fork: _Fork) -> bool:
-    if fork.code is not None or fork.file is None:
-        return fork.code is not None
+    if fork.code is not None or fork.is_gone or fork.file is None:
+        return fork.code is not None or fork.is_gone
     return bool(select.select([fork.file], [], [], 0)[0])
 
 

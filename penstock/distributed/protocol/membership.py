@@ -1,4 +1,5 @@
-"""The nodes of a run: the replicas of every shard, engines and relays in the order they joined.
+"""The nodes of a run: the replicas of every shard, engines and relays in the order they joined, but
+for rotations of the engines (`rotate_engines`).
 
 This module is plain state with queries; the coordinator decides what to do. All replicas of a shard
 hold the same bits, because all of them do the same work. A new node waits as a learner until it has
@@ -28,7 +29,7 @@ class Membership:
         self.wanted, self.wanted_relays = engines, relays
         self.least = least
         self.holders = ReplicaSets(shards)
-        self._ready: dict[int, None] = {}  # engines that may take part, in the order they joined
+        self._ready: dict[int, None] = {}  # engines that may take part, in order
         self._relays: dict[int, None] = {}  # that may take part, in the order they joined
 
     @property
@@ -85,7 +86,8 @@ class Membership:
         self._ready[engine] = None
 
     def rotate_engines(self) -> None:
-        """Move the first engine behind the others: every engine then has other neighbors."""
+        """Move the first engine behind the others, spare engines included: every engine then has
+        other neighbors."""
         self._ready = dict.fromkeys((*self.engines[1:], *self.engines[:1]))
 
     def join_relay(self, relay: int) -> None:

@@ -14,7 +14,7 @@ from penstock.compiler.serialization import (
 from penstock.planning.program_cache.compile_messages import noticing
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
 from penstock.planning.program_cache.key import Request, program_key, remembered_key
-from penstock.planning.program_cache.remembered import is_as_remembered
+from penstock.planning.program_cache.remembered import is_as_remembered, is_unchanged
 from penstock.program import Program
 
 _WHOLE, _DIGEST = b"p", b"d"  # the first byte of an entry: a program, or its graph's digest alone
@@ -39,7 +39,7 @@ def cached_program(
         compile_now: compiles the module; its errors are not cached.
     """
     source, remembered = request.source, remembered_key(request)
-    if remembered is not None and not source.structure.is_recorded:
+    if remembered is not None and not source.structure.is_recorded and is_unchanged():
         found = _read(_read_key(remembered), known)
         if found is not None:
             return found

@@ -1,5 +1,6 @@
 """The files of the cache: one for each program in `programs` of the user's cache folder, for each
-outline of a program in `outlines`, and for each model in `models`, with the keys of its programs.
+outline of a program in `outlines`, and for each model in `models`, with its programs' keys and
+the memory of the libraries.
 
 A file has a checksum of its content and of its name, so damaged files and renamed files are
 recognised, removed, and written anew. Several processes may write the same entry at once: each

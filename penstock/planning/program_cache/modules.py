@@ -9,7 +9,6 @@ import functools
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,10 @@ _IMPORTED = frozenset(
 _KNOWN = _LIBRARIES | _IMPORTED | sys.stdlib_module_names
 # Their functions make masks and attention; models find those by name.
 _FINDERS = ("transformers.masking_utils", "transformers.integrations.sdpa_attention")
+# What models and constructors call of PyTorch, besides the classes of modules; and the packages
+# that its functions are from.
+_CALLED = (torch.nn.init, torch.nn.functional, torch.Tensor, torch)
+_OWN_OF_TORCH = {"torch", "numpy", "typing_extensions"} | sys.stdlib_module_names
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 # A generation configuration keeps its `hash`, which differs from process to process.
 _OF_THE_PROCESS = frozenset({"_original_object_hash"})
@@ -50,6 +53,7 @@ def describe(module: nn.Module) -> Iterator[str]:
     Raises:
         UndescribedError: a part of the module is not covered by the versions of libraries.
     """
+    refuse_changed_torch()
     modules: dict[int, int] = {}
     tensors: dict[int, int] = {}
     classes: dict[type, str] = {}
@@ -89,12 +93,13 @@ def describe_classes(module: nn.Module) -> dict[str, str]:
     return dict(sorted({**found, **finders}.items()))
 
 
-def files_of_classes(module: nn.Module) -> list[Path]:
-    """Return the files of the code that `describe_classes` describes."""
-    classes = {base for child in module.modules() for base in type(child).__mro__}
-    names = {each.__module__ for each in classes} | {*_FINDERS}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
-    return [Path(file) for file in files if file is not None]
+def refuse_changed_torch() -> None:
+    """Raise `UndescribedError` if a function of PyTorch that models and constructors call was
+    replaced by other code."""
+    for owner in _CALLED:
+        for name, value in vars(owner).items():
+            if _root(value) not in _OWN_OF_TORCH:
+                raise UndescribedError(f"{owner.__name__}.{name} was replaced")
 
 
 def has_same_class(name: str, description: str) -> bool:

@@ -21,7 +21,7 @@ from penstock.engine import target_of
 from penstock.models import ModelSource
 from penstock.planning.program_cache.compile_messages import noticing
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
-from penstock.planning.program_cache.remembered import digest_of, is_as_remembered
+from penstock.planning.program_cache.remembered import digest_of, is_as_remembered, is_unchanged
 from penstock.planning.program_cache.versions import torch_settings
 from penstock.program import Program
 
@@ -65,7 +65,8 @@ class OutlinedModels:
         target = target_of(options.get("device", "cpu"))
         settings = repr(sorted(torch_settings(target.trace_device).items()))
         key = digest_of(model.key.digest, settings, described)
-        if not model.structure.is_recorded and (found := _outline(key)) is not None:
+        is_recalled = not model.structure.is_recorded and is_unchanged()
+        if is_recalled and (found := _outline(key)) is not None:
             return found
         with noticing() as noticed:
             program = self._compile_source(model, **options)

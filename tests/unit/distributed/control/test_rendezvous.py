@@ -9,6 +9,7 @@ import pytest
 from fake_workers import TOKEN, FakeWorker
 from waiting import SECONDS, wait_until
 
+from penstock.distributed.control import cluster_manager
 from penstock.distributed.protocol.messages import Message, MessageType
 from penstock.distributed.run_spec import engine_digest, shard_digest, transfers_by_step
 from penstock.distributed.worker.main import Worker
@@ -122,6 +123,20 @@ def test_worker_that_works_has_unlimited_time_to_become_ready(open_manager):
     assert opened.event_kinds == ["worker silent", "worker hangs", "worker hangs"]
 
 
+@pytest.fixture
+def starts_quickly(monkeypatch) -> None:
+    """A worker needs no time to import libraries."""
+    monkeypatch.setattr(cluster_manager, "_LEAST_START_SECONDS", 0.0)
+
+
+def test_time_to_join_is_not_that_of_a_short_job(open_manager):
+    opened = open_manager(longest_job=1.0)
+    seconds = cluster_manager._LEAST_START_SECONDS
+    assert opened.manager._supervisor._join_seconds == seconds
+    assert opened.manager._rendezvous._hang_detector._limit == seconds
+
+
+@pytest.mark.usefixtures("starts_quickly")
 def test_workers_that_do_not_join_are_ended_and_three_of_them_end_the_run(open_manager):
     """Their processes are stopped, or hang in the import of a library."""
     opened = open_manager(longest_job=1.0, lease=60.0)
@@ -132,6 +147,7 @@ def test_workers_that_do_not_join_are_ended_and_three_of_them_end_the_run(open_m
     assert opened.event_kinds == ["worker hangs"] * 3 + ["not replaced"]
 
 
+@pytest.mark.usefixtures("starts_quickly")
 def test_worker_that_has_joined_may_take_longer(open_manager):
     opened = open_manager(longest_job=1.0, lease=60.0)
     workers = [FakeWorker(opened.manager) for _ in range(3)]
@@ -152,6 +168,7 @@ def test_worker_that_a_user_starts_may_join_late(open_manager):
     assert not opened.launcher.killed
 
 
+@pytest.mark.usefixtures("starts_quickly")
 @pytest.mark.parametrize("hangs", [True, False])
 def test_worker_that_hangs_while_it_builds_its_role_is_ended(open_manager, monkeypatch, hangs):
     may_end = threading.Event()
