@@ -100,7 +100,7 @@ def test_worker_that_works_has_unlimited_time_to_become_ready(open_manager):
     began, lost_at = rendezvous._detector.now, {}
 
     def pass_time() -> None:
-        for seconds in range(0, 3600, 10):
+        for seconds in range(0, 3600, 7):  # no limit is a multiple of 7
             used = {
                 compiling: 5 + seconds / 100,  # it shares the processor with many others
                 waiting: 5 + seconds / 10_000,  # it asks twice per second whether it may go on
@@ -118,7 +118,7 @@ def test_worker_that_works_has_unlimited_time_to_become_ready(open_manager):
 
     opened.manager._run_in_endpoint(pass_time)
     assert list(registry.joining) == [compiling, unmeasured]
-    assert lost_at == {silent: 610, waiting: 910, hung: 910}
+    assert lost_at == {silent: 602, waiting: 903, hung: 903}
     opened.manager.event_queue.poll()
     assert opened.event_kinds == ["worker silent", "worker hangs", "worker hangs"]
 
