@@ -26,8 +26,8 @@ from penstock.engine import set_threads
 from penstock.kernels.code_cache import code_folder
 from penstock.telemetry import process_memory
 
-_WORKER_BYTES = 600 << 20  # resident memory of a worker: 517 MiB, measured
-_MOST_WORKERS = 8  # the longest two of 33 cases take most of the time
+_WORKER_BYTES = 600 << 20  # assumed resident memory of a worker: PyTorch, Numba and their code
+_MOST_WORKERS = 8  # assumed: a few long cases decide the time, whatever the number of workers
 _LONGEST_CASE_SECONDS = 600.0  # without an answer of any worker; then the rest is left
 
 

@@ -31,7 +31,9 @@ from penstock.models.weight_recipe import WeightRecipe
 
 _KEYS = ("storages", "leaves", "tensors", "functions", "operations", "constants")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "trunc_normal_": getattr(torch.nn.init, "_no_grad_trunc_normal_", operator_of),
+    name: getattr(torch.nn.init, name)
+    for name in ("_no_grad_trunc_normal_",)
+    if hasattr(torch.nn.init, name)
 }
 """The functions that the recorder logs as one operation (`recording.py`), by name."""
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}

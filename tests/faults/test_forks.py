@@ -209,10 +209,9 @@ def test_fork_server_imports_libraries_only():
     assert not any(name.startswith(("pytest", "__main__", "penstock.__main__")) for name in names)
 
 
-def test_worker_whose_process_descriptor_did_not_arrive_is_known_nevertheless(
-    launcher, monkeypatch
-):
-    """The kernel drops a descriptor for which this process has no room."""
+def leave_no_room(patched: pytest.MonkeyPatch, *, opens: bool) -> None:
+    """Let this process have no room for descriptors that it receives, nor (unless it `opens` them)
+    for others of processes."""
     receive = socket.recv_fds
 
     def receive_without_room(*arguments):
@@ -221,8 +220,20 @@ def test_worker_whose_process_descriptor_did_not_arrive_is_known_nevertheless(
             os.close(file)
         return data, [], flags, address
 
+    def no_room(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    patched.setattr(socket, "recv_fds", receive_without_room)
+    if not opens:
+        patched.setattr(os, "pidfd_open", no_room)
+
+
+def test_worker_whose_process_descriptor_did_not_arrive_is_known_nevertheless(
+    launcher, monkeypatch
+):
+    """The kernel drops a descriptor for which this process has no room."""
     with monkeypatch.context() as patched:
-        patched.setattr(socket, "recv_fds", receive_without_room)
+        leave_no_room(patched, opens=True)
         for _ in range(2):
             launcher.start("engine")
         wait_until(lambda: not launcher.poll() and len(launcher.pids) == 2)
@@ -235,20 +246,8 @@ def test_worker_whose_process_descriptor_did_not_arrive_is_known_nevertheless(
 
 
 def test_worker_without_process_descriptor_may_be_ended_after_room_is_found(launcher, monkeypatch):
-    def no_room(pid: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    receive = socket.recv_fds
-
-    def receive_without_room(*arguments):
-        data, files, flags, address = receive(*arguments)
-        for file in files:
-            os.close(file)
-        return data, [], flags, address
-
     with monkeypatch.context() as patched:
-        patched.setattr(socket, "recv_fds", receive_without_room)
-        patched.setattr(os, "pidfd_open", no_room)
+        leave_no_room(patched, opens=False)
         launcher.start("engine")
         wait_until(lambda: not launcher.poll() and launcher.pids)
         launcher.end("worker-1")
@@ -261,20 +260,8 @@ def test_worker_without_process_descriptor_may_be_ended_after_room_is_found(laun
 def test_end_of_a_worker_without_descriptor_is_known_though_its_server_is_lost(
     launcher, monkeypatch
 ):
-    def no_room(pid: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    receive = socket.recv_fds
-
-    def receive_without_room(*arguments):
-        data, files, flags, address = receive(*arguments)
-        for file in files:
-            os.close(file)
-        return data, [], flags, address
-
     with monkeypatch.context() as patched:
-        patched.setattr(socket, "recv_fds", receive_without_room)
-        patched.setattr(os, "pidfd_open", no_room)
+        leave_no_room(patched, opens=False)
         launcher.start("engine")
         wait_until(lambda: not launcher.poll() and launcher.pids)
         pid = launcher.pids["worker-1"]

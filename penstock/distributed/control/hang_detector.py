@@ -8,8 +8,8 @@ thread that waits for a lock or for a file system that does not respond uses non
 
 from penstock.distributed.protocol import Message, StallTimer, message_validation
 
-# A loop that checks a condition twice per second uses less than this share of one processor, and a
-# thread that reads 10 MB/s from a disk uses more.
+# Assumed, not measured: a loop that checks a condition twice per second uses less than this share
+# of one processor, and a thread that reads a model from a disk uses more.
 _LEAST_SHARE = 0.001
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.compiler import CompileOptions
 from penstock.models import ModelSource
+from penstock.planning.program_cache.digests import in_order
 from penstock.planning.program_cache.modules import UndescribedError, describe
 from penstock.planning.program_cache.versions import code_digest, torch_settings
 from penstock.program import TensorSpec
@@ -71,7 +72,7 @@ def _digest(request: Request, model: Iterable[str]) -> str:
     add(code_digest())
     add(torch_settings(options.device))
     for field in fields(options):
-        add((field.name, _sorted(getattr(options, field.name))))
+        add((field.name, in_order(getattr(options, field.name))))
     for name, spec in request.inputs.items():
         add((name, tuple(spec.shape), spec.dtype))
     for part in model:
@@ -81,10 +82,3 @@ def _digest(request: Request, model: Iterable[str]) -> str:
         add(source.buffers.stored_digest())
         add(source.buffer_seed if source.buffers.are_random else None)
     return digest.hexdigest()
-
-
-def _sorted(value: Any) -> Any:
-    """Return a value whose text does not depend on the order of its elements."""
-    if isinstance(value, Mapping):
-        return sorted(value.items())
-    return sorted(value) if isinstance(value, frozenset) else value

@@ -6,8 +6,8 @@ its first model; what records and compiles comes after that.
 
 import functools
 
+from penstock.planning.program_cache.digests import digest_of
 from penstock.planning.program_cache.entries import read_entry, write_entry
-from penstock.planning.program_cache.remembered import digest_of
 from penstock.planning.program_cache.versions import code_digest
 from penstock.telemetry import process_memory
 

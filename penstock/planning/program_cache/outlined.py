@@ -7,7 +7,7 @@ before is read instead, if its model was recalled (`remembered.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.compiler.serialization import (
@@ -20,8 +20,9 @@ from penstock.config import Config
 from penstock.engine import target_of
 from penstock.models import ModelSource
 from penstock.planning.program_cache.compile_messages import noticing
+from penstock.planning.program_cache.digests import digest_of, in_order
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
-from penstock.planning.program_cache.remembered import digest_of, is_as_remembered, is_unchanged
+from penstock.planning.program_cache.remembered import is_as_remembered, is_unchanged
 from penstock.planning.program_cache.versions import torch_settings
 from penstock.program import Program
 
@@ -89,14 +90,4 @@ def _outline(key: str) -> Program | None:
 
 def _described(options: Mapping[str, Any]) -> str:
     """Return a text that differs for options that differ."""
-    return repr(list(_sorted_items(options)))
-
-
-def _sorted_items(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in sorted(options.items()):
-        if isinstance(value, frozenset | set):
-            yield name, sorted(value)
-        elif isinstance(value, Mapping):
-            yield name, sorted(value.items())
-        else:
-            yield name, value
+    return repr([(name, in_order(value)) for name, value in sorted(options.items())])

@@ -13,7 +13,6 @@ after it was recalled must equal its summary.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ from penstock.models import (
     recalled_model,
 )
 from penstock.planning.program_cache.compile_messages import noticing
+from penstock.planning.program_cache.digests import digest_of
 from penstock.planning.program_cache.entries import read_entry, remove_entry, write_entry
 from penstock.planning.program_cache.modules import (
     UndescribedError,
@@ -93,14 +93,6 @@ def is_as_remembered(source: ModelSource) -> bool:
         return describe_classes(source.module) == source.key.classes
     except UndescribedError:
         return False
-
-
-def digest_of(*parts: str) -> str:
-    """Return a digest of texts."""
-    digest = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        digest.update(f"{len(part)}\0{part}".encode())
-    return digest.hexdigest()
 
 
 def _digest_of(spec: ModelSpec) -> str | None:

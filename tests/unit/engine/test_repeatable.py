@@ -33,6 +33,15 @@ def program(*operators):
     return SimpleNamespace(stages=[SimpleNamespace(kind=kind)])
 
 
+@pytest.mark.parametrize("operator", ["recurrent_layer", "recurrent_layer_backward"])
+def test_recurrent_layers_of_cudnn_are_off(operator, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+    choose_repeatable_kernels(program(aten.mm.default))
+    assert torch.backends.cudnn.enabled
+    choose_repeatable_kernels(program(getattr(torch.ops.penstock, operator).default))
+    assert not torch.backends.cudnn.enabled
+
+
 def is_warning():
     assert torch.are_deterministic_algorithms_enabled()
     return torch.is_deterministic_algorithms_warn_only_enabled()
