@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from penstock.sparsity import (
+    ExpandedProducts,
     MaskBitmap,
-    entry_gradient,
     expand,
     host_bitmap,
     index_of_mask,
-    multiply_expanded,
 )
 from penstock.sparsity.expanded_products import bands_of
 from side_by_side.figures import print_table
@@ -24,8 +23,8 @@ from side_by_side.figures import print_table
 def time_products(
     shape: tuple[int, int], tokens: int, sparsity: float, device: str = "cuda"
 ) -> dict[str, Any]:
-    """Time the three products of an expanded weight beside those of a dense one, in bf16; compare
-    their bits."""
+    """Time the three products of an expanded weight beside those of a dense one, in bf16, and the
+    expansion, which a stage does once, beside the first of them; compare their bits."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # as in an engine
     kept = np.random.default_rng(0).random(shape) >= sparsity
@@ -35,13 +34,12 @@ def time_products(
     values = torch.randn(mask.entries, **options)
     x, dy = torch.randn(tokens, shape[1], **options), torch.randn(tokens, shape[0], **options)
     dense, where = expand(mask, values), torch.from_numpy(kept).to(device)
+    products = ExpandedProducts(mask, values)
     pairs = {
-        "forward": (lambda: multiply_expanded(mask, values, x), lambda: x @ dense.t()),
-        "input gradient": (
-            lambda: multiply_expanded(mask, values, dy, transposed=True),
-            lambda: dy @ dense,
-        ),
-        "weight gradient": (lambda: entry_gradient(mask, dy, x), lambda: dy.t() @ x),
+        "expansion": (lambda: expand(mask, values), lambda: x @ dense.t()),
+        "forward": (lambda: products.multiply(x), lambda: x @ dense.t()),
+        "input gradient": (lambda: products.multiply(dy, transposed=True), lambda: dy @ dense),
+        "weight gradient": (lambda: products.entry_gradient(dy, x), lambda: dy.t() @ x),
     }
     same = torch.equal(dense[where], values) and not dense[~where].any()
     for name in ("forward", "input gradient"):
@@ -49,7 +47,7 @@ def time_products(
         same = same and torch.equal(ours(), theirs())
     # A band is a dense product of its own: one of all rows may round otherwise.
     bands = [torch.mm(dy[:, b.start : b.stop].t(), x) for b in bands_of(shape)]
-    same = same and torch.equal(entry_gradient(mask, dy, x), torch.cat(bands)[where].float())
+    same = same and torch.equal(products.entry_gradient(dy, x), torch.cat(bands)[where].float())
     seconds = {name: [device_seconds(way) for way in ways] for name, ways in pairs.items()}
     return {
         "shape": list(shape),

@@ -10,22 +10,22 @@ from penstock.engine.lanes import Lanes
 from penstock.engine.sparse_operand import BaseSparseOperand
 from penstock.program import Program, WeightSpec, largest_stage
 from penstock.sparsity import (
+    ExpandedProducts,
     MaskBitmap,
     SparseWeight,
     bitmap_bytes,
-    entry_gradient,
-    expand,
+    expanded_bytes,
     host_bitmap,
     matrix_shape,
-    multiply_expanded,
-    select_entries,
 )
 
 _COLUMN_BYTES, _ROW_START_BYTES = 4, 8
 
 
 class ExpandedWeight(BaseSparseOperand):
-    """A sparse weight that is expanded on a device for each product.
+    """A sparse weight that is expanded on a device for all products of a stage.
+
+    It is made for each arrival of the weight, and so is what its products keep.
 
     Args:
         weight: what the store has sent.
@@ -33,31 +33,31 @@ class ExpandedWeight(BaseSparseOperand):
         mask: its mask, on the device.
     """
 
-    index_bytes = 0  # the mask is not streamed with the weight
-
     def __init__(self, weight: SparseWeight, values: torch.Tensor, mask: MaskBitmap) -> None:
         super().__init__(weight)
         self.values, self._mask = values, mask
+        self._products = ExpandedProducts(mask, values)
+        self.beside_bytes = expanded_bytes(mask.shape, mask.entries, values.dtype)
 
     @property
     def kept_bytes(self) -> int:
         return self._mask.bits.nbytes
 
     def to_dense(self) -> torch.Tensor:
-        return expand(self._mask, self.values).view(self.shape)
+        return self._products.weight.view(self.shape)
 
     def _product(
         self, rows: torch.Tensor, bias: torch.Tensor | None, transposed: bool, tokens: int
     ) -> torch.Tensor:
-        return multiply_expanded(self._mask, self.values, rows, bias, transposed=transposed)
+        return self._products.multiply(rows, bias, transposed=transposed)
 
     def _entry_gradient(
         self, of_rows: torch.Tensor, of_columns: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        return entry_gradient(self._mask, of_rows, of_columns)
+        return self._products.entry_gradient(of_rows, of_columns)
 
     def _selected(self, gradient: torch.Tensor) -> torch.Tensor:
-        return select_entries(self._mask, gradient.reshape(self._mask.shape))
+        return self._products.select(gradient.reshape(self._mask.shape))
 
 
 class DeviceMasks:

@@ -23,6 +23,7 @@ from penstock.sparsity import (
     SparseLayout,
     SparseWeight,
     entries_of,
+    expanded_bytes,
     forward,
     matrix_shape,
     max_building_bytes,
@@ -136,14 +137,14 @@ class SparseSizes(Protocol):
 class EmptySparse:
     """A sparse weight without memory, with all the entries that its mask may keep.
 
-    It stands for the weight in a run without arithmetic. `index_bytes` is the size of the mask that
-    is streamed with it.
+    It stands for the weight in a run without arithmetic. `beside_bytes` are those of the mask that
+    is streamed with it, or of what a device makes of it.
     """
 
     name: str
     shape: tuple[int, ...]
     values: torch.Tensor
-    index_bytes: int
+    beside_bytes: int
     dense_gradient: bool
 
     @classmethod
@@ -153,8 +154,12 @@ class EmptySparse:
         If it `is_expanded` on a device, the device has the mask already.
         """
         values = torch.empty(spec.capacity, dtype=spec.stream_dtype, device="meta")
-        index_bytes = 0 if is_expanded else max_bytes(spec.capacity, spec.elements)
-        return cls(spec.name, spec.shape, values, index_bytes, dense_gradient)
+        if is_expanded:
+            shape = matrix_shape(spec.shape)
+            beside = expanded_bytes(shape, spec.capacity, spec.stream_dtype)
+        else:
+            beside = max_bytes(spec.capacity, spec.elements)
+        return cls(spec.name, spec.shape, values, beside, dense_gradient)
 
 
 def gradient_shape(weight: SparseSizes) -> tuple[int, ...]:
@@ -171,14 +176,15 @@ def dense_gradient_bytes(weight: SparseSizes) -> int:
     return extra_gradient_bytes(elements, values.numel(), values.itemsize)
 
 
-class _WithIndex(Protocol):
+class _WithBytes(Protocol):
     @property
-    def index_bytes(self) -> int: ...
+    def beside_bytes(self) -> int: ...
 
 
-def held_bytes(weight: SparseWeight | _WithIndex) -> int:
-    """Return the bytes of a weight's mask that is streamed with it."""
-    return weight.index.nbytes if isinstance(weight, SparseWeight) else weight.index_bytes
+def beside_bytes(weight: SparseWeight | _WithBytes) -> int:
+    """Return the bytes that a weight takes besides its values while its stage computes: those of
+    the mask that is streamed with it, or of what a device makes of it."""
+    return weight.index.nbytes if isinstance(weight, SparseWeight) else weight.beside_bytes
 
 
 def most_layout_bytes(program: Program) -> int:

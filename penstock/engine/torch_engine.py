@@ -20,8 +20,8 @@ from penstock.engine.slots import InPlace, WeightSlots
 from penstock.engine.sparse_operand import BaseSparseOperand
 from penstock.engine.sparse_weights import (
     SparseWeights,
+    beside_bytes,
     dense_gradient_bytes,
-    held_bytes,
     require_sparse_weights,
 )
 from penstock.errors import CompileError
@@ -220,9 +220,9 @@ class TorchEngine:
         with self._slots.use(place.index) as given:
             held = [w if isinstance(w, torch.Tensor) else w.values for w in given]
             sparse = [w for w in given if not isinstance(w, torch.Tensor)]
-            masks = sum(map(held_bytes, sparse))
+            beside = sum(map(beside_bytes, sparse))
             self.memory.hold(held, place.name)
-            self.memory.reserve(masks, place.name)
+            self.memory.reserve(beside, place.name)
             weights = [self._prepared(weight) for weight in given]
             self._dense_bytes = sum(map(dense_gradient_bytes, sparse))
             self._transient = 0
@@ -234,7 +234,7 @@ class TorchEngine:
                     "operator in float32 (.float() on its arguments), or set precision: fp32."
                 ) from error
             self._hold_layouts(weights, place)
-            self.memory.give_back(masks)
+            self.memory.give_back(beside)
             self.memory.release(held)
 
     def _prepared(self, weight: Any) -> Any:

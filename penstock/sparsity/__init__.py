@@ -14,15 +14,14 @@ if TYPE_CHECKING:
         max_compact_bytes as max_compact_bytes,
     )
     from penstock.sparsity.expanded_products import (
+        ExpandedProducts as ExpandedProducts,
         MaskBitmap as MaskBitmap,
         bitmap_bytes as bitmap_bytes,
-        entry_gradient as entry_gradient,
         expand as expand,
+        expanded_bytes as expanded_bytes,
         expanded_product_bytes as expanded_product_bytes,
         expansion_bytes as expansion_bytes,
         host_bitmap as host_bitmap,
-        multiply_expanded as multiply_expanded,
-        select_entries as select_entries,
         selection_bytes as selection_bytes,
     )
     from penstock.sparsity.initial_masks import (

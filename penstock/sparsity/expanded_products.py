@@ -1,15 +1,17 @@
 """The products of a sparse weight on a device whose dense product is the fastest, such as a GPU.
 
-The weight is expanded for the time of a product. The gradient of its entries is selected from the
-dense product of a band of rows at a time, so the dense gradient never exists as a whole. On the
-device the mask is a bitmap: one bit per element, whatever the sparsity.
+The weight is expanded once for all micro-batches of a stage. The gradient of its entries is
+selected from the dense product of a band of rows at a time, so the dense gradient never exists as a
+whole. On the device the mask is a bitmap: one bit per element, whatever the sparsity.
 
 All operations read by index and none writes by index. In PyTorch's deterministic mode a write by
 index sorts its indices first, which takes as long as the product itself. The functions run on
 tensors of any device; results have the bits of PyTorch's dense product.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +30,8 @@ _WORD = 32  # elements of a word of the bitmap; a row begins with a word
 # Per element of a band: flags (1), their complement (1), their sums and a copy for these (8).
 _EXPANDING_BYTES = 10
 _FLAG_BYTES = 2  # per element of a band: flags, and a copy without the padding of rows
-_POSITION_BYTES = 16  # a position, and the copy that PyTorch makes of it on the CPU
+_POSITION_BYTES = 16  # a position as it is found, and PyTorch's copy of it on the CPU
+_PLACE_BYTES = 4  # a position as it is kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,82 +100,98 @@ def expand(mask: MaskBitmap, values: torch.Tensor) -> torch.Tensor:
     return dense
 
 
-def multiply_expanded(
-    mask: MaskBitmap,
-    values: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> torch.Tensor:
-    """Return `x W^T + bias` or, `transposed`, `x W + bias`.
+class ExpandedProducts:
+    """The products of one weight; the first that needs them makes the expanded weight, or the
+    places of its entries, which stay as long as this object.
 
     Args:
-        mask: the mask of `W`, on the device of the other arguments.
+        mask: on the device of all other arguments.
         values: `[entries]`, in the order of the store.
-        x: of the values' type, `[tokens, features]`.
-        bias: `[outputs]`.
     """
-    features = mask.shape[0 if transposed else 1]
-    if x.dtype != values.dtype or x.dim() != 2 or x.shape[1] != features:
-        raise ValueError(
-            f"x: expected {values.dtype} [tokens, {features}], got {x.dtype} {list(x.shape)}"
-        )
-    weight = expand(mask, values)
-    matrix = weight if transposed else weight.t()
-    if bias is None:
-        return torch.mm(x, matrix)
-    return torch.addmm(bias.to(x.dtype), x, matrix)
 
+    def __init__(self, mask: MaskBitmap, values: torch.Tensor) -> None:
+        self._mask, self._values = mask, values
 
-def entry_gradient(
-    mask: MaskBitmap, of_rows: torch.Tensor, of_columns: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient of the entries: `of_rows^T of_columns` at their places.
+    @functools.cached_property
+    def weight(self) -> torch.Tensor:
+        """The weight `[rows, columns]`, as `expand` returns it."""
+        return expand(self._mask, self._values)
 
-    The gradient is rounded to the type of the arguments, as that of a dense weight.
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
+    ) -> torch.Tensor:
+        """Return `x W^T + bias` or, `transposed`, `x W + bias`.
 
-    Args:
-        mask: on the device of the other arguments.
-        of_rows: `[tokens, rows]`, the gradient of the outputs, or the inputs of `x W`.
-        of_columns: `[tokens, columns]`, of the same type.
+        Args:
+            x: of the values' type, `[tokens, features]`.
+            bias: `[outputs]`.
+            transposed: whether rows of the weight are the features.
+        """
+        features = self._mask.shape[0 if transposed else 1]
+        if x.dtype != self._values.dtype or x.dim() != 2 or x.shape[1] != features:
+            raise ValueError(
+                f"x: expected {self._values.dtype} [tokens, {features}], got {x.dtype} "
+                f"{list(x.shape)}"
+            )
+        matrix = self.weight if transposed else self.weight.t()
+        if bias is None:
+            return torch.mm(x, matrix)
+        return torch.addmm(bias.to(x.dtype), x, matrix)
 
-    Returns:
-        float32 `[entries]`, in the order of the store.
-    """
-    found = (of_rows.shape[1:], of_columns.shape[1:])
-    if found != (mask.shape[:1], mask.shape[1:]) or len(of_rows) != len(of_columns):
-        raise ValueError(
-            f"gradient: expected [tokens, {mask.shape[0]}] and [tokens, {mask.shape[1]}], got "
-            f"{list(of_rows.shape)} and {list(of_columns.shape)}"
-        )
-    kept = torch.empty(mask.entries, dtype=torch.float32, device=of_rows.device)
-    for band in bands_of(mask.shape):
-        entries = mask.entries_in(band)
-        if entries.start < entries.stop:
-            tile = torch.mm(of_rows[:, band.start : band.stop].t(), of_columns)
-            kept[entries] = _selected(mask, band, tile)
+    def entry_gradient(self, of_rows: torch.Tensor, of_columns: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the entries: `of_rows^T of_columns` at their places.
+
+        The gradient is rounded to the type of the arguments, as that of a dense weight.
+
+        Args:
+            of_rows: `[tokens, rows]`, the gradient of the outputs, or the inputs of `x W`.
+            of_columns: `[tokens, columns]`, of the same type.
+
+        Returns:
+            float32 `[entries]`, in the order of the store.
+        """
+        shape = self._mask.shape
+        found = (of_rows.shape[1:], of_columns.shape[1:])
+        if found != (shape[:1], shape[1:]) or len(of_rows) != len(of_columns):
+            raise ValueError(
+                f"gradient: expected [tokens, {shape[0]}] and [tokens, {shape[1]}], got "
+                f"{list(of_rows.shape)} and {list(of_columns.shape)}"
+            )
+        return self._select(lambda rows: torch.mm(of_rows[:, rows].t(), of_columns))
+
+    def select(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a dense tensor `[rows, columns]` at the entries of the mask.
+
+        Returns:
+            float32 `[entries]`, in the order of the store.
+        """
+        if tuple(dense.shape) != self._mask.shape:
+            raise ValueError(
+                f"dense tensor: expected {list(self._mask.shape)}, got {list(dense.shape)}, which "
+                "the mask does not fit"
+            )
+        return self._select(lambda rows: dense[rows])
+
+    def _select(self, tile_of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        kept = torch.empty(self._mask.entries, dtype=torch.float32, device=self._mask.bits.device)
+        for band, places in self._places:
+            tile = tile_of(slice(band.start, band.stop))
+            kept[self._mask.entries_in(band)] = tile.reshape(-1).index_select(0, places)
             del tile  # freed before the next band
-    return kept
+        return kept
 
-
-def select_entries(mask: MaskBitmap, dense: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor `[rows, columns]` at the entries of the mask.
-
-    Returns:
-        float32 `[entries]`, in the order of the store.
-    """
-    if tuple(dense.shape) != mask.shape:
-        raise ValueError(
-            f"dense tensor: expected {list(mask.shape)}, got {list(dense.shape)}, which the mask "
-            "does not fit"
-        )
-    kept = torch.empty(mask.entries, dtype=torch.float32, device=dense.device)
-    for band in bands_of(mask.shape):
-        entries = mask.entries_in(band)
-        if entries.start < entries.stop:
-            kept[entries] = _selected(mask, band, dense[band.start : band.stop])
-    return kept
+    @functools.cached_property
+    def _places(self) -> list[tuple[range, torch.Tensor]]:
+        """The places of the entries within each band that has any, int32."""
+        found = []
+        for band in bands_of(self._mask.shape):
+            entries = self._mask.entries_in(band)
+            if entries.start < entries.stop:
+                # The number is known, so that the host need not wait for the device.
+                size = entries.stop - entries.start
+                places = torch.nonzero_static(self._mask.flags(band), size=size)
+                found.append((band, places.view(-1).int()))
+        return found
 
 
 def expansion_bytes(shape: tuple[int, int]) -> int:
@@ -180,19 +199,24 @@ def expansion_bytes(shape: tuple[int, int]) -> int:
     return _EXPANDING_BYTES * _padded_elements(shape)
 
 
+def expanded_bytes(shape: tuple[int, int], capacity: int, dtype: torch.dtype) -> int:
+    """Return the most bytes that `ExpandedProducts` keeps, with masks of at most `capacity`
+    entries."""
+    return math.prod(shape) * dtype.itemsize + _PLACE_BYTES * capacity
+
+
 def selection_bytes(shape: tuple[int, int], capacity: int, dtype: torch.dtype) -> int:
-    """Return the most bytes that `select_entries` takes besides its result, with masks of at most
-    `capacity` entries."""
+    """Return the most bytes that a selection of entries takes besides its result and what is
+    kept."""
     most = min(capacity, _band_rows(shape) * shape[1])
     return _FLAG_BYTES * _padded_elements(shape) + (_POSITION_BYTES + dtype.itemsize) * most
 
 
 def expanded_product_bytes(shape: tuple[int, int], capacity: int, dtype: torch.dtype) -> int:
     """Return the most bytes that a product, or the gradient of the entries, takes besides its
-    result."""
-    expanded = math.prod(shape) * dtype.itemsize + expansion_bytes(shape)
+    result and what is kept."""
     tile = _band_rows(shape) * shape[1] * dtype.itemsize
-    return max(expanded, tile + selection_bytes(shape, capacity, dtype))
+    return max(expansion_bytes(shape), tile + selection_bytes(shape, capacity, dtype))
 
 
 def _expand_band(mask: MaskBitmap, values: torch.Tensor, band: range, tile: torch.Tensor) -> None:
@@ -205,14 +229,6 @@ def _expand_band(mask: MaskBitmap, values: torch.Tensor, band: range, tile: torc
     places = flags.cumsum(0, dtype=torch.int32).sub_(1).clamp_(min=0)
     torch.index_select(values[entries], 0, places, out=tile)
     tile.masked_fill_(flags.logical_not(), 0)
-
-
-def _selected(mask: MaskBitmap, band: range, tile: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense band at the entries of the mask, of the type of the band."""
-    entries = mask.entries_in(band)
-    # The number is known, so that the host need not wait for the device.
-    positions = torch.nonzero_static(mask.flags(band), size=entries.stop - entries.start)
-    return tile.reshape(-1).index_select(0, positions.view(-1))
 
 
 def bands_of(shape: tuple[int, int]) -> list[range]:
