@@ -3,18 +3,19 @@
 Checks: the tests that run on every device (exactness against plain PyTorch, recomputation,
 resuming, engines, bit for bit) and on all of them as a group over NCCL (`engine.devices`), and
 bfloat16 losses against the resident loop's. Figures: tokens/s of streaming against the resident
-PyTorch loop (fused AdamW, bf16 autocast) in turns, each loop in a process of its own, and of the
-trainers that keep their state in host memory as well, FSDP2 with `CPUOffloadPolicy` and, where
-DeepSpeed is installed, ZeRO-3; how much of
+PyTorch loop (fused AdamW, bf16 autocast), as it is and compiled with a padded vocabulary, in turns,
+each loop in a process of its own, and of the trainers that keep their state in host memory as well,
+FSDP2 with `CPUOffloadPolicy` and, where DeepSpeed is installed, ZeRO-3; the same without CUDA
+graphs; how much of
 the weights' copying hides behind computation; the rate of the copies; the device memory of the
 engine against what was predicted; how fast weights arrive at all GPUs as a group, which each fetch
 a part and gather the rest, beside how fast they arrive at one. With one GPU it is a group of one.
 Sparse weights, which a GPU expands for its dense products: each product beside the dense one, with
 a check of its bits, and whole steps with 90 % sparse blocks beside dense steps.
 
-    python benchmarks/gpu.py [--quick]
+    python benchmarks/gpu.py [--quick] [--only checks|resident|offload|graphs|group|sparse]
 
-`value` is the least ratio of tokens/s to the resident loop. Without a GPU it says so and ends well.
+`value` is the least ratio of tokens/s to a resident loop. Without a GPU it says so and ends well.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from contract import describe_machine, print_result
 from side_by_side import Worker, median_ratio, print_table, serve, take_turns
-from side_by_side.gpu_loops import FSDP, LOOPS, RESIDENT, ZERO, Setup, has_zero
+from side_by_side.gpu_loops import COMPILED, FSDP, LOOPS, RESIDENT, ZERO, Setup, has_zero
 from side_by_side.worker import peak_rss_bytes
 from side_by_side.zero_infinity import environment
 
@@ -57,6 +58,7 @@ SPARSITY = 0.9
 SPARSE_RUN, QUICK_SPARSE_RUN = ("gpt3-1.3b", 64, 8, 3), ("gpt2", 16, 8, 2)
 SPARSE_SHAPES = [(2048, 2048), (8192, 2048), (2048, 8192), (12288, 12288)]
 SPARSE_TOKENS, QUICK_SPARSE_TOKENS = (1024, 8192), (1024,)
+PARTS = ("checks", "resident", "offload", "graphs", "group", "sparse")
 TESTS = ["integration/test_devices.py", "integration/test_device_group.py"]
 TESTS += ["integration/test_sparse_devices.py", "unit/sparsity/test_expanded_products.py"]
 TESTS += ["unit/collectives/test_process_group.py", "unit/compiler/test_device_losses.py"]
@@ -66,6 +68,7 @@ def main() -> None:
     """Run the checks and the figures, or be one of the loops."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="GPT-2 only, fewer tokens")
+    parser.add_argument("--only", choices=PARTS, action="append", help="one part, or several")
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -86,36 +89,58 @@ def main() -> None:
             quick=options.quick,
         )
         return
-    checks = {} if options.quick else {"devices": run_tests()}
-    rows = [compare(*run) for run in (QUICK_RUNS if options.quick else RUNS)]
-    for other in offloading():
-        run = QUICK_OFFLOAD_RUN if options.quick else OFFLOAD_RUN
-        rows.append(compare(*run, other))
-    for row in rows:
-        checks[f"bf16 loss of {row['model']} and {row['other']}"] = row["loss_difference"] < 0.05
-    group = compare_group(*(QUICK_GROUP_RUN if options.quick else GROUP_RUN))
-    checks["losses of the group are those of one"] = group["same_losses"]
-    products = compare_products(QUICK_SPARSE_TOKENS if options.quick else SPARSE_TOKENS)
-    checks["sparse products have the bits of dense ones"] = all(row["same"] for row in products)
-    sparse = compare_sparse(*(QUICK_SPARSE_RUN if options.quick else SPARSE_RUN))
-    checks["sparse engine is within its prediction"] = sparse["is_predicted"]
+    checks, found = measure(options.only or PARTS, options.quick)
     for name, passed in checks.items():
         print(f"{name:40} {'passed' if passed else 'FAILED'}")
+    ratios = [row["ratio"] for row in found.get("rows", []) if row["other"] in (RESIDENT, COMPILED)]
     print_result(
         "gpu",
-        min(row["ratio"] for row in rows if row["other"] == RESIDENT),
+        min(ratios, default=None),
         target=TARGET,
         unit=UNIT,
         machine=machine | {"device": torch.cuda.get_device_name()},
         quick=options.quick,
         checks=checks,
-        rows=rows,
-        group=group,
-        sparse=sparse,
-        sparse_products=products,
+        **found,
     )
     if not all(checks.values()):
         sys.exit(1)
+
+
+def measure(parts: Sequence[str], quick: bool) -> tuple[dict[str, bool], dict[str, Any]]:
+    """Run some parts; return the checks that passed or failed, and the figures."""
+    checks: dict[str, bool] = {}
+    found: dict[str, Any] = {}
+    rows = []
+    if "checks" in parts and not quick:
+        checks["devices"] = run_tests()
+    if "resident" in parts:
+        for run in QUICK_RUNS if quick else RUNS:
+            rows += [compare(*run, other) for other in (RESIDENT, COMPILED)]
+    if "offload" in parts:
+        run = QUICK_OFFLOAD_RUN if quick else OFFLOAD_RUN
+        rows += [compare(*run, other) for other in offloading()]
+    if rows:
+        found["rows"] = rows
+    for row in rows:
+        checks[f"bf16 loss of {row['model']} and {row['other']}"] = row["loss_difference"] < 0.05
+    if "graphs" in parts:
+        found["graphs"] = [compare_graphs(*run) for run in (QUICK_RUNS if quick else RUNS)]
+        checks["losses with graphs are those without"] = all(
+            each["same_losses"] for each in found["graphs"]
+        )
+    if "group" in parts:
+        found["group"] = compare_group(*(QUICK_GROUP_RUN if quick else GROUP_RUN))
+        checks["losses of the group are those of one"] = found["group"]["same_losses"]
+    if "sparse" in parts:
+        products = compare_products(QUICK_SPARSE_TOKENS if quick else SPARSE_TOKENS)
+        checks["sparse products have the bits of dense ones"] = all(
+            each["same"] for each in products
+        )
+        found["sparse_products"] = products
+        sparse = found["sparse"] = compare_sparse(*(QUICK_SPARSE_RUN if quick else SPARSE_RUN))
+        checks["sparse engine is within its prediction"] = sparse["is_predicted"]
+    return checks, found
 
 
 def offloading() -> tuple[str, ...]:
@@ -185,6 +210,38 @@ def compare(model: str, size: int, micro: int, rounds: int, other: str = RESIDEN
 def variables(loop: str) -> dict[str, str]:
     """Return the environment variables of a loop."""
     return environment(sys.executable, "cuda") if loop == ZERO else {}
+
+
+def compare_graphs(model: str, size: int, micro: int, rounds: int) -> dict:
+    """Let runs with and without CUDA graphs take turns; print their times and memory."""
+    jobs = {
+        "graphs": Job(PENSTOCK, model, size, micro),
+        "none": Job(PENSTOCK, model, size, micro, graphs=False),
+    }
+    workers = {name: Worker(job, __file__) for name, job in jobs.items()}
+    # Twice before any is timed: the second step is recorded.
+    seconds = take_turns(workers, rounds, warm_up=2)
+    finals = {name: worker.finish() for name, worker in workers.items()}
+    print(f"\n{model}, bf16, {size} x {LENGTH} tokens per step in micro-batches of {micro}")
+    print_table(
+        {"graphs": 8, "step s": 8, "computing": 10, "device GiB": 11, "reserved GiB": 13},
+        (
+            (
+                name,
+                f"{statistics.median(seconds[name]):.3f}",
+                f"{found['compute_share']:.0%}",
+                f"{found['account_bytes'] / 2**30:.2f}",
+                f"{found['reserved_bytes'] / 2**30:.2f}",
+            )
+            for name, found in finals.items()
+        ),
+    )
+    return {
+        "model": model,
+        "speedup": median_ratio(seconds["none"], seconds["graphs"]),
+        "same_losses": workers["graphs"].losses == workers["none"].losses,
+        **finals,
+    }
 
 
 def compare_group(model: str, rounds: int) -> dict:
@@ -271,7 +328,7 @@ def compare_sparse(model: str, size: int, micro: int, rounds: int) -> dict:
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What one worker does: which loop, on what; `devices` GPUs as a group, 0: one alone; the
-    `sparsity` of the blocks, 0: dense."""
+    `sparsity` of the blocks, 0: dense; with CUDA `graphs` where they are possible."""
 
     loop: str
     model: str
@@ -279,6 +336,7 @@ class Job:
     micro: int
     devices: int = 0
     sparsity: float = 0.0
+    graphs: bool = True
 
 
 def work(job: Job) -> None:
@@ -318,7 +376,12 @@ def settings(job: Job) -> dict:
         },
         "sparsity": {"method": "static", "sparsity": job.sparsity} if job.sparsity else {},
         # Half of the device: the other loop's memory stays allocated while it is not its turn.
-        "engine": {"device": "cuda", "devices": group or None, "memory": device_bytes() // 2},
+        "engine": {
+            "device": "cuda",
+            "devices": group or None,
+            "memory": device_bytes() // 2,
+            "cuda_graphs": job.graphs,
+        },
         "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
     }
 

@@ -91,6 +91,12 @@ class EngineConfig(Section):
         "recomputation of a stage's activations in backward. always: recompute all; never: keep "
         "all; auto: keep what fits. The result is the same to the bit",
     )
+    cuda_graphs: bool = setting(
+        True,
+        "of device cuda: record the second step as CUDA graphs and repeat it, so that the host "
+        "does not launch kernels one by one. The result is the same to the bit; models with "
+        "dropout, sparse weights or operators that wait for the host are not recorded",
+    )
     threads: int | None = setting(
         None,
         "CPU threads; null: the cores of the machine",

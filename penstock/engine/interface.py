@@ -121,6 +121,7 @@ class EnginePlan:
     `beside_bytes` is the engine's memory besides computation: data that is being copied.
     `dense_gradients` says that some steps compute the gradient of every element of sparse weights.
     `wafer` is how the stages lie on a mesh of cores, for an engine that counts their cycles.
+    `cuda_graphs` lets an engine on a GPU record a step and repeat it.
     """
 
     recompute: frozenset[int] = frozenset()
@@ -128,3 +129,4 @@ class EnginePlan:
     beside_bytes: int = 0
     dense_gradients: bool = False
     wafer: WaferPlan | None = field(default=None, compare=False)
+    cuda_graphs: bool = field(default=True, compare=False)

@@ -60,6 +60,11 @@ class Arrived:
             self._mark.synchronize()
         return self._nodes
 
+    def let_wait(self, lanes: Lanes) -> None:
+        """Let computation that is queued from now on run after the gradients have been copied."""
+        if self._mark is not None:
+            lanes.wait("compute", self._mark)
+
     def overwrite(self) -> None:
         """Record that another stage uses the buffer from now on."""
         self._nodes = None
@@ -118,8 +123,9 @@ class SlotsInTurn(ABC):
         self._copied_masks: list[torch.Tensor] = []  # host memory of the copies of the last load
 
     def reset(self) -> None:
-        """Discard the loads of an aborted step."""
+        """Discard the loads of an aborted step; each step fills the same slots in turn."""
         self._loaded.clear()
+        self._next_slot = 0
 
     def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         """Start copying a stage's weights into the next slot.
@@ -195,7 +201,11 @@ class DeviceSlots(SlotsInTurn):
         for tensor, weight in zip(tensors, weights, strict=True):
             self._lanes.copy("copy", tensor, weight)
 
-    def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
+    def compute_after(self, sent: Arrived) -> None:
+        """Let computation that is queued from now on run after these gradients were copied."""
+        sent.let_wait(self._lanes)
+
+    def send_back(self, stage: int, nodes: list[PartialSum]) -> Arrived:
         """Copy the sums to the next host buffer, without waiting."""
         place = self._next_buffer
         self._next_buffer = (place + 1) % len(self._buffers)

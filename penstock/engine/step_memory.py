@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from penstock.collectives import PartialSum, TreeReduction
+from penstock.engine.flow import Flow
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.null_engine import NullEngine, run_step
@@ -228,10 +229,10 @@ class _RecordedEngine(NullEngine):
         super().__init__(program, plan, expands_sparse=expands_sparse)
         self.memory = self.record = _Record()
 
-    def begin(self, batch: Batch) -> None:
-        """Accept the inputs of a step; each of its loops over micro-batches is a section."""
-        super().begin(replace(batch, micro_batches=_Noted(batch.micro_batches, self.record)))
-        self._flows = _Noted(self._flows, self.record)
+    def _new_flows(self, batch: Batch) -> list[Flow]:
+        """Return the values of each micro-batch; each loop over them is a section."""
+        noted = replace(batch, micro_batches=_Noted(batch.micro_batches, self.record))
+        return _Noted(super()._new_flows(noted), self.record)
 
     def _add(self, total: TreeReduction, leaf: PartialSum, place: Stage) -> None:
         self.record.add(leaf, place.name)

@@ -218,18 +218,30 @@ class CudaTarget(Target):
         return torch.cuda.is_available()
 
     def _engine(self, program: Program, plan: EnginePlan, parts: EngineParts) -> Engine:
+        from penstock.engine.cuda_graphs import CudaGraphs
+        from penstock.engine.recorded_steps import RecordingEngine, can_be_recorded
         from penstock.engine.repeatable import choose_repeatable_kernels
         from penstock.engine.sharing import largest_slot
         from penstock.engine.slots import DeviceSlots
         from penstock.engine.torch_engine import TorchEngine
 
         choose_repeatable_kernels(program)
-        device, slots = parts.device or self.name, parts.slots
-        if slots is None:
-            lanes = self.make_lanes(device)
-            slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
-        return TorchEngine(
-            program, plan, device=device, budget_bytes=parts.budget_bytes, slots=slots
+        device, budget_bytes = parts.device or self.name, parts.budget_bytes
+        if parts.slots is not None:
+            return TorchEngine(
+                program, plan, device=device, budget_bytes=budget_bytes, slots=parts.slots
+            )
+        lanes = self.make_lanes(device)
+        slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
+        if not plan.cuda_graphs or not can_be_recorded(program):
+            return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
+        return RecordingEngine(
+            program,
+            plan,
+            device=device,
+            budget_bytes=budget_bytes,
+            slots=slots,
+            recorder=CudaGraphs(torch.device(device)),
         )
 
     def make_lanes(self, device: str) -> Lanes:

@@ -6,9 +6,9 @@ are summed in the fixed tree. On the CPU the store's weights are read in place. 
 arrive through pinned slots on one stream and gradients return on another (`slots.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,15 @@ from penstock.engine.sparse_weights import (
 from penstock.errors import CompileError
 from penstock.program import Program, Stage
 from penstock.sparsity import SparseWeight, StreamedWeight
+
+Result = TypeVar("Result")
+
+
+class Call(NamedTuple):
+    """One stage in one sweep, for all micro-batches."""
+
+    sweep: Literal["forward", "turn", "backward"]
+    stage: int
 
 
 class TorchEngine:
@@ -58,6 +67,7 @@ class TorchEngine:
         self._last_use = program.last_use()
         self._flows: list[Flow] = []
         self._batch: Batch | None = None
+        self._scales: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
         self._sum_bytes = self._sent_bytes = 0  # gradients that are being summed or sent
         self._transient = 0  # allocations of the last call
@@ -76,30 +86,9 @@ class TorchEngine:
         self._slots.reset()
         self._flows, self._losses, self._batch = [], [], batch
         self._sum_bytes = self._sent_bytes = 0
-        program = self.program
-        for offset, inputs in enumerate(batch.micro_batches):
-            flow = Flow(batch.first + offset, batch.seed, batch.step)
-            check_inputs(program, inputs)
-            given = {
-                name: on_device(inputs[name], self._device)
-                for name in program.inputs
-                if name in program.values
-            }
-            flow.put(self.memory, given, "inputs")
-            if program.prelude is not None:
-                args = [
-                    program.constants[n] if n in program.constants else flow.values[n]
-                    for n in program.prelude_inputs
-                ]
-                with torch.no_grad():
-                    made = program.prelude(*args)
-                flow.put(
-                    self.memory, dict(zip(program.prelude_outputs, made, strict=True)), "prelude"
-                )
-            for name in list(flow.values):
-                if name not in self._last_use:
-                    self.memory.release([flow.values.pop(name)])
-            self._flows.append(flow)
+        self._scales = self._scales_of(batch)
+        self._flows = self._new_flows(batch)
+        self._run_prelude()
 
     def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
         """Start copying a stage's weights to the device; the next call for this stage uses them."""
@@ -108,74 +97,30 @@ class TorchEngine:
     @torch.no_grad()
     def forward(self, stage: int) -> None:
         """Run a stage on all micro-batches; keep the values that backward needs."""
-        place, kind = self.program.stages[stage], self.program.stages[stage].kind
-        recompute = stage in self._plan.recompute
+        place = self.program.stages[stage]
         with self._entered(place) as weights:
-            for flow in self._flows:
-                inputs = flow.inputs(place, self.program.constants)
-                self._peak(kind.forward_transient_bytes, place)
-                run = kind.infer if recompute else kind.forward
-                results = run(*weights, *inputs, flow.key(place))
-                outputs = results[: len(kind.outputs)]
-                if recompute:
-                    flow.keep(self.memory, place, inputs)
-                elif kind.saved:
-                    made = iter(results[len(kind.outputs) :])
-                    saved = [
-                        inputs[s.input] if s.input is not None else next(made) for s in kind.saved
-                    ]
-                    flow.keep(self.memory, place, saved)
-                flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
-                flow.drop_read(self.memory, self.program, self._last_use, place)
+            self._compute(
+                Call("forward", stage), weights, lambda: self._run_forward(place, weights)
+            )
 
     @torch.no_grad()
     def turn(self, stage: int) -> PendingGradients:
         """Run the last stage forward and backward; return its weights' gradients."""
-        assert self._batch is not None
-        place, kind = self.program.stages[stage], self.program.stages[stage].kind
-        total = TreeReduction(self._batch.total)
+        place = self.program.stages[stage]
         with self._entered(place) as weights:
-            for flow in self._flows:
-                inputs = flow.inputs(place, self.program.constants)
-                scales = [
-                    torch.full(
-                        spec.shape, self._batch.loss_scale, dtype=spec.dtype, device=self._device
-                    )
-                    for spec, needs in zip(kind.outputs, kind.outputs_grad, strict=True)
-                    if needs
-                ]
-                self._peak(kind.turn_transient_bytes + self._dense_bytes, place)
-                results = kind.turn(*weights, *inputs, flow.key(place), *scales)
-                self._losses.append(results[0].detach().reshape(()).float())
-                flow.drop_read(self.memory, self.program, self._last_use, place)
-                self._distribute(flow, place, results[len(kind.outputs) :], total)
-                del results  # the sum is complete; free its memory for the next micro-batch
+            total = self._compute(
+                Call("turn", stage), weights, lambda: self._run_turn(place, weights)
+            )
         return self._finish(stage, total)
 
     @torch.no_grad()
     def backward(self, stage: int) -> PendingGradients:
         """Run a stage backward on all micro-batches; return its weights' gradients."""
-        assert self._batch is not None
-        place, kind = self.program.stages[stage], self.program.stages[stage].kind
-        recompute = stage in self._plan.recompute
-        total = TreeReduction(self._batch.total)
+        place = self.program.stages[stage]
         with self._entered(place) as weights:
-            for flow in self._flows:
-                saved = flow.saved.pop(stage, [])
-                if not any(kind.outputs_grad):
-                    self.memory.release(saved)
-                    continue
-                tangents = self._tangents(flow, place)
-                if recompute:
-                    self._peak(kind.recompute_transient_bytes + self._dense_bytes, place)
-                    results = kind.recompute(*weights, *saved, flow.key(place), *tangents)
-                else:
-                    self._peak(kind.backward_transient_bytes + self._dense_bytes, place)
-                    results = kind.backward(*weights, *saved, *tangents, flow.key(place))
-                self.memory.release([*saved, *tangents])
-                del saved, tangents
-                self._distribute(flow, place, results, total)
-                del results
+            total = self._compute(
+                Call("backward", stage), weights, lambda: self._run_backward(place, weights)
+            )
         return self._finish(stage, total)
 
     @torch.no_grad()
@@ -213,6 +158,106 @@ class TorchEngine:
             for name in self.program.stages[stage].outputs
             if flow.values[name].is_floating_point()
         )
+
+    def _compute(self, call: Call, weights: Sequence[Any], act: Callable[[], Result]) -> Result:
+        """Execute a call; `weights` are all that it reads besides the engine's own values."""
+        return act()
+
+    def _new_flows(self, batch: Batch) -> list[Flow]:
+        """Return the values of each micro-batch: its inputs, in memory of the device."""
+        flows = []
+        for offset, inputs in enumerate(batch.micro_batches):
+            flow = Flow(batch.first + offset, batch.seed, batch.step)
+            check_inputs(self.program, inputs)
+            flow.put(self.memory, self._on_device(inputs), "inputs")
+            flows.append(flow)
+        return flows
+
+    def _on_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the inputs that the program reads, copied."""
+        read = [name for name in self.program.inputs if name in self.program.values]
+        return {name: on_device(inputs[name], self._device) for name in read}
+
+    def _scales_of(self, batch: Batch) -> list[torch.Tensor]:
+        """Return the gradients of the last stage's outputs, the same for each micro-batch."""
+        kind = self.program.stages[-1].kind
+        return [
+            torch.full(spec.shape, batch.loss_scale, dtype=spec.dtype, device=self._device)
+            for spec, needs in zip(kind.outputs, kind.outputs_grad, strict=True)
+            if needs
+        ]
+
+    @torch.no_grad()
+    def _run_prelude(self) -> None:
+        program = self.program
+        for flow in self._flows:
+            if program.prelude is not None:
+                args = [
+                    program.constants[n] if n in program.constants else flow.values[n]
+                    for n in program.prelude_inputs
+                ]
+                made = program.prelude(*args)
+                flow.put(
+                    self.memory, dict(zip(program.prelude_outputs, made, strict=True)), "prelude"
+                )
+            for name in list(flow.values):
+                if name not in self._last_use:
+                    self.memory.release([flow.values.pop(name)])
+
+    def _run_forward(self, place: Stage, weights: Sequence[Any]) -> None:
+        kind, recompute = place.kind, place.index in self._plan.recompute
+        for flow in self._flows:
+            inputs = flow.inputs(place, self.program.constants)
+            self._peak(kind.forward_transient_bytes, place)
+            run = kind.infer if recompute else kind.forward
+            results = run(*weights, *inputs, flow.key(place))
+            outputs = results[: len(kind.outputs)]
+            if recompute:
+                flow.keep(self.memory, place, inputs)
+            elif kind.saved:
+                made = iter(results[len(kind.outputs) :])
+                saved = [inputs[s.input] if s.input is not None else next(made) for s in kind.saved]
+                flow.keep(self.memory, place, saved)
+            flow.put(self.memory, dict(zip(place.outputs, outputs, strict=True)), place.name)
+            flow.drop_read(self.memory, self.program, self._last_use, place)
+
+    def _run_turn(self, place: Stage, weights: Sequence[Any]) -> TreeReduction:
+        total, kind = self._new_sum(), place.kind
+        for flow in self._flows:
+            inputs = flow.inputs(place, self.program.constants)
+            self._peak(kind.turn_transient_bytes + self._dense_bytes, place)
+            scales = [scale.clone() for scale in self._scales]  # a gradient may be one of them
+            results = kind.turn(*weights, *inputs, flow.key(place), *scales)
+            self._losses.append(results[0].detach().reshape(()).float())
+            flow.drop_read(self.memory, self.program, self._last_use, place)
+            self._distribute(flow, place, results[len(kind.outputs) :], total)
+            del results  # the sum is complete; free its memory for the next micro-batch
+        return total
+
+    def _run_backward(self, place: Stage, weights: Sequence[Any]) -> TreeReduction:
+        total, kind = self._new_sum(), place.kind
+        recompute = place.index in self._plan.recompute
+        for flow in self._flows:
+            saved = flow.saved.pop(place.index, [])
+            if not any(kind.outputs_grad):
+                self.memory.release(saved)
+                continue
+            tangents = self._tangents(flow, place)
+            if recompute:
+                self._peak(kind.recompute_transient_bytes + self._dense_bytes, place)
+                results = kind.recompute(*weights, *saved, flow.key(place), *tangents)
+            else:
+                self._peak(kind.backward_transient_bytes + self._dense_bytes, place)
+                results = kind.backward(*weights, *saved, *tangents, flow.key(place))
+            self.memory.release([*saved, *tangents])
+            del saved, tangents
+            self._distribute(flow, place, results, total)
+            del results
+        return total
+
+    def _new_sum(self) -> TreeReduction:
+        assert self._batch is not None
+        return TreeReduction(self._batch.total)
 
     @contextmanager
     def _entered(self, place: Stage) -> Iterator[list[Any]]:

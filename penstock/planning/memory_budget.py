@@ -9,7 +9,7 @@ not change the work of one host.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from penstock.config import Config, size_above
@@ -241,7 +241,7 @@ class Budget:
         """Choose the stages to recompute (`plan_engine`), within the budget of one engine."""
         config = self._config
         try:
-            return plan_engine(
+            plan = plan_engine(
                 self._program,
                 self._micro_batches,
                 engine_bytes,
@@ -251,6 +251,7 @@ class Budget:
                 self._beside,
                 computes_dense_gradients(config),
             )
+            return replace(plan, cuda_graphs=config.engine.cuda_graphs)
         except BudgetError:
             is_divided = config.memory is not None and config.engine.memory == "auto"
             if not is_divided or self._target.has_own_memory or not self._engines_here:

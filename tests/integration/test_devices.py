@@ -127,6 +127,27 @@ def test_evaluation_between_steps_changes_no_bit(device, tmp_path):
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("family", quick_first(["gpt2", "llama", "bert", "opt"], ["gpt2"]))
+def test_recorded_steps_have_the_bits_of_computed_ones(family, device, tmp_path):
+    """With evaluations between, which get the memory of the recording, and another share."""
+    case, ends = language_model(family), []
+    recipe = Recipe(steps=9, warmup_steps=1)
+    for graphs in (True, False):
+        trainer, events = trainer_of(
+            case,
+            recipe,
+            tmp_path / str(graphs),
+            precision="bf16",
+            engine={"device": device, "cuda_graphs": graphs},
+            evaluation={"every": 6, "batches": 1},
+        )
+        trainer.train()
+        (engine,) = trainer.engines
+        assert getattr(engine, "is_repeating", False) == (graphs and device == "cuda"), family
+        ends.append(([event.loss for event in events], trainer.store.content_hash()))
+    assert ends[0] == ends[1]
+
+
 def test_memory_use_stays_below_the_prediction(device, tmp_path):
     from penstock.engine import predict_bytes
 

@@ -168,7 +168,7 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
     sparse = None if record is None else SparseWeights(SparseProducts.from_record(record))
     engine = target_of(device).make_engine(
         compiled.program,
-        EnginePlan(compiled.recompute),
+        EnginePlan(compiled.recompute, cuda_graphs=compiled.config.engine.cuda_graphs),
         budget_bytes=spec["engine_bytes"],
         sparse=sparse,
     )

@@ -1,0 +1,312 @@
+"""A recorded step is repeated with other weights and inputs, and gives the bits of a computed one.
+
+The recorder is a tape of the operators that PyTorch dispatches; its repetition writes to the
+tensors of the recorded step. The same engine with CUDA graphs: `tests/integration/test_devices.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from sweeps import compiled, read_backward, weights_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.engine import Batch, EnginePlan, TorchEngine
+from penstock.engine.lanes import HostLanes
+from penstock.engine.recorded_steps import RecordingEngine, can_be_recorded
+from penstock.engine.sharing import largest_slot
+from penstock.engine.slots import DeviceSlots
+from penstock.errors import CompileError
+
+WIDTH, ROWS, VOCABULARY = 6, 3, 11
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(torch.tanh(self.inner(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids, wanted):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x).squeeze(-1) - wanted).square().mean()
+
+
+class Tape(TorchDispatchMode):
+    """The operators of a call, with all their arguments and results."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.entries.append((function, args, kwargs or {}, made))
+        return made
+
+    def repeat(self):
+        for function, args, kwargs, made in self.entries:
+            again = function(*args, **kwargs)
+            for new, old in zip(tensors_of(again), tensors_of(made), strict=True):
+                if new.data_ptr() != old.data_ptr():  # else a view, or a change in place
+                    old.copy_(new)
+
+
+def tensors_of(made):
+    found = made if isinstance(made, tuple | list) else [made]
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+class TapeRecorder:
+    """Records on tapes; counts what the engine asks for."""
+
+    def __init__(self, has_room=True):
+        self.has_room, self.started, self.recorded, self.dropped = has_room, [], 0, 0
+
+    def start(self, step_bytes):
+        self.started.append(step_bytes)
+        return self.has_room
+
+    def record(self, act):
+        self.recorded += 1
+        with Tape() as tape:
+            result = act()
+        return result, tape.repeat
+
+    def unowned(self, tensor):
+        return tensor
+
+    def drop(self):
+        self.dropped += 1
+
+
+class World:
+    """A program, an engine that records, and one that computes each step."""
+
+    def __init__(self, recorder=None, **plan):
+        torch.manual_seed(0)
+        self.module, self.recorder = Model(), recorder or TapeRecorder()
+        self.program = compiled(self.module, self.rows(0))
+        self.plan = EnginePlan(**plan)
+        self.engine = self.recording_engine()
+        self.other = TorchEngine(self.program, self.plan, slots=self.slots())
+
+    def recording_engine(self):
+        return RecordingEngine(
+            self.program,
+            self.plan,
+            device="cpu",
+            budget_bytes=None,
+            slots=self.slots(),
+            recorder=self.recorder,
+        )
+
+    def slots(self):
+        return DeviceSlots(largest_slot(self.program), 2, HostLanes())
+
+    def rows(self, seed):
+        random = torch.Generator().manual_seed(seed)
+        return {
+            "ids": torch.randint(VOCABULARY, (ROWS, 4), generator=random),
+            "wanted": torch.randn(ROWS, 4, generator=random),
+        }
+
+    def weights(self, seed):
+        random = torch.Generator().manual_seed(seed)
+        weights = weights_of(self.module, self.program)
+        return {n: w + torch.randn(w.shape, generator=random) for n, w in weights.items()}
+
+    def batch(self, seed, count, first=0, total=None):
+        rows = [self.rows(10 * seed + number) for number in range(count)]
+        return Batch(rows, first, total or count, 0, seed, 1.0 / (1 + seed))
+
+    def step(self, engine, seed, count=3, stop_before=None, **share):
+        """Do one step with weights and inputs of this seed; return losses and gradients."""
+        weights, program = self.weights(seed), self.program
+        engine.begin(self.batch(seed, count, **share))
+        last, found, waiting = program.stages[-1], {}, None
+        order = [(s, s.weights) for s in program.stages]
+        for stage in reversed(program.stages[:-1]):
+            read = read_backward(stage, self.plan)
+            order.append((stage, [stage.weights[i] for i in read]))
+        for place, (stage, names) in enumerate(order):
+            if place == stop_before:
+                return None
+            engine.load(stage.index, [weights[name] for name in names])
+            if place < last.index:
+                engine.forward(stage.index)
+                continue
+            sent = engine.turn(stage.index) if stage is last else engine.backward(stage.index)
+            if waiting is not None:
+                found[waiting[0]] = copied(waiting[1])
+            waiting = (stage.index, sent)
+        found[waiting[0]] = copied(waiting[1])
+        return engine.losses(), found
+
+    def assert_same(self, seed, **share):
+        losses, gradients = self.step(self.engine, seed, **share)
+        expected_losses, expected = self.step(self.other, seed, **share)
+        assert losses == expected_losses
+        assert gradients.keys() == expected.keys()
+        for stage, nodes in gradients.items():
+            for (place, ours), (other, theirs) in zip(nodes, expected[stage], strict=True):
+                assert place == other
+                assert all(map(torch.equal, ours, theirs))
+
+    def evaluate(self, engine, seed):
+        weights = self.weights(seed)
+        engine.begin(self.batch(seed, 1))
+        for stage in self.program.stages:
+            engine.load(stage.index, [weights[name] for name in stage.weights])
+            engine.infer(stage.index)
+        return engine.losses()
+
+
+def copied(pending):
+    return [((n.level, n.index), [t.clone() for t in n.tensors]) for n in pending.wait()]
+
+
+CALLS = 2 * 5 - 1  # of a step: the embedding, three blocks and the head
+
+
+@pytest.mark.parametrize("recompute", [(), (1, 3)])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_repeated_steps_have_the_bits_of_computed_ones(count, recompute):
+    world = World(recompute=frozenset(recompute))
+    for seed in range(5):
+        world.assert_same(seed, count=count)
+    assert (world.recorder.recorded, world.recorder.dropped) == (CALLS, 0)
+    assert len(world.recorder.started) == 1
+
+
+def test_peak_of_a_repeated_step_is_that_of_a_computed_one():
+    world = World()
+    for seed in range(4):
+        world.assert_same(seed)
+        assert world.engine.memory.peak_bytes == world.other.memory.peak_bytes
+    held = sum(tensor.nbytes for tensor in world.slots().resident)
+    assert world.recorder.started == [world.other.memory.peak_bytes - held]
+
+
+def test_another_share_of_the_micro_batches_is_recorded_anew():
+    """After one step that is computed as it is, since shares may keep changing."""
+    world = World()
+    for seed in range(3):
+        world.assert_same(seed, count=2)
+    assert world.recorder.recorded == CALLS
+    for seed in range(3, 7):
+        world.assert_same(seed, count=2, first=2, total=4)
+    assert (world.recorder.recorded, world.recorder.dropped) == (2 * CALLS, 1)
+    for seed in range(7, 12):
+        world.assert_same(seed, count=1 + seed % 2)  # another one each time
+    assert (world.recorder.recorded, world.recorder.dropped) == (2 * CALLS, 2)
+
+
+@pytest.mark.parametrize("stop_before", [1, 4, 6])
+@pytest.mark.parametrize("stopped", [0, 1, 2, 3])
+def test_a_step_that_was_aborted_is_done_again(stopped, stop_before):
+    world = World()
+    for seed in range(5):
+        if seed == stopped:
+            world.step(world.engine, seed, stop_before=stop_before)
+        world.assert_same(seed)
+    assert world.recorder.dropped == (stopped == 1)  # while it was recorded
+    assert world.recorder.recorded == CALLS + (stop_before if stopped == 1 else 0)
+
+
+def test_an_evaluation_gets_the_memory_and_the_next_step_is_recorded_anew():
+    world = World()
+    evaluating = world.recording_engine()
+    for seed in range(3):
+        world.assert_same(seed)
+    for _ in range(3):
+        losses = world.evaluate(evaluating, 7)
+        assert losses == world.evaluate(TorchEngine(world.program, world.plan), 7)
+    assert (world.recorder.recorded, world.recorder.dropped) == (CALLS, 1)
+    for seed in range(3, 6):
+        world.assert_same(seed)
+    assert (world.recorder.recorded, world.recorder.dropped) == (2 * CALLS, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_engine_that_trains_can_evaluate_after_an_aborted_step(steps):
+    """As a trainer does that looks for the stage of a loss that is not finite."""
+    world = World()
+    for seed in range(steps):
+        world.assert_same(seed)
+    world.step(world.engine, 7, stop_before=5)
+    assert world.evaluate(world.engine, 8) == world.evaluate(world.other, 8)
+    for seed in range(4):
+        world.assert_same(seed)
+
+
+def test_nothing_is_recorded_without_room_and_room_is_asked_for_once():
+    world = World(TapeRecorder(has_room=False))
+    for seed in range(4):
+        world.assert_same(seed)
+    assert (world.recorder.recorded, len(world.recorder.started)) == (0, 1)
+
+
+def test_engines_that_take_turns_on_a_device_record_nothing():
+    world = World()
+    second = world.recording_engine()
+    for seed in range(4):
+        world.step(second, seed, count=2, first=2, total=4)
+        world.assert_same(seed, count=2, total=4)
+    assert world.recorder.recorded == 0
+    del second
+    gc.collect()
+    world.assert_same(4, count=2, total=4)
+    assert world.recorder.recorded == CALLS
+
+
+def test_a_call_that_cannot_be_recorded_names_its_stage_and_the_option():
+    class Failing(TapeRecorder):
+        def record(self, act):
+            raise RuntimeError("an operator waits")
+
+    world = World(Failing())
+    world.assert_same(0)
+    with pytest.raises(CompileError, match=r"^the forward of stage \S+ cannot be recorded as a"):
+        world.step(world.engine, 1)
+    world.assert_same(2)  # without recording
+    world.assert_same(3)
+
+
+def test_programs_of_known_operators_are_recorded():
+    rows = World().rows(0)
+    assert can_be_recorded(compiled(Model(), rows))
+    assert not can_be_recorded(compiled(Model(dropout=0.1), rows))
+
+
+def test_operators_that_wait_for_the_host_are_not_recorded():
+    program = compiled(Model(), World().rows(0))
+    kind = program.stages[1].kind
+
+    def with_operator(target):
+        graph = torch.fx.Graph()
+        graph.output(graph.call_function(target, (graph.placeholder("x"),)))
+        stage = replace(program.stages[1], kind=replace(kind, graphs={"forward": graph}))
+        return replace(program, stages=(program.stages[0], stage))
+
+    assert can_be_recorded(with_operator(torch.ops.aten.relu.default))
+    assert not can_be_recorded(with_operator(torch.ops.aten.nonzero.default))
+    assert not can_be_recorded(with_operator(torch.ops.aten.linalg_inv.default))
+    assert not can_be_recorded(with_operator(len))
