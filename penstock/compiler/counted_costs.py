@@ -216,9 +216,20 @@ def _head_gradients(
     return (3 if args[0] else 2) * _head(hidden, weight)
 
 
+# PyTorch's own formulas refuse query heads that share keys, in some of its versions.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+}
+_ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
 _OWN: Mapping[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(_ATTENTION_BACKWARD, _attention_backward),
     penstock.linear_cross_entropy.default: lambda h, w, *_: _head(h, w),
     penstock.linear_cross_entropy_predictions.default: lambda h, w, *_: _head(h, w),
     penstock.linear_cross_entropy_backward.default: lambda s, *args: _head_gradients(*args),
@@ -231,7 +242,7 @@ _OWN: Mapping[Any, Callable[..., int]] = {
     penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
 }
-_QUERY = {aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1}
+_QUERY = dict.fromkeys(_ATTENTION_BACKWARD, 1)
 _HIDDEN = {
     penstock.linear_cross_entropy_backward.default: 1,
     penstock.linear_cross_entropy_turn.default: 1,

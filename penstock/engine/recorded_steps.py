@@ -281,17 +281,21 @@ _RECORDED_OPERATORS = {
     *("split", "split_with_sizes", "unbind", "chunk", "expand", "slice", "select", "unsqueeze"),
     *("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "squeeze", "unfold"),
     *("as_strided", "alias", "detach", "clone", "contiguous", "_to_copy", "diagonal", "flip"),
+    "scalar_tensor",
 }
 
 
-def can_be_recorded(program: Program) -> bool:
-    """Return whether a step of a program launches the same kernels in every step, whatever the
-    values: it has no dropouts, no sparse weights, and operators that are known for it."""
+def can_be_recorded(program: Program, device: str) -> bool:
+    """Return whether a program launches the same kernels in every step, whatever the values.
+
+    It has no dropouts, no sparse weights, only operators that are known for it, and nothing on
+    another device, such as "cuda".
+    """
     kinds = {stage.kind.digest: stage.kind for stage in program.stages}.values()
     if any(kind.draws_dropout or kind.sparse for kind in kinds):
         return False
     return all(
-        _is_recorded(node)
+        _is_recorded(node, torch.device(device))
         for kind in kinds
         for graph in kind.graphs.values()
         for node in graph.nodes
@@ -299,14 +303,14 @@ def can_be_recorded(program: Program) -> bool:
     )
 
 
-def _is_recorded(node: fx.Node) -> bool:
+def _is_recorded(node: fx.Node, device: torch.device) -> bool:
     if node.target is operator.getitem:
         return True
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    name = target._schema.name.rpartition("::")[2]
-    # A copy between devices waits for the host.
-    if "device" in node.kwargs and name == "_to_copy":
+    used = node.kwargs.get("device")
+    if isinstance(used, torch.device) and used.type != device.type:
         return False
+    name = target._schema.name.rpartition("::")[2]
     return name in _RECORDED_OPERATORS or torch.Tag.pointwise in target.tags

@@ -233,7 +233,7 @@ class CudaTarget(Target):
             )
         lanes = self.make_lanes(device)
         slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
-        if not plan.cuda_graphs or not can_be_recorded(program):
+        if not plan.cuda_graphs or not can_be_recorded(program, self.name):
             return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
         return RecordingEngine(
             program,

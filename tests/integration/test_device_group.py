@@ -67,8 +67,9 @@ def test_bits_and_traffic_are_independent_of_the_number_of_devices(
 ):
     """The embedding of GPT-2 is its head too: one weight in two stages."""
     case = language_model("gpt2", **DROPOUT)
-    for devices in (TWO[kind], THREE[kind]) if precision == "fp32" else (THREE[kind],):
-        folder = tmp_path / f"{len(devices)} together"
+    groups = (TWO[kind], THREE[kind]) if precision == "fp32" else (THREE[kind],)
+    for number, devices in enumerate(groups):  # on one GPU both are that one
+        folder = tmp_path / f"group {number}"
         found = run(folder, case, kind, devices, precision=precision)
         assert found == alone(kind, precision), devices
 

@@ -67,6 +67,27 @@ def test_attention_counts_both_products_and_has_the_length_as_its_size():
     assert cost.flops == 2 * 4 * (2 * 128 * 128 * 64) * 2
 
 
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_attention_of_a_gpu_counts_the_products_of_all_query_heads(kernel, key_heads):
+    """Traced on the meta device: the shapes are those of a GPU."""
+    operator = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+    more = {"flash": (), "efficient": (None, True)}[kernel]
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("q", "k", "v")]
+    for node, heads in zip(nodes, (4, key_heads, key_heads), strict=True):
+        node.meta["val"] = torch.empty(2, heads, 128, 64, dtype=torch.bfloat16, device="meta")
+    out = graph.call_function(operator.default, (*nodes, *more))
+    out.meta["val"] = (torch.empty_like(nodes[0].meta["val"]),)
+    backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    again = graph.call_function(backward, (nodes[0], *nodes))
+    again.meta["val"] = tuple(node.meta["val"] for node in nodes)
+    forward, gradients = operator_costs(graph)
+    assert (forward.work, forward.size, gradients.work, gradients.size) == 2 * ("attention", 128)
+    assert forward.flops == 2 * 4 * (2 * 128 * 128 * 64) * 2
+    assert gradients.flops == 2.5 * forward.flops
+
+
 def test_operations_of_all_calls_are_added():
     costs = costs_of(lambda x, w: x @ w @ w, (8, 16), (16, 16))
     assert total_flops(costs) == 2 * (2 * 8 * 16 * 16)

@@ -292,21 +292,23 @@ def test_a_call_that_cannot_be_recorded_names_its_stage_and_the_option():
 
 def test_programs_of_known_operators_are_recorded():
     rows = World().rows(0)
-    assert can_be_recorded(compiled(Model(), rows))
-    assert not can_be_recorded(compiled(Model(dropout=0.1), rows))
+    assert can_be_recorded(compiled(Model(), rows), "cpu")
+    assert not can_be_recorded(compiled(Model(dropout=0.1), rows), "cpu")
 
 
 def test_operators_that_wait_for_the_host_are_not_recorded():
     program = compiled(Model(), World().rows(0))
     kind = program.stages[1].kind
 
-    def with_operator(target):
+    def is_recorded(target, **options):
         graph = torch.fx.Graph()
-        graph.output(graph.call_function(target, (graph.placeholder("x"),)))
+        graph.output(graph.call_function(target, (graph.placeholder("x"),), options))
         stage = replace(program.stages[1], kind=replace(kind, graphs={"forward": graph}))
-        return replace(program, stages=(program.stages[0], stage))
+        return can_be_recorded(replace(program, stages=(program.stages[0], stage)), "cpu")
 
-    assert can_be_recorded(with_operator(torch.ops.aten.relu.default))
-    assert not can_be_recorded(with_operator(torch.ops.aten.nonzero.default))
-    assert not can_be_recorded(with_operator(torch.ops.aten.linalg_inv.default))
-    assert not can_be_recorded(with_operator(len))
+    assert is_recorded(torch.ops.aten.relu.default)
+    assert not is_recorded(torch.ops.aten.nonzero.default)
+    assert not is_recorded(torch.ops.aten.linalg_inv.default)
+    assert not is_recorded(len)
+    assert is_recorded(torch.ops.aten._to_copy.default, device=torch.device("cpu"))
+    assert not is_recorded(torch.ops.aten._to_copy.default, device=torch.device("cuda:0"))
