@@ -141,16 +141,6 @@ class StepSchedule:
             )
         )
 
-    @property
-    def before_loss(self) -> tuple[Operation, ...]:
-        """The operations up to and including the turn, after which the losses are known."""
-        return tuple(each for each in self.operations if each.sweep != "backward")
-
-    @property
-    def after_loss(self) -> tuple[Operation, ...]:
-        """The operations of the backward sweep."""
-        return tuple(each for each in self.operations if each.sweep == "backward")
-
 
 def sweep_order(stages: int) -> list[tuple[int, Sweep]]:
     """Return, for a number of stages, the stages and sweeps of a training step in order."""

@@ -131,6 +131,8 @@ class RecordingEngine(TorchEngine):
         was_whole, before = self._done == self._calls_of_step, self._share
         if self._mode == "recording" and not was_whole:
             self.drop_recording()
+        if self._share is None:  # its first step
+            self._drop_others()
         self._mode, self._done, self._kept = "computing", 0, None
         self._await_copies(0)
         super().begin(batch)
@@ -147,7 +149,8 @@ class RecordingEngine(TorchEngine):
 
     def forward(self, stage: int) -> None:
         """Run a stage on all micro-batches; keep the values that backward needs."""
-        _training.add(self)
+        _engines.setdefault(self._device, weakref.WeakSet()).add(self)
+        _last[self._device] = weakref.ref(self)
         if self._mode == "repeating":
             self._repeat(Call("forward", stage))
         else:
@@ -169,9 +172,8 @@ class RecordingEngine(TorchEngine):
         """Run a stage forward; keep nothing for a backward."""
         if stage == 0:
             self._mode = "computing"
-            for engine in list(_training):  # this memory may be needed
-                if engine._device == self._device:
-                    engine.drop_recording()
+            self.drop_recording()
+            self._drop_others()
         super().infer(stage)
 
     def drop_recording(self) -> None:
@@ -180,11 +182,19 @@ class RecordingEngine(TorchEngine):
             self._recording = self._kept = None
             self._recorder.drop()
 
+    def _drop_others(self) -> None:
+        """Release the memory of what other engines of this process have recorded on the device."""
+        for engine in list(_engines.get(self._device, ())):
+            if engine is not self:
+                engine.drop_recording()
+
     def _can_record(self) -> bool:
-        """Return whether the device has memory for a recorded step besides what it holds."""
-        if self._lacks_room or any(
-            engine is not self and engine._device == self._device for engine in _training
-        ):
+        """Return whether the device has memory for a recorded step besides what it holds.
+
+        Engines that take turns on a device share its memory, so at most one of them records.
+        """
+        last = _last.get(self._device)
+        if self._lacks_room or last is None or last() is not self:
             return False
         held = sum(tensor.nbytes for tensor in self._slots.resident)
         self._lacks_room = not self._recorder.start(self.memory.peak_bytes - held)
@@ -255,8 +265,11 @@ class RecordingEngine(TorchEngine):
         return PartialSum(node.level, node.index, tuple(tensors))
 
 
-_training: weakref.WeakSet[RecordingEngine] = weakref.WeakSet()
-"""The engines of this process that have trained."""
+_engines: dict[torch.device, weakref.WeakSet[RecordingEngine]] = {}
+"""The engines of this process that have trained, by device."""
+
+_last: dict[torch.device, weakref.ref[RecordingEngine]] = {}
+"""The engine that has computed a forward sweep last, by device."""
 
 
 def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:

@@ -91,15 +91,7 @@ class StepRunner:
         kept = kept_entries(self._store)
         schedule = self._layout.schedule_of(self._step)
         loss_scale = self._begin()
-        # Updates are pending until the first fetch of a weight; none is after the loss.
-        waiting = self._sweep(schedule.before_loss, None, fetches_ahead=True)
-        losses = [x for engine in self._engines for x in engine.losses()]
-        try:
-            require_finite(self._step, losses)
-        except NonFiniteLossError as error:
-            program = self._layout.program
-            trace(error, program, self._engines, self._store, self._batches, self._seed)
-        self._return_gradients(self._sweep(schedule.after_loss, waiting))
+        losses = self._sweep(schedule.operations)
         with self._spans.span("store", "commit", step=self._step):
             commit = self.commit = self._store.commit()
         hidden = self._fetches.take_hidden_seconds()
@@ -130,35 +122,46 @@ class StepRunner:
             engine.begin(Batch(rows, first, total, self._seed, step, scale))
         return scale
 
-    def _sweep(
-        self,
-        operations: Sequence[Operation],
-        waiting: _Computed | None,
-        fetches_ahead: bool = False,
-    ) -> _Computed | None:
-        """Compute operations; during each, the gradients of the previous operation are returned.
+    def _sweep(self, operations: Sequence[Operation]) -> list[float]:
+        """Compute all operations of a step; return the losses of all micro-batches.
 
-        Args:
-            waiting: the operation before the first.
-            fetches_ahead: weights may be fetched by another thread during each operation.
-
-        Returns:
-            The last operation, whose gradients are not returned yet.
+        During each operation, the gradients of the previous one are returned. An engine with memory
+        of its own need not wait for the host after the turn: losses are read when the operation
+        after it has been queued.
         """
-        with closing(self._streamed(operations, fetches_ahead)) as streamed:
+        losses: list[float] | None = None
+        waiting: _Computed | None = None
+        with closing(self._streamed(operations)) as streamed:
             for operation in streamed:
                 made = [self._compute(number, operation) for number in range(len(self._engines))]
+                if operation.sweep == "backward" and losses is None:
+                    losses = self._losses()
                 self._return_gradients(waiting)
                 waiting = (operation, made)
-        return waiting
+        losses = self._losses() if losses is None else losses
+        self._return_gradients(waiting)
+        return losses
 
-    def _streamed(
-        self, operations: Sequence[Operation], fetches_ahead: bool
-    ) -> Generator[Operation]:
+    def _losses(self) -> list[float]:
+        """Return the loss of each micro-batch, once the turn has been queued.
+
+        Raises:
+            NonFiniteError: a loss is NaN or infinite; names the stage where this began.
+        """
+        losses = [x for engine in self._engines for x in engine.losses()]
+        try:
+            require_finite(self._step, losses)
+        except NonFiniteLossError as error:
+            program = self._layout.program
+            trace(error, program, self._engines, self._store, self._batches, self._seed)
+        return losses
+
+    def _streamed(self, operations: Sequence[Operation]) -> Generator[Operation]:
         """Yield operations whose weights are loaded.
 
         Weights of later operations are loading, as far as the engines have free buffers. If there
-        are such buffers, the weights after those are being fetched if `fetches_ahead`.
+        are such buffers, the weights after those are being fetched, as long as their updates may be
+        pending: none is after the first fetch of a weight.
         """
         ahead = min(engine.stages_ahead for engine in self._engines)
         coming = deque(operations)
@@ -166,7 +169,7 @@ class StepRunner:
             for place, operation in enumerate(operations):
                 for _ in range(min(len(coming), 1 if place else 1 + ahead)):
                     self._load(coming.popleft())
-                if fetches_ahead and ahead and coming:
+                if ahead and coming and coming[0].sweep != "backward":
                     self._fetches.start(coming[0])
                 yield operation
         finally:

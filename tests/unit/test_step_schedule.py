@@ -102,7 +102,7 @@ def test_stages_below_the_first_trained_weight_return_no_gradients():
     schedule = StepSchedule.of(
         program_of(reads=((), (), (0,), (0,)), gradients=(2, 3), frozen=frozen)
     )
-    below = [each for each in schedule.after_loss if each.stage < 2]
+    below = [each for each in schedule.operations[4:] if each.stage < 2]
     assert [(each.stage, each.weights, each.gradients) for each in below] == [
         (1, (), ()),
         (0, (), ()),
@@ -198,14 +198,11 @@ def test_a_forward_sweep_infers_every_stage_with_all_its_weights():
     assert [each.stage for each in schedule.operations] == [0, 1, 2, 3]
     assert [each.weights for each in schedule.operations] == [tuple(layer) for layer in LAYERS]
     assert {each.gradients for each in schedule.operations} == {()}
-    assert schedule.after_loss == ()
 
 
-def test_loss_is_known_after_the_turn():
-    schedule = StepSchedule.of(program_of())
-    assert schedule.before_loss + schedule.after_loss == schedule.operations
-    assert schedule.before_loss[-1].sweep == "turn"
-    assert {each.sweep for each in schedule.after_loss} == {"backward"}
+def test_the_turn_is_between_the_sweeps():
+    sweeps = [each.sweep for each in StepSchedule.of(program_of()).operations]
+    assert sweeps == 3 * ["forward"] + ["turn"] + 3 * ["backward"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ tensors of the recorded step. The same engine with CUDA graphs: `tests/integrati
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -139,16 +138,25 @@ class World:
 
     def step(self, engine, seed, count=3, stop_before=None, **share):
         """Do one step with weights and inputs of this seed; return losses and gradients."""
+        calls = self.calls(engine, seed, self.batch(seed, count, **share))
+        if stop_before is not None:
+            for _ in range(1 + stop_before):
+                next(calls)
+            return None
+        *_, found = calls
+        return engine.losses(), found
+
+    def calls(self, engine, seed, batch):
+        """Yield before each call of a step, and after the last; what has been returned so far."""
         weights, program = self.weights(seed), self.program
-        engine.begin(self.batch(seed, count, **share))
+        engine.begin(batch)
         last, found, waiting = program.stages[-1], {}, None
         order = [(s, s.weights) for s in program.stages]
         for stage in reversed(program.stages[:-1]):
             read = read_backward(stage, self.plan)
             order.append((stage, [stage.weights[i] for i in read]))
         for place, (stage, names) in enumerate(order):
-            if place == stop_before:
-                return None
+            yield found
             engine.load(stage.index, [weights[name] for name in names])
             if place < last.index:
                 engine.forward(stage.index)
@@ -158,7 +166,7 @@ class World:
                 found[waiting[0]] = copied(waiting[1])
             waiting = (stage.index, sent)
         found[waiting[0]] = copied(waiting[1])
-        return engine.losses(), found
+        yield found
 
     def assert_same(self, seed, **share):
         losses, gradients = self.step(self.engine, seed, **share)
@@ -264,17 +272,28 @@ def test_nothing_is_recorded_without_room_and_room_is_asked_for_once():
     assert (world.recorder.recorded, len(world.recorder.started)) == (0, 1)
 
 
-def test_engines_that_take_turns_on_a_device_record_nothing():
+def test_at_most_one_of_the_engines_that_take_turns_on_a_device_records():
     world = World()
-    second = world.recording_engine()
+    other = World()
     for seed in range(4):
-        world.step(second, seed, count=2, first=2, total=4)
-        world.assert_same(seed, count=2, total=4)
-    assert world.recorder.recorded == 0
-    del second
-    gc.collect()
-    world.assert_same(4, count=2, total=4)
-    assert world.recorder.recorded == CALLS
+        rows = (world.batch(seed, 2, 0, 4), other.batch(seed, 2, 2, 4))
+        steps = [
+            each.calls(each.engine, seed, batch)
+            for each, batch in zip((world, other), rows, strict=True)
+        ]
+        for _ in zip(*steps, strict=True):
+            pass
+    assert (world.recorder.recorded, other.recorder.recorded) == (0, CALLS)
+
+
+def test_an_engine_that_no_longer_trains_releases_its_memory_and_is_no_obstacle():
+    before, now = World(), World()
+    for seed in range(3):
+        before.assert_same(seed)
+    for seed in range(4):
+        now.assert_same(seed)
+    assert (before.recorder.dropped, now.recorder.recorded) == (1, CALLS)
+    before.assert_same(3)
 
 
 def test_a_call_that_cannot_be_recorded_names_its_stage_and_the_option():

@@ -147,7 +147,7 @@ def test_local_step_follows_the_schedule():
     assert (done.step, done.loss) == (1, 1.5)
 
 
-def test_weights_load_one_operation_ahead_but_not_beyond_the_loss():
+def test_weights_load_one_operation_ahead():
     made = store()
     engine = RecordingEngine(weights_of(made), stages_ahead=1)
     runner(made, engine, lambda step: StepSchedule.of(PROGRAM, RECOMPUTE)).run()
@@ -155,8 +155,20 @@ def test_weights_load_one_operation_ahead_but_not_beyond_the_loss():
     loads = [
         call[1] for call in engine.calls[: engine.calls.index(("turn", 3))] if call[0] == "load"
     ]
-    assert loads == [0, 1, 2, 3]
+    assert loads == [0, 1, 2, 3, 2]
     assert engine.calls[:3] == [EXPECTED[0], EXPECTED[2], EXPECTED[1]]
+
+
+@pytest.mark.parametrize("stages_ahead", [0, 1])
+def test_losses_are_read_when_the_operation_after_the_turn_has_been_queued(stages_ahead):
+    """So that a GPU does not wait for the host in between."""
+    made = store()
+    engine = RecordingEngine(weights_of(made), stages_ahead)
+    losses = engine.losses
+    engine.losses = lambda: engine.calls.append(("losses",)) or losses()
+    runner(made, engine, lambda step: StepSchedule.of(PROGRAM, RECOMPUTE)).run()
+    without_loads = [call[:2] for call in engine.calls if call[0] != "load"]
+    assert without_loads[2:6] == [("forward", 2), ("turn", 3), ("backward", 2), ("losses",)]
 
 
 @pytest.mark.parametrize("recompute", [(), (1,), (0, 1, 2)])
