@@ -38,5 +38,6 @@ if TYPE_CHECKING:
         widens as widens,
     )
     from penstock.compiler.selection import select_trainable as select_trainable
+    from penstock.compiler.sparse_lowering import calls_operand as calls_operand
 
 __getattr__ = lazily(__name__, __file__)

@@ -140,6 +140,11 @@ def lower(graph: fx.Graph) -> None:
             node.target = _CALLS[node.target]
 
 
+def calls_operand(node: fx.Node) -> bool:
+    """Return whether a node of an executable calls the engine's object for a sparse weight."""
+    return node.target in _CALLS.values()
+
+
 def _gradients(weight: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that compute the gradient of a weight, and the sums of such gradients."""
     found: dict[fx.Node, None] = {}

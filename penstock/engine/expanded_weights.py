@@ -35,13 +35,19 @@ class ExpandedWeight(BaseSparseOperand):
 
     def __init__(self, weight: SparseWeight, values: torch.Tensor, mask: MaskBitmap) -> None:
         super().__init__(weight)
-        self.values, self._mask = values, mask
+        self.values, self._mask, self._version = values, mask, weight.version
         self._products = ExpandedProducts(mask, values)
         self.beside_bytes = expanded_bytes(mask.shape, mask.entries, values.dtype)
 
     @property
     def kept_bytes(self) -> int:
         return self._mask.bits.nbytes
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The addresses of values and mask, and the version of the mask: products of two arrivals
+        with the same ones run the same kernels."""
+        return self.values.data_ptr(), self._mask.bits.data_ptr(), self._version
 
     def to_dense(self) -> torch.Tensor:
         return self._products.weight.view(self.shape)

@@ -21,7 +21,8 @@ class Batch:
     `micro_batches` contains, per micro-batch, a map from the program's inputs to tensors. The first
     one is number `first` of the step's `total`. `loss_scale` is the gradient of the step's loss
     with respect to each micro-batch's loss: 1 / tokens for summed losses, 1 / micro-batches for
-    means.
+    means. Steps with equal `masks` have the same masks of sparse weights and compute gradients for
+    the same of their elements; None if that is not known.
     """
 
     micro_batches: Sequence[Mapping[str, torch.Tensor]]
@@ -30,6 +31,7 @@ class Batch:
     seed: int
     step: int
     loss_scale: float = 1.0
+    masks: tuple[int, bool] | None = None
 
 
 class PendingGradients(Protocol):

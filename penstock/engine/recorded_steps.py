@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from penstock.collectives import PartialSum, TreeReduction
+from penstock.compiler import calls_operand
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.slots import Arrived, DeviceSlots
 from penstock.engine.torch_engine import Call, Result, TorchEngine
@@ -56,11 +57,13 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class _Share:
-    """Which micro-batches an engine computes: the places of its gradients in the tree."""
+    """What decides the kernels of a step: the micro-batches, whose gradients have their places in
+    the tree, and the masks of sparse weights."""
 
     first: int
     count: int
     total: int
+    masks: tuple[int, bool] | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class _RecordedCall:
 
     call: Call
     repeat: Callable[[], object]
-    weights: tuple[int, ...]
+    weights: tuple[Any, ...]
     sums: list[PartialSum] | None
 
 
@@ -87,12 +90,11 @@ class _Recording:
 class RecordingEngine(TorchEngine):
     """Computes a step as it is, records the next one, and repeats that from then on.
 
-    A step is recorded again after another share of the micro-batches, and after an evaluation,
-    which gets the memory. Results are those of `TorchEngine`.
+    A step is recorded again after another share of the micro-batches, after a change of masks, and
+    after an evaluation, which gets the memory. Results are those of `TorchEngine`.
 
     Args:
-        program: without dropouts and without sparse weights, whose kernels differ from step to
-            step.
+        program: as `can_be_recorded` accepts it.
         plan: as for `TorchEngine`.
         device: as for `TorchEngine`.
         budget_bytes: as for `TorchEngine`.
@@ -112,6 +114,7 @@ class RecordingEngine(TorchEngine):
     ) -> None:
         super().__init__(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
         self._device_slots, self._recorder = slots, recorder
+        self._has_sparse = any(spec.is_sparse for spec in program.weights.values())
         self._calls_of_step = 2 * len(program.stages) - 1
         self._mode: Literal["computing", "recording", "repeating"] = "computing"
         self._done = 0  # calls of the present step
@@ -120,6 +123,9 @@ class RecordingEngine(TorchEngine):
         self._kept: TreeReduction | None = None  # the last sums of the step that is recorded
         self._sent: deque[Arrived] = deque()  # which the device may still be copying
         self._lacks_room = False
+        self._alike = 0  # steps in a row before the present one with its share
+        self._patience = 1  # so many are computed before one is recorded
+        self._repeated = 0  # how often the recording was
 
     @property
     def is_repeating(self) -> bool:
@@ -136,13 +142,15 @@ class RecordingEngine(TorchEngine):
         self._mode, self._done, self._kept = "computing", 0, None
         self._await_copies(0)
         super().begin(batch)
-        share = self._share = _Share(batch.first, len(batch.micro_batches), batch.total)
+        share = self._share = _share_of(batch)
+        self._alike = self._alike + 1 if was_whole and before == share else 0
         if self._recording is not None and self._recording.share == share:
             self._mode = "repeating"
+            self._repeated += 1
             self._provide(self._recording)
             return
         self.drop_recording()
-        if was_whole and before == share and self._can_record():
+        if self._alike >= self._patience and self._can_record(share):
             values = [dict(flow.values) for flow in self._flows]
             self._recording = _Recording(share, values, self._scales)
             self._mode = "recording"
@@ -177,10 +185,15 @@ class RecordingEngine(TorchEngine):
         super().infer(stage)
 
     def drop_recording(self) -> None:
-        """Forget the recorded step and release its memory; a later step is recorded again."""
+        """Forget the recorded step and release its memory; a later step is recorded again.
+
+        After a recording that was of no use, twice as many steps must be alike before the next one.
+        """
         if self._recording is not None:
             self._recording = self._kept = None
             self._recorder.drop()
+            self._patience *= 1 if self._repeated else 2
+            self._alike = self._repeated = 0
 
     def _drop_others(self) -> None:
         """Release the memory of what other engines of this process have recorded on the device."""
@@ -188,13 +201,14 @@ class RecordingEngine(TorchEngine):
             if engine is not self:
                 engine.drop_recording()
 
-    def _can_record(self) -> bool:
+    def _can_record(self, share: _Share) -> bool:
         """Return whether the device has memory for a recorded step besides what it holds.
 
         Engines that take turns on a device share its memory, so at most one of them records.
         """
         last = _last.get(self._device)
-        if self._lacks_room or last is None or last() is not self:
+        has_unknown_masks = self._has_sparse and share.masks is None
+        if has_unknown_masks or self._lacks_room or last is None or last() is not self:
             return False
         held = sum(tensor.nbytes for tensor in self._slots.resident)
         self._lacks_room = not self._recorder.start(self.memory.peak_bytes - held)
@@ -229,7 +243,7 @@ class RecordingEngine(TorchEngine):
             sums = [self._unowned(node) for node in result.nodes()]
             self._kept = result  # until the next call has been recorded
             self._recording.losses = self._losses
-        self._recording.calls.append(_RecordedCall(call, repeat, _addresses(weights), sums))
+        self._recording.calls.append(_RecordedCall(call, repeat, _places(weights), sums))
         return result
 
     def _repeat(self, call: Call) -> list[PartialSum]:
@@ -239,7 +253,7 @@ class RecordingEngine(TorchEngine):
         self._done += 1
         self._await_copies(_SENDING)
         with self._slots.use(call.stage) as weights:
-            if (recorded.call, recorded.weights) != (call, _addresses(weights)):
+            if (recorded.call, recorded.weights) != (call, _places(weights)):
                 raise RuntimeError(f"expected the weights of {recorded.call}, got others, {call}")
             recorded.repeat()
         return recorded.sums or []
@@ -272,8 +286,12 @@ _last: dict[torch.device, weakref.ref[RecordingEngine]] = {}
 """The engine that has computed a forward sweep last, by device."""
 
 
-def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(weight.data_ptr() for weight in weights)
+def _share_of(batch: Batch) -> _Share:
+    return _Share(batch.first, len(batch.micro_batches), batch.total, batch.masks)
+
+
+def _places(weights: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(w.data_ptr() if isinstance(w, torch.Tensor) else w.place for w in weights)
 
 
 # Operators whose kernels neither wait for the host nor depend on values that the host knows.
@@ -301,11 +319,11 @@ _RECORDED_OPERATORS = {
 def can_be_recorded(program: Program, device: str) -> bool:
     """Return whether a program launches the same kernels in every step, whatever the values.
 
-    It has no dropouts, no sparse weights, only operators that are known for it, and nothing on
-    another device, such as "cuda".
+    It has no dropouts, only operators that are known for it, and nothing on another device than
+    `device`, such as "cuda". Sparse weights are expanded there.
     """
     kinds = {stage.kind.digest: stage.kind for stage in program.stages}.values()
-    if any(kind.draws_dropout or kind.sparse for kind in kinds):
+    if any(kind.draws_dropout for kind in kinds):
         return False
     return all(
         _is_recorded(node, torch.device(device))
@@ -317,7 +335,7 @@ def can_be_recorded(program: Program, device: str) -> bool:
 
 
 def _is_recorded(node: fx.Node, device: torch.device) -> bool:
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or calls_operand(node):
         return True
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

@@ -26,7 +26,7 @@ from penstock.step.fetching import Fetches
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
 from penstock.step.nonfinite import NonFiniteLossError, require_finite, trace
-from penstock.step_schedule import Operation
+from penstock.step_schedule import Operation, StepSchedule
 from penstock.store import Commit, Store, kept_entries
 from penstock.telemetry import StepCycles, StepDone, process_memory
 
@@ -37,7 +37,7 @@ _Computed = tuple[Operation, list[PendingGradients | None]]
 class StepRunner:
     """Runs the steps of one execution plan over a store, a fabric and engines.
 
-    No state outlives a step.
+    No state of a step outlives it.
 
     Args:
         batches: returns the rows.
@@ -62,6 +62,7 @@ class StepRunner:
         self._fabric = fabric
         self._fetches = Fetches(self._fetch)
         self._begun = 0  # steps
+        self._mask_changes = 0  # commits that have changed masks
         self._engines = engines
         self._batches = batches
         self._seed = seed
@@ -90,10 +91,11 @@ class StepRunner:
         self._step = self._store.step + 1
         kept = kept_entries(self._store)
         schedule = self._layout.schedule_of(self._step)
-        loss_scale = self._begin()
+        loss_scale = self._begin(schedule)
         losses = self._sweep(schedule.operations)
         with self._spans.span("store", "commit", step=self._step):
             commit = self.commit = self._store.commit()
+        self._mask_changes += bool(commit.decision.masks)
         hidden = self._fetches.take_hidden_seconds()
         measured = self.measured = gather(self._spans, self._store.spans)
         return step_done(
@@ -109,17 +111,19 @@ class StepRunner:
             cycles=step_cycles(self._layout, self._engines),
         )
 
-    def _begin(self) -> float:
+    def _begin(self, schedule: StepSchedule) -> float:
         """Give every engine its rows; return the factor from the sum of losses to their mean."""
         return_unused_pages(self._begun)
         self._begun += 1
         step, batches = self._store.step, self._batches
         parts = batches.parts(step, len(self._engines))
         scale = batches.loss_scale(step, parts)
+        is_dense = any(operation.dense_gradients for operation in schedule.operations)
+        masks = (self._mask_changes, is_dense)
         for engine, part in zip(self._engines, parts, strict=True):
             rows = micro_batches(part.rows, len(part.numbers))
             first, total = part.numbers.start, batches.micro_batches
-            engine.begin(Batch(rows, first, total, self._seed, step, scale))
+            engine.begin(Batch(rows, first, total, self._seed, step, scale, masks))
         return scale
 
     def _sweep(self, operations: Sequence[Operation]) -> list[float]:

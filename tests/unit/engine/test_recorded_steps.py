@@ -1,7 +1,7 @@
 """A recorded step is repeated with other weights and inputs, and gives the bits of a computed one.
 
-The recorder is a tape of the operators that PyTorch dispatches; its repetition writes to the
-tensors of the recorded step. The same engine with CUDA graphs: `tests/integration/test_devices.py`.
+Runs: `tests/integration/test_recorded_training.py`. With CUDA graphs:
+`tests/integration/test_devices.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from sweeps import compiled, read_backward, weights_of
+from tape_recorder import TapeRecorder
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine import Batch, EnginePlan, TorchEngine
 from penstock.engine.lanes import HostLanes
@@ -46,54 +46,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return (self.head(x).squeeze(-1) - wanted).square().mean()
-
-
-class Tape(TorchDispatchMode):
-    """The operators of a call, with all their arguments and results."""
-
-    def __init__(self):
-        super().__init__()
-        self.entries = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        self.entries.append((function, args, kwargs or {}, made))
-        return made
-
-    def repeat(self):
-        for function, args, kwargs, made in self.entries:
-            again = function(*args, **kwargs)
-            for new, old in zip(tensors_of(again), tensors_of(made), strict=True):
-                if new.data_ptr() != old.data_ptr():  # else a view, or a change in place
-                    old.copy_(new)
-
-
-def tensors_of(made):
-    found = made if isinstance(made, tuple | list) else [made]
-    return [each for each in found if isinstance(each, torch.Tensor)]
-
-
-class TapeRecorder:
-    """Records on tapes; counts what the engine asks for."""
-
-    def __init__(self, has_room=True):
-        self.has_room, self.started, self.recorded, self.dropped = has_room, [], 0, 0
-
-    def start(self, step_bytes):
-        self.started.append(step_bytes)
-        return self.has_room
-
-    def record(self, act):
-        self.recorded += 1
-        with Tape() as tape:
-            result = act()
-        return result, tape.repeat
-
-    def unowned(self, tensor):
-        return tensor
-
-    def drop(self):
-        self.dropped += 1
 
 
 class World:
