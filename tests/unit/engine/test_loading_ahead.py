@@ -39,16 +39,12 @@ def test_stages_are_loaded_stages_ahead_of_use(ahead, losses_in_place, tmp_path,
     stages = len(trainer.program.stages)
     assert stages > 3
     step = calls[: len(calls) // RECIPE.steps]
-    forward = step[: step.index(("turn", stages - 1)) + 1]
-    for stage in range(stages - 1):
-        before = [s for name, s in forward[: forward.index(("forward", stage))] if name == "load"]
-        assert before == list(range(min(stages, stage + 1 + ahead)))
-    backward = step[len(forward) :]
-    for stage in range(stages - 2, -1, -1):
-        before = [
-            s for name, s in backward[: backward.index(("backward", stage))] if name == "load"
-        ]
-        assert before == list(range(stages - 2, max(-1, stage - 1 - ahead), -1))
+    order = [*range(stages), *reversed(range(stages - 1))]
+    computed = [place for place, (name, _) in enumerate(step) if name != "load"]
+    assert [step[place][1] for place in computed] == order
+    for number, place in enumerate(computed):
+        before = [stage for name, stage in step[:place] if name == "load"]
+        assert before == order[: number + 1 + ahead]
 
 
 @pytest.mark.parametrize("shards", [1, 2])
