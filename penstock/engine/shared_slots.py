@@ -10,6 +10,7 @@ that all devices share.
 `sharing.py` defines which device has which piece.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -105,7 +106,8 @@ class SharedSlots(SlotsInTurn):
         The other devices would otherwise wait. The data that this device sends is meaningless, and
         results computed from it must not be used.
         """
-        self._loaded.pop(stage, None)
+        with contextlib.suppress(KeyError):  # it has failed to load
+            self._loaded.take(stage)
         if returns_gradients and sends(self._stages[stage]):
             flat = self._sharing.flat_sums(self._stages[stage], self._gradient_shapes)
             self._exchange(flat, [False] * len(flat.shapes))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -40,6 +40,42 @@ class WeightSlots(Protocol):
     def use(self, stage: int) -> AbstractContextManager[Sequence[PlacedWeight]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
+
+
+Loaded = TypeVar("Loaded")
+
+
+class Loads(Generic[Loaded]):
+    """What has been loaded and is not used yet, in order.
+
+    A stage is in it twice where its weights for the backward are loaded before its forward.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Loaded]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Loaded]]:
+        return iter(self._waiting)
+
+    def add(self, stage: int, loaded: Loaded) -> None:
+        """Add what a stage will use."""
+        self._waiting.append((stage, loaded))
+
+    def take(self, stage: int) -> Loaded:
+        """Remove and return the first that was loaded for a stage.
+
+        Raises:
+            KeyError: nothing is loaded for it.
+        """
+        for place, (waiting, loaded) in enumerate(self._waiting):
+            if waiting == stage:
+                del self._waiting[place]
+                return loaded
+        raise KeyError(stage)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._waiting.clear()
 
 
 class Arrived:
@@ -78,21 +114,18 @@ class InPlace:
     expands_sparse = False
 
     def __init__(self) -> None:
-        self._loaded: dict[int, Sequence[StreamedWeight]] = {}
+        self._loaded: Loads[Sequence[StreamedWeight]] = Loads()
 
     def reset(self) -> None:
         """Discard the loads of an aborted step."""
         self._loaded.clear()
 
     def load(self, stage: int, weights: Sequence[StreamedWeight]) -> None:
-        self._loaded[stage] = weights
+        self._loaded.add(stage, weights)
 
     @contextmanager
     def use(self, stage: int) -> Iterator[Sequence[StreamedWeight]]:
-        try:
-            yield self._loaded[stage]
-        finally:
-            del self._loaded[stage]
+        yield self._loaded.take(stage)
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         return Arrived(nodes)
@@ -119,7 +152,7 @@ class SlotsInTurn(ABC):
         self._read = [lanes.mark("compute") for _ in range(count)]
         self._next_slot = 0
         self._last_copy: Mark | None = None
-        self._loaded: dict[int, tuple[int, list[PlacedWeight], Mark]] = {}
+        self._loaded: Loads[tuple[int, list[PlacedWeight], Mark]] = Loads()
         self._copied_masks: list[torch.Tensor] = []  # host memory of the copies of the last load
 
     def reset(self) -> None:
@@ -133,7 +166,7 @@ class SlotsInTurn(ABC):
         The weights must stay valid until the next load has returned.
         """
         slot = self._next_slot
-        for waiting, (taken, _, _) in self._loaded.items():
+        for waiting, (taken, _, _) in self._loaded:
             if taken == slot:
                 raise RuntimeError(
                     f"stage {stage} would overwrite stage {waiting}, which has not computed yet: "
@@ -147,7 +180,7 @@ class SlotsInTurn(ABC):
         placed = [self._place(w, t, copied) for w, t in zip(weights, tensors, strict=True)]
         self._fill(self._slots[slot], tensors, values)
         there = self._lanes.mark("copy")
-        self._loaded[stage] = (slot, placed, there)
+        self._loaded.add(stage, (slot, placed, there))
         if self._last_copy is not None:
             self._last_copy.synchronize()
         self._last_copy, self._copied_masks = there, copied
@@ -169,7 +202,7 @@ class SlotsInTurn(ABC):
     @contextmanager
     def use(self, stage: int) -> Iterator[Sequence[PlacedWeight]]:
         """Provide a stage's weights to computation that is queued within the context."""
-        slot, placed, there = self._loaded.pop(stage)
+        slot, placed, there = self._loaded.take(stage)
         self._lanes.wait("compute", there)
         try:
             yield placed
