@@ -400,12 +400,12 @@ def hold_disk(pace: Pace) -> None:
     read_at, write_at = medium.read_at, medium.write_at
 
     def paced_read(descriptor: int, into: np.ndarray, offset: int) -> int:
-        pace.take(into.nbytes)
-        return read_at(descriptor, into, offset)
+        with pace.moving(into.nbytes):
+            return read_at(descriptor, into, offset)
 
     def paced_write(descriptor: int, data: np.ndarray, offset: int) -> int:
-        pace.take(data.nbytes)
-        return write_at(descriptor, data, offset)
+        with pace.moving(data.nbytes):
+            return write_at(descriptor, data, offset)
 
     medium.read_at, medium.write_at = paced_read, paced_write
 

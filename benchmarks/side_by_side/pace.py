@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Pace:
@@ -20,11 +22,15 @@ class Pace:
         self._lock = threading.Lock()
         self._free_at = 0.0  # when the disk will have done all that it was given
 
-    def take(self, size_bytes: int) -> None:
-        """Return when a disk of this rate would have moved the bytes behind those before."""
+    @contextmanager
+    def moving(self, size_bytes: int) -> Iterator[None]:
+        """Let the bytes be moved within; end when a disk of this rate would have moved them, behind
+        those that were begun before."""
         if self._rate is None:
+            yield
             return
         with self._lock:
             self._free_at = max(time.monotonic(), self._free_at) + size_bytes / self._rate
             done_at = self._free_at
+        yield
         time.sleep(max(0.0, done_at - time.monotonic()))

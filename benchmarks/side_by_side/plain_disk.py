@@ -71,9 +71,9 @@ class PlainDisk:
     def _read(self, count: int) -> None:
         for _ in range(count):
             place = self._reads % self._chunks * CHUNK_BYTES
-            if os.preadv(self._file, [self._incoming.data], place) != CHUNK_BYTES:
-                raise OSError(f"a read of {CHUNK_BYTES} bytes at {place} came back short")
-            self.pace.take(CHUNK_BYTES)
+            with self.pace.moving(CHUNK_BYTES):
+                if os.preadv(self._file, [self._incoming.data], place) != CHUNK_BYTES:
+                    raise OSError(f"a read of {CHUNK_BYTES} bytes at {place} came back short")
             self._reads += 1
 
     def _write(self, count: int) -> None:
@@ -85,7 +85,7 @@ class PlainDisk:
             stamp = np.array([self._writes], np.int64).view(np.uint8)
             pages[:, :_STAMP_BYTES] = stamp
             place = self._writes % self._chunks * CHUNK_BYTES
-            if os.pwrite(self._file, self._outgoing.data, place) != CHUNK_BYTES:
-                raise OSError(f"a write of {CHUNK_BYTES} bytes at {place} came back short")
-            self.pace.take(CHUNK_BYTES)
+            with self.pace.moving(CHUNK_BYTES):
+                if os.pwrite(self._file, self._outgoing.data, place) != CHUNK_BYTES:
+                    raise OSError(f"a write of {CHUNK_BYTES} bytes at {place} came back short")
             self._writes += 1
