@@ -33,7 +33,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contract import describe_machine, print_result
-from side_by_side import Worker, median_ratio, print_table, serve, take_turns
+from side_by_side import (
+    Worker,
+    greatest_difference,
+    median_ratio,
+    print_table,
+    serve,
+    take_turns,
+)
 from side_by_side.gpu_loops import COMPILED, FSDP, LOOPS, RESIDENT, ZERO, Setup, has_zero
 from side_by_side.worker import peak_rss_bytes
 from side_by_side.zero_infinity import environment
@@ -200,9 +207,7 @@ def compare(model: str, size: int, micro: int, rounds: int, other: str = RESIDEN
         "other": other,
         "ratio": round(ratio, 4),
         "tokens_per_second": {name: tokens / medians[name] for name in workers},
-        "loss_difference": max(
-            abs(a - b) for a, b in zip(workers[PENSTOCK].losses, workers[other].losses, strict=True)
-        ),
+        "loss_difference": greatest_difference(workers[PENSTOCK].losses, workers[other].losses),
         **finals,
     }
 

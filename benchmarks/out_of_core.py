@@ -61,7 +61,7 @@ from side_by_side import (
     summarize,
     take_turns,
 )
-from side_by_side.gpt import CHECKED_STEPS, CLIP, Gpt, Resident, make_trainer, warm_up
+from side_by_side.gpt import CHECKED_STEPS, CLIP, Gpt, make_trainer, resident_loop, warm_up
 from side_by_side.pace import Pace
 from side_by_side.plain_disk import NoDirectIO, PlainDisk
 
@@ -141,7 +141,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         job = Job(**json.loads(options.worker))
-        loops = {"resident": resident_loop, "plain": plain_loop, "beside disk": beside_disk_loop}
+        if job.loop == "resident":
+            serve(resident_loop(job.gpt).step)
+            return
+        loops = {"plain": plain_loop, "beside disk": beside_disk_loop}
         serve(loops.get(job.loop, penstock_loop)(job))
         return
     if options.disk_rate is not None and not (options.flash_bound and options.disk_rate > 0):
@@ -408,11 +411,6 @@ def hold_disk(pace: Pace) -> None:
             return write_at(descriptor, data, offset)
 
     medium.read_at, medium.write_at = paced_read, paced_write
-
-
-def resident_loop(job: Job) -> Callable[[], float]:
-    """Return a step of the plain PyTorch loop."""
-    return Resident(job.gpt).step
 
 
 def beside_disk_loop(job: Job) -> Callable[[], float]:

@@ -6,6 +6,7 @@ fp32 and bf16. Three loops, each in a process of its own, take turns step by ste
 The ratio of a round is Penstock's tokens/s over the other's in the same round; the median counts.
 A fourth process takes turns with them that does nothing but dense products: the share of its rate
 is what a loop's products alone make of the machine, counted by the formula of `flops_per_token`.
+The loops begin with the same weights, and losses that differ by more than rounding are an error.
 
     python benchmarks/streaming_tax.py [--quick] [--rounds N] [--precision fp32|bf16]
 """
@@ -19,6 +20,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 from contract import (
     PRODUCT_FLOPS,
@@ -27,10 +29,19 @@ from contract import (
     print_result,
     start_products,
 )
-from side_by_side import Worker, print_table, serve, speeds_over, summarize, take_turns
+from side_by_side import (
+    Worker,
+    check_losses,
+    print_table,
+    serve,
+    speeds_over,
+    summarize,
+    take_turns,
+)
+from side_by_side.resident import Resident, gpt2_config, initial_gpt2
 
 VOCABULARY, WIDTH, PRODUCTS = 50257, 768, "products"
-LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 3e-4, 0.1, 1.0, 0
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP, SEED = 3e-4, (0.9, 0.999), 0.1, 1.0, 0
 TARGETS = {"eager": 1.15, "compiled": 1.0}
 
 
@@ -86,6 +97,8 @@ def compare(loops: list[str], job: Job, rounds: int) -> dict:
     product_seconds = seconds.pop(PRODUCTS)
     result: dict = {"precision": job.precision}
     result |= summarize(workers, seconds, tokens)
+    losses = {name: worker.losses for name, worker in workers.items()}
+    result["loss_difference"] = check_losses(losses, job.precision)
     result["ratio"] = speeds_over(seconds, "penstock")
     result["products_gflop_per_second"] = round(
         PRODUCT_FLOPS / statistics.median(product_seconds) / 1e9, 1
@@ -183,7 +196,7 @@ def penstock_loop(job: Job) -> Callable[[], float]:
                 "weight_decay": WEIGHT_DECAY,
                 "clip_norm": CLIP,
                 "decay_1d": True,
-                "betas": [0.9, 0.999],
+                "betas": BETAS,
                 "schedule": {"name": "constant"},
             },
             "engine": {"device": "cpu"},
@@ -194,48 +207,31 @@ def penstock_loop(job: Job) -> Callable[[], float]:
     return lambda: trainer.run_step().loss
 
 
-def eager_loop(job: Job, compile_model: bool = False) -> Callable[[], float]:
+def eager_loop(job: Job) -> Callable[[], float]:
     """Return a step of the plain PyTorch loop: everything resident, fused AdamW, one clip."""
-    import contextlib
-
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from penstock.data import ArraySource
-
-    torch.manual_seed(SEED)
-    config = GPT2Config(n_layer=job.layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = GPT2LMHeadModel(config).train()
-    run = torch.compile(model) if compile_model else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    source = ArraySource(batches(job.length))
-    steps = iter(range(1_000_000))
-
-    def step() -> float:
-        rows = source.batch(next(steps), range(job.sequences), job.sequences)
-        ids, labels = torch.from_numpy(rows["input_ids"]), torch.from_numpy(rows["labels"])
-        lowered = (
-            torch.autocast("cpu", torch.bfloat16)
-            if job.precision == "bf16"
-            else contextlib.nullcontext()
-        )
-        with lowered:
-            logits = run(input_ids=ids, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return resident_loop(job, initial_gpt2(gpt2_config(n_layer=job.layers), SEED).train())
 
 
 def compiled_loop(job: Job) -> Callable[[], float]:
     """Return the same step with the model under `torch.compile`."""
-    return eager_loop(job, compile_model=True)
+    import torch
+
+    model = initial_gpt2(gpt2_config(n_layer=job.layers), SEED).train()
+    return resident_loop(job, torch.compile(model))
+
+
+def resident_loop(job: Job, model: Any) -> Callable[[], float]:
+    """Return a step of plain PyTorch with a model."""
+    from penstock.data import ArraySource
+
+    return Resident(
+        model,
+        ArraySource(batches(job.length)),
+        sequences=job.sequences,
+        precision=job.precision,
+        optimizer={"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY},
+        clip=CLIP,
+    ).step
 
 
 if __name__ == "__main__":

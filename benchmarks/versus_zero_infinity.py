@@ -36,13 +36,14 @@ from contract import (
 from side_by_side import (
     Worker,
     WorkerEnded,
+    greatest_difference,
     median_ratio,
     print_table,
     serve,
     summarize,
     take_turns,
 )
-from side_by_side.gpt import Gpt, Resident, make_trainer, warm_up, write_initial_weights
+from side_by_side.gpt import Gpt, make_trainer, resident_loop, warm_up, write_initial_weights
 from side_by_side.zero_infinity import (
     HOW_TO_INSTALL,
     ZeroInfinity,
@@ -237,11 +238,6 @@ def compare_resumed(job: Job, loops: list[str], python: str | None) -> dict:
     return result
 
 
-def greatest_difference(some: list[float], others: list[float]) -> float:
-    """Return the greatest absolute difference of two lists, place by place."""
-    return max(abs(a - b) for a, b in zip(some, others, strict=True))
-
-
 def write_inputs(job: Job, steps: int) -> None:
     """Write what DeepSpeed's loop begins with: the same weights and batches as the others'."""
     job.gpt.write_batches(Path(job.folder) / BATCHES, steps)
@@ -265,7 +261,7 @@ def work(job: Job) -> None:
         loop = (
             ZeroInfinity(job.gpt, folder, folder / BATCHES, folder / WEIGHTS)
             if job.loop == ZERO
-            else Resident(job.gpt)
+            else resident_loop(job.gpt)
         )
         if job.resume:
             loop.resume(folder)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from side_by_side.worker import Worker
+
+LOSS_TOLERANCES = {"fp32": 1e-3, "bf16": 0.05}
+"""By how much the losses of loops that do the same work may differ, in nats per token."""
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -18,6 +22,34 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 def speeds_over(seconds: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
     """Return, for each loop, the median of the reference's tokens/s over the loop's."""
     return {name: round(median_ratio(own, seconds[reference]), 3) for name, own in seconds.items()}
+
+
+def greatest_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return the greatest absolute difference of two lists, place by place; NaN if one is NaN."""
+    differences = [abs(a - b) for a, b in zip(some, others, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def check_losses(losses: Mapping[str, Sequence[float]], precision: str) -> float:
+    """Return by how much loops that train the same model on the same batches differ at most.
+
+    Args:
+        losses: of all steps, by loop; the others are compared with the first.
+        precision: `fp32` or `bf16`.
+
+    Raises:
+        SystemExit: rounding does not explain the difference, so the loops do different work.
+    """
+    (first, expected), *others = losses.items()
+    differences = {name: greatest_difference(own, expected) for name, own in others}
+    limit = LOSS_TOLERANCES[precision]
+    for name, difference in differences.items():
+        if not difference <= limit:  # also for NaN
+            raise SystemExit(
+                f"the losses of {name} and {first} in {precision} were expected to differ by at "
+                f"most {limit}, got {difference:.2g}: {list(losses[name])} and {list(expected)}"
+            )
+    return max(differences.values())
 
 
 def summarize(

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+from side_by_side.resident import Resident, gpt2_config, initial_gpt2
 
+if TYPE_CHECKING:
     from penstock.data import ArraySource
     from penstock.training import Trainer
 
@@ -65,11 +65,7 @@ class Gpt:
 
 def initial_model(gpt: Gpt) -> Any:
     """Return the model of `transformers` with the weights that all loops begin with."""
-    import torch
-    from transformers import GPT2LMHeadModel
-
-    torch.manual_seed(SEED)
-    return GPT2LMHeadModel(transformers_config(gpt))
+    return initial_gpt2(transformers_config(gpt), SEED)
 
 
 def write_initial_weights(gpt: Gpt, path: Path) -> None:
@@ -81,19 +77,12 @@ def write_initial_weights(gpt: Gpt, path: Path) -> None:
 
 def transformers_config(gpt: Gpt) -> Any:
     """Return the model as a configuration of `transformers`."""
-    from transformers import GPT2Config
-
-    return GPT2Config(
+    return gpt2_config(
         n_layer=gpt.layers,
         n_embd=WIDTH,
         n_head=HEADS,
         vocab_size=VOCABULARY,
         n_positions=POSITIONS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
     )
 
 
@@ -137,62 +126,16 @@ def make_trainer(
     )
 
 
-class Resident:
-    """Plain PyTorch with everything resident: bf16 by autocast where the processor has products of
-    bfloat16, fused AdamW, one clip."""
+def resident_loop(gpt: Gpt) -> Resident:
+    """Return plain PyTorch with everything resident, in bf16 where the processor has products of
+    bfloat16."""
+    from contract.precisions import fastest_precision
 
-    def __init__(self, gpt: Gpt) -> None:
-        import torch
-
-        self._gpt = gpt
-        self._source = gpt.source()
-        self._steps = 0
-        self._model = initial_model(gpt).train()
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=LEARNING_RATE,
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
-            fused=True,
-        )
-
-    def step(self) -> float:
-        """Do one step and return its loss."""
-        import torch
-        from contract.precisions import fastest_precision
-
-        size = self._gpt.sequences
-        batch = self._source.batch(self._steps, range(size), size)
-        ids, labels = (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
-        with torch.autocast("cpu", torch.bfloat16, enabled=fastest_precision() == "bf16"):
-            logits = self._model(input_ids=ids, use_cache=False).logits
-            loss = cross_entropy(logits, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP, foreach=True)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._steps += 1
-        return loss.item()
-
-    def save(self, folder: Path) -> None:
-        """Write weights, moments and the number of steps."""
-        import torch
-
-        state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        torch.save({**state, "steps": self._steps}, folder / "resident.pt")
-
-    def resume(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
-        import torch
-
-        state = torch.load(folder / "resident.pt", weights_only=True)
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._steps = state["steps"]
-
-
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of logits [sequences, length, words] under labels."""
-    import torch
-
-    return torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+    return Resident(
+        initial_model(gpt).train(),
+        gpt.source(),
+        sequences=gpt.sequences,
+        precision=fastest_precision(),
+        optimizer={"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": WEIGHT_DECAY},
+        clip=CLIP,
+    )

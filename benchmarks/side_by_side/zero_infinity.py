@@ -22,9 +22,9 @@ from side_by_side.gpt import (
     WEIGHT_DECAY,
     WIDTH,
     Gpt,
-    cross_entropy,
     transformers_config,
 )
+from side_by_side.resident import cross_entropy
 
 HOW_TO_INSTALL = """\
 DeepSpeed is not installed in {python}. In a Python environment of its own (PyTorch's build for

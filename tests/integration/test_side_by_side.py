@@ -109,3 +109,15 @@ def test_a_ratio_is_of_the_same_round(side_by_side):
     seconds = {"a": [1.0, 10.0, 1.0], "b": [2.0, 20.0, 2.0]}
     assert side_by_side.median_ratio(seconds["b"], seconds["a"]) == 2.0
     assert side_by_side.speeds_over(seconds, "a") == {"a": 1.0, "b": 2.0}
+
+
+def test_losses_within_rounding_give_their_greatest_difference(side_by_side):
+    losses = {"penstock": [8.5, 8.25], "plain": [8.5, 8.2505], "compiled": [8.5001, 8.25]}
+    assert side_by_side.check_losses(losses, "fp32") == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize("wrong", [8.26, float("nan")])
+def test_loss_that_rounding_does_not_explain_ends_the_benchmark(side_by_side, wrong):
+    losses = {"penstock": [8.5, 8.25], "compiled": [8.5, 8.25], "plain": [8.5, wrong]}
+    with pytest.raises(SystemExit, match=r"plain and penstock in fp32 .* at most 0\.001"):
+        side_by_side.check_losses(losses, "fp32")
