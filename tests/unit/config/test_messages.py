@@ -31,7 +31,7 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
         (
             "model: gpt2\nengine:\n  device: cpu\n  memroy: 1GiB\n",
             "run.yaml:4: engine.memroy: unknown key (did you mean 'memory'?); engine has device, "
-            "devices, memory, recompute, threads, mesh, cores, cycles",
+            "devices, memory, recompute, cuda_graphs, threads, mesh, cores, cycles",
         ),
         (
             "model: gpt2\noptimizer:\n  schedule:\n    warmup: 3\n",
