@@ -18,14 +18,21 @@ import torch
 from torch import Tensor
 
 from penstock.compiler import device_losses
-from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product, uses_onednn
+from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product, uses_onednn, widens
 from penstock.kernels import cross_entropy as kernels
 
 # Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk
 # costs little beside the products (measured: benchmarks/streaming_tax.py).
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
+_BAND_ELEMENTS = 1 << 18  # of a gradient that is added at once
 _LEAST_ALIGNED = 4096  # vocabulary from which on the padding is small beside the logits
+
+
+def _chunk_count(hidden: Tensor, vocabulary: int) -> int:
+    """Return the number of chunks of a call."""
+    tokens = hidden.shape[0]
+    return -(-tokens // chunk_rows(tokens, vocabulary, hidden.element_size()))
 
 
 def chunk_rows(tokens: int, vocabulary: int, element_bytes: int) -> int:
@@ -73,6 +80,10 @@ class _DenseWeight:
     On a device, cuBLAS has fast kernels only for sizes that 16 bytes divide: the weight gets rows
     of zeros at its end, and the logits columns of zeros, which no loss reads and no gradient
     changes.
+
+    On the CPU the rows of logits are aligned where the library writes them in place: MKL is slow to
+    write an odd number of columns of float32, and oneDNN to read one of bfloat16 for the gradient
+    of the weight (`docs/decisions.md`).
     """
 
     def __init__(self, weight: Tensor, products: str) -> None:
@@ -80,40 +91,43 @@ class _DenseWeight:
         self._products = products
         self._width = _aligned(self.vocabulary)
         self._is_padded = _is_padded(weight)
+        self._has_aligned_rows = _has_aligned_rows(weight, products)
         self._weight = weight
         if self._is_padded:
             self._weight = weight.new_zeros((self._width, weight.shape[1]))
             self._weight[: self.vocabulary] = weight
 
     def logits(self, hidden: Tensor, step: int) -> Tensor:
-        is_float_on_cpu = hidden.device.type == "cpu" and hidden.dtype == torch.float32
-        if is_float_on_cpu and not self._is_padded and not uses_onednn(self._products):
-            return self._aligned_logits(hidden)
+        if self._has_aligned_rows:
+            whole = hidden.new_empty((hidden.shape[0], self._width))
+            whole[:, self.vocabulary :] = 0
+            return torch.mm(hidden, self._weight.t(), out=whole[:, : self.vocabulary])
         return product(hidden, self._weight.t(), self._products)[:, : self.vocabulary]
 
-    def _aligned_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits whose rows begin at multiples of 64 bytes: MKL is slow to write an odd
-        number of columns (`docs/decisions.md`)."""
-        logits = hidden.new_empty((hidden.shape[0], self._width))[:, : self.vocabulary]
-        return torch.mm(hidden, self._weight.t(), out=logits)
-
     def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
-        return product(self._whole(logits), self._weight, self._products)
+        whole = self._whole(logits) if self._is_padded else logits
+        return product(whole, self._weight, self._products)
 
     def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
-        gradient = product(self._whole(logits).t(), hidden, self._products)
-        return gradient[: self.vocabulary]
+        whole = self._whole(logits) if self._is_padded or self._has_aligned_rows else logits
+        return product(whole.t(), hidden, self._products)[: self.vocabulary]
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Return logits with the columns of the padding."""
-        if not self._is_padded:
-            return logits
+        """Return logits with the columns of the padding, which are zeros."""
         return logits.as_strided((logits.shape[0], self._width), (self._width, 1))
 
 
 def _is_padded(weight: Tensor) -> bool:
     """Return whether a weight gets rows of zeros for its products."""
     return weight.device.type != "cpu" and _aligned(weight.shape[0]) != weight.shape[0]
+
+
+def _has_aligned_rows(weight: Tensor, products: str) -> bool:
+    """Return whether the rows of logits on the CPU begin at multiples of 64 bytes or more."""
+    if weight.device.type != "cpu":
+        return False
+    is_direct = weight.dtype == torch.bfloat16 and not widens(products)
+    return is_direct or (weight.dtype == torch.float32 and not uses_onednn(products))
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,7 @@ class Head:
         grad_weight = torch.empty(0)
         grad_bias = torch.zeros(weight.vocabulary, dtype=torch.float32, device=hidden.device)
         losses = []
+        chunks = _chunk_count(hidden, weight.vocabulary)
         for number, (rows, logits) in enumerate(self._chunks()):
             labels = self.labels[rows]
             losses.append(_losses_to_gradients(logits, labels, self.ignore_index, factor))
@@ -159,8 +174,13 @@ class Head:
                 continue
             part = weight.weight_gradient(logits, hidden[rows], self._step)
             # Chunks are added in float32 for every type, so that small contributions are not
-            # rounded away.
-            grad_weight = part if number == 0 else grad_weight.float().add_(part)
+            # rounded away. An addition computes in float32 anyway: two chunks need no copies.
+            if number == 0:
+                grad_weight = part
+            else:
+                grad_weight = grad_weight if chunks == 2 else grad_weight.float()
+                _add(grad_weight, part)
+            del part  # freed before the next chunk's
             if bias is not None:
                 grad_bias += logits.sum(0, dtype=torch.float32)
         grads = [torch.cat(losses).sum(), grad_hidden]
@@ -256,6 +276,17 @@ def loss_sum_and_gradients(
     return head.loss_sum_and_gradients(scale, with_weight)
 
 
+def _add(total: Tensor, part: Tensor) -> None:
+    """Add a gradient of a weight to a sum in place."""
+    if total.device.type != "cpu" or total.dtype == part.dtype:
+        total.add_(part)
+        return
+    # PyTorch widens the whole operand before it adds: a band of it stays in cache.
+    step = max(1, _BAND_ELEMENTS // part.shape[1])
+    for begin in range(0, part.shape[0], step):
+        total[begin : begin + step].add_(part[begin : begin + step])
+
+
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Return each row's cross-entropy in float32, 0 where ignored."""
     if logits.device.type == "cpu":
@@ -290,17 +321,23 @@ def _bits(logits: Tensor) -> np.ndarray:
     return logits.numpy()
 
 
-def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool) -> int:
+def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool, products: str) -> int:
     """Return the bytes that the operator allocates besides its results: logits, sums in float32,
     and a padded weight with its gradient's padding."""
-    element = hidden.element_size()
-    rows = chunk_rows(hidden.shape[0], weight.shape[0], element)
+    element, chunks = hidden.element_size(), _chunk_count(hidden, weight.shape[0])
     own = chunk_bytes(hidden, weight.shape[0])
+    padding = (_aligned(weight.shape[0]) - weight.shape[0]) * weight.shape[1] * element
     if _is_padded(weight):
-        own += (2 * _aligned(weight.shape[0]) - weight.shape[0]) * weight.shape[1] * element
-    if not gradients or rows == hidden.shape[0]:
+        own += weight.nbytes + 2 * padding
+    if not gradients:
         return own
-    parts = element if weight.dtype == torch.float32 else 4 + element
+    if _has_aligned_rows(weight, products):
+        own += min(2, chunks) * padding
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and uses_onednn(products):
+        own += chunk_rows(hidden.shape[0], weight.shape[0], element) * weight.shape[0] * element
+    if chunks == 1:
+        return own
+    parts = element if weight.dtype == torch.float32 or chunks == 2 else 4 + element
     return own + weight.numel() * parts
 
 
@@ -310,5 +347,4 @@ def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:
     if hidden.device.type != "cpu":
         width = 2 * _aligned(vocabulary)  # log_softmax copies rows that are apart
         return rows * (width * hidden.element_size() + vocabulary * 2 * 4)
-    width = _aligned(vocabulary) if hidden.dtype == torch.float32 else vocabulary
-    return rows * width * hidden.element_size()
+    return rows * _aligned(vocabulary) * hidden.element_size()

@@ -93,7 +93,7 @@ def _scratch(node: fx.Node, products: Products) -> int:
     gradients = heads[node.target] == 1
     sparse = sparse_weight_of(node)
     if sparse is None:
-        return scratch_bytes(hidden, weight, gradients)
+        return scratch_bytes(hidden, weight, gradients, products)
     element_bytes = hidden.element_size()
     rows = chunk_rows(hidden.shape[0], weight.shape[0], element_bytes)
     logits = chunk_bytes(hidden, weight.shape[0])
