@@ -123,8 +123,8 @@ def _is_padded(weight: Tensor) -> bool:
 
 
 def _has_aligned_rows(weight: Tensor, products: str) -> bool:
-    """Return whether the rows of logits on the CPU begin at multiples of 64 bytes or more."""
-    if weight.device.type != "cpu":
+    """Return whether the rows of logits are aligned for a weight as it is, on the CPU."""
+    if weight.device.type != "cpu" or _is_padded(weight):
         return False
     is_direct = weight.dtype == torch.bfloat16 and not widens(products)
     return is_direct or (weight.dtype == torch.float32 and not uses_onednn(products))
