@@ -73,6 +73,8 @@ class CudaGraphs:
         """Release the memory of what was recorded; none of it is repeated any more."""
         torch.cuda.synchronize(self._device)
         self._pool = self._stream = None
+        # cuBLAS has a workspace for each stream, here in the graphs' memory, and would keep it.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

@@ -159,6 +159,9 @@ class TorchEngine:
             if flow.values[name].is_floating_point()
         )
 
+    def release(self) -> None:
+        """Do nothing: no memory is kept between steps but the slots."""
+
     def _compute(self, call: Call, weights: Sequence[Any], act: Callable[[], Result]) -> Result:
         """Execute a call; `weights` are all that it reads besides the engine's own values."""
         return act()
