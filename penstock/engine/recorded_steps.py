@@ -219,6 +219,7 @@ class RecordingEngine(TorchEngine):
         has_unknown_masks = self._has_sparse and share.masks is None
         if has_unknown_masks or last is None or last() is not self:
             return False
+        self._drop_others()  # that have trained in between
         held = sum(tensor.nbytes for tensor in self._slots.resident)
         self._lacks_room = not self._recorder.start(self.memory.peak_bytes - held)
         return not self._lacks_room
@@ -356,5 +357,7 @@ def _is_recorded(node: fx.Node, device: torch.device) -> bool:
     used = node.kwargs.get("device")
     if isinstance(used, torch.device) and used.type != device.type:
         return False
-    name = target._schema.name.rpartition("::")[2]
+    owner, _, name = target._schema.name.partition("::")
+    if owner not in ("aten", "prims", "penstock"):  # a user's own
+        return False
     return name in _RECORDED_OPERATORS or torch.Tag.pointwise in target.tags

@@ -15,6 +15,7 @@ from tiny_models import IGNORED, language_model
 from torch import nn
 
 from penstock.engine import EnginePlan, target_of
+from penstock.engine.cuda_graphs import CudaGraphs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RECIPE = Recipe(steps=5, warmup_steps=1)
@@ -166,6 +167,16 @@ def test_recordings_leave_no_memory_on_a_gpu():
         engine.release()
         held.append(torch.cuda.memory_allocated())
     assert held[-1] <= held[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_can_be_released_after_a_call_that_waits_for_the_host():
+    graphs = CudaGraphs(torch.device("cuda"))
+    for _ in range(2):
+        assert graphs.start(0)
+        with pytest.raises(RuntimeError, match="captur"):
+            graphs.record(lambda: torch.ones(1, device="cuda").item())
+        graphs.drop()
 
 
 class Squares(nn.Module):
