@@ -168,7 +168,9 @@ class RecordingEngine(TorchEngine):
     def turn(self, stage: int) -> PendingGradients:
         """Run the last stage forward and backward; return its weights' gradients."""
         if self._mode == "repeating":
-            return self._send(stage, self._repeat(Call("turn", stage)))
+            sums = self._repeat(Call("turn", stage))
+            self._send_losses()
+            return self._send(stage, sums)
         return super().turn(stage)
 
     def backward(self, stage: int) -> PendingGradients:

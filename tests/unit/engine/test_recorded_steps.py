@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sweeps import compiled, read_backward, weights_of
-from tape_recorder import TapeRecorder
+from tape_recorder import Tape, TapeRecorder
 from torch import nn
 
 from penstock.engine import Batch, EnginePlan, TorchEngine
@@ -379,6 +379,22 @@ def sent_of(world, engine, seed):
         else:
             engine.forward(stage)
     return sent
+
+
+def test_losses_are_read_without_another_operation_on_the_device():
+    """It would wait for what has been queued after the turn."""
+    world = World()
+    for seed in range(4):
+        expected, _ = world.step(world.other, seed)
+        for engine in (world.engine, world.other):
+            calls = world.calls(engine, seed, world.batch(seed, 3))
+            for _ in range(7):  # up to a backward
+                next(calls)
+            with Tape() as tape:
+                assert engine.losses() == expected
+            assert [entry[0] for entry in tape.entries] == []
+            *_, _ = calls
+    assert world.engine.is_repeating
 
 
 def test_releasing_an_engine_releases_the_recording():
