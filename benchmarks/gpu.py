@@ -103,6 +103,7 @@ def main() -> None:
     print_result(
         "gpu",
         min(ratios, default=None),
+        **({} if ratios else {"skipped": "--only without the resident loops"}),
         target=TARGET,
         unit=UNIT,
         machine=machine | {"device": torch.cuda.get_device_name()},

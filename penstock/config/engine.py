@@ -95,8 +95,8 @@ class EngineConfig(Section):
         True,
         "of device cuda: record the second step as CUDA graphs and repeat it, so that the host "
         "does not launch kernels one by one. The result is the same to the bit; models with "
-        "dropout or with operators that wait for the host, groups of devices, and steps for which "
-        "the GPU lacks memory are not recorded",
+        "dropout or with operators that wait for the host, groups of devices, sparse weights on "
+        "engines in other processes, and steps for which the GPU lacks memory are not recorded",
     )
     threads: int | None = setting(
         None,

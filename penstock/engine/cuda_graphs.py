@@ -53,12 +53,19 @@ class CudaGraphs:
             try:
                 result = act()
             except BaseException:
-                with suppress(RuntimeError):  # the capture is invalid already
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
             graph.capture_end()
         graph.replay()
         return result, graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that failed."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # it is invalid, of which some versions do not tell the allocator
+            with suppress(RuntimeError):  # others do (pytorch/pytorch#180395)
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same address that does not keep the memory from reuse."""
@@ -73,6 +80,8 @@ class CudaGraphs:
         """Release the memory of what was recorded; none of it is repeated any more."""
         torch.cuda.synchronize(self._device)
         self._pool = self._stream = None
+        # cuBLAS has a workspace for each stream, here in the graphs' memory, and would keep it.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

@@ -231,6 +231,9 @@ class DeviceThread:
         """Return, after `infer` of a stage, whether its outputs contain no NaN and no infinity."""
         return self._ask(lambda: self._member.engine.is_finite(stage))
 
+    def release(self) -> None:
+        """Do nothing: a group's engines keep no such memory."""
+
     # Called by Rounds
 
     def leave(self) -> None:

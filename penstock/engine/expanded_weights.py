@@ -44,10 +44,11 @@ class ExpandedWeight(BaseSparseOperand):
         return self._mask.bits.nbytes
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """The addresses of values and mask, and the version of the mask: products of two arrivals
-        with the same ones run the same kernels."""
-        return self.values.data_ptr(), self._mask.bits.data_ptr(), self._version
+    def place(self) -> tuple[int, int, int, bool]:
+        """The addresses of values and mask, the version of the mask, and whether gradients are
+        dense: products of two arrivals with the same ones run the same kernels."""
+        addresses = self.values.data_ptr(), self._mask.bits.data_ptr()
+        return *addresses, self._version, self.dense_gradient
 
     def to_dense(self) -> torch.Tensor:
         return self._products.weight.view(self.shape)

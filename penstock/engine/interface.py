@@ -95,6 +95,10 @@ class Engine(Protocol):
         """Return, after `infer` of a stage, whether its outputs contain no NaN and no infinity."""
         ...
 
+    def release(self) -> None:
+        """Release memory that is kept between steps only to make them faster."""
+        ...
+
 
 def compute(engine: Engine, operation: Operation) -> PendingGradients | None:
     """Compute an operation whose weights are loaded; return gradients if its sweep produces them.

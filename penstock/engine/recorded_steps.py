@@ -18,6 +18,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -94,12 +95,12 @@ class RecordingEngine(TorchEngine):
     after an evaluation, which gets the memory. Results are those of `TorchEngine`.
 
     Args:
-        program: as `can_be_recorded` accepts it.
+        program: as for `TorchEngine`.
         plan: as for `TorchEngine`.
         device: as for `TorchEngine`.
         budget_bytes: as for `TorchEngine`.
         slots: of the device.
-        recorder: of the device.
+        recorder: of the device; None for a program that `can_be_recorded` refuses.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class RecordingEngine(TorchEngine):
         device: str,
         budget_bytes: int | None,
         slots: DeviceSlots,
-        recorder: Recorder,
+        recorder: Recorder | None,
     ) -> None:
         super().__init__(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
         self._device_slots, self._recorder = slots, recorder
@@ -167,7 +168,9 @@ class RecordingEngine(TorchEngine):
     def turn(self, stage: int) -> PendingGradients:
         """Run the last stage forward and backward; return its weights' gradients."""
         if self._mode == "repeating":
-            return self._send(stage, self._repeat(Call("turn", stage)))
+            sums = self._repeat(Call("turn", stage))
+            self._send_losses()
+            return self._send(stage, sums)
         return super().turn(stage)
 
     def backward(self, stage: int) -> PendingGradients:
@@ -184,12 +187,18 @@ class RecordingEngine(TorchEngine):
             self._drop_others()
         super().infer(stage)
 
+    def release(self) -> None:
+        """Release the memory that is kept between steps; later steps are recorded again."""
+        with suppress(RuntimeError):  # a GPU that has failed has no memory to release
+            self.drop_recording()
+
     def drop_recording(self) -> None:
         """Forget the recorded step and release its memory; a later step is recorded again.
 
         After a recording that was of no use, twice as many steps must be alike before the next one.
         """
         if self._recording is not None:
+            assert self._recorder is not None
             self._recording = self._kept = None
             self._recorder.drop()
             self._patience *= 1 if self._repeated else 2
@@ -206,10 +215,13 @@ class RecordingEngine(TorchEngine):
 
         Engines that take turns on a device share its memory, so at most one of them records.
         """
+        if self._recorder is None or self._lacks_room:
+            return False
         last = _last.get(self._device)
         has_unknown_masks = self._has_sparse and share.masks is None
-        if has_unknown_masks or self._lacks_room or last is None or last() is not self:
+        if has_unknown_masks or last is None or last() is not self:
             return False
+        self._drop_others()  # that have trained in between
         held = sum(tensor.nbytes for tensor in self._slots.resident)
         self._lacks_room = not self._recorder.start(self.memory.peak_bytes - held)
         return not self._lacks_room
@@ -224,10 +236,12 @@ class RecordingEngine(TorchEngine):
         self._losses = recording.losses
 
     def _compute(self, call: Call, weights: Sequence[Any], act: Callable[[], Result]) -> Result:
-        self._done += 1
         if self._mode != "recording":
-            return act()
+            result = act()
+            self._done += 1
+            return result
         assert self._recording is not None
+        assert self._recorder is not None
         self._await_copies(_SENDING)
         try:
             result, repeat = self._recorder.record(act)
@@ -244,18 +258,19 @@ class RecordingEngine(TorchEngine):
             self._kept = result  # until the next call has been recorded
             self._recording.losses = self._losses
         self._recording.calls.append(_RecordedCall(call, repeat, _places(weights), sums))
+        self._done += 1
         return result
 
     def _repeat(self, call: Call) -> list[PartialSum]:
         """Repeat a call on new weights; return the sums of gradients that it leaves, if any."""
         assert self._recording is not None
         recorded = self._recording.calls[self._done]
-        self._done += 1
         self._await_copies(_SENDING)
         with self._slots.use(call.stage) as weights:
             if (recorded.call, recorded.weights) != (call, _places(weights)):
                 raise RuntimeError(f"expected the weights of {recorded.call}, got others, {call}")
             recorded.repeat()
+        self._done += 1
         return recorded.sums or []
 
     def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
@@ -275,6 +290,7 @@ class RecordingEngine(TorchEngine):
             self._device_slots.compute_after(self._sent.popleft())
 
     def _unowned(self, node: PartialSum) -> PartialSum:
+        assert self._recorder is not None
         tensors = (None if t is None else self._recorder.unowned(t) for t in node.tensors)
         return PartialSum(node.level, node.index, tuple(tensors))
 
@@ -343,5 +359,7 @@ def _is_recorded(node: fx.Node, device: torch.device) -> bool:
     used = node.kwargs.get("device")
     if isinstance(used, torch.device) and used.type != device.type:
         return False
-    name = target._schema.name.rpartition("::")[2]
+    owner, _, name = target._schema.name.partition("::")
+    if owner not in ("aten", "prims", "penstock"):  # a user's own
+        return False
     return name in _RECORDED_OPERATORS or torch.Tag.pointwise in target.tags

@@ -8,7 +8,7 @@ sparse weights have memory of their own on a GPU, where they stay between stages
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -40,6 +40,8 @@ class WeightSlots(Protocol):
     def use(self, stage: int) -> AbstractContextManager[Sequence[PlacedWeight]]: ...
 
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients: ...
+
+    def send_losses(self, losses: Sequence[torch.Tensor]) -> Callable[[], list[float]]: ...
 
 
 Loaded = TypeVar("Loaded")
@@ -130,6 +132,10 @@ class InPlace:
     def send_back(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         return Arrived(nodes)
 
+    def send_losses(self, losses: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        """Return what reads the losses."""
+        return lambda: [float(loss) for loss in losses]
+
 
 class SlotsInTurn(ABC):
     """`count` slots of `size_bytes` on a device, filled in turn.
@@ -154,6 +160,7 @@ class SlotsInTurn(ABC):
         self._last_copy: Mark | None = None
         self._loaded: Loads[tuple[int, list[PlacedWeight], Mark]] = Loads()
         self._copied_masks: list[torch.Tensor] = []  # host memory of the copies of the last load
+        self._losses = lanes.host_memory(0)
 
     def reset(self) -> None:
         """Discard the loads of an aborted step; each step fills the same slots in turn."""
@@ -208,6 +215,27 @@ class SlotsInTurn(ABC):
             yield placed
         finally:
             self._read[slot] = self._lanes.mark("compute")
+
+    def send_losses(self, losses: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
+        """Start copying losses that are being computed; return what waits for them, but not for
+        computation that is queued later.
+
+        They must be read before those of the next step are sent.
+        """
+        together = torch.stack(list(losses))
+        if self._losses.nbytes != together.nbytes:
+            self._lanes.mark("return").synchronize()  # a copy into the memory may be running
+            self._losses = self._lanes.host_memory(together.nbytes)
+        host = self._losses.view(together.dtype)
+        self._lanes.wait("return", self._lanes.mark("compute"))
+        self._lanes.copy("return", host, together)
+        there = self._lanes.mark("return")
+
+        def read() -> list[float]:
+            there.synchronize()
+            return host.tolist()
+
+        return read
 
     @abstractmethod
     def _fill(

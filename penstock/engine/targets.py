@@ -233,15 +233,17 @@ class CudaTarget(Target):
             )
         lanes = self.make_lanes(device)
         slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
-        if not plan.cuda_graphs or not can_be_recorded(program, self.name):
+        if not plan.cuda_graphs:
             return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
+        # Evaluations get the memory of a recording whether or not they could be recorded.
+        is_recorded = can_be_recorded(program, self.name)
         return RecordingEngine(
             program,
             plan,
             device=device,
             budget_bytes=budget_bytes,
             slots=slots,
-            recorder=CudaGraphs(torch.device(device)),
+            recorder=CudaGraphs(torch.device(device)) if is_recorded else None,
         )
 
     def make_lanes(self, device: str) -> Lanes:

@@ -69,6 +69,7 @@ class TorchEngine:
         self._batch: Batch | None = None
         self._scales: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
+        self._read_losses: Callable[[], list[float]] | None = None  # of the turn
         self._sum_bytes = self._sent_bytes = 0  # gradients that are being summed or sent
         self._transient = 0  # allocations of the last call
         self._dense_bytes = 0  # dense gradients of the present stage's sparse weights
@@ -85,6 +86,7 @@ class TorchEngine:
         self.memory.reserve(self._kept_layout_bytes(), "the masks of sparse weights")
         self._slots.reset()
         self._flows, self._losses, self._batch = [], [], batch
+        self._read_losses = None
         self._sum_bytes = self._sent_bytes = 0
         self._scales = self._scales_of(batch)
         self._flows = self._new_flows(batch)
@@ -111,6 +113,7 @@ class TorchEngine:
             total = self._compute(
                 Call("turn", stage), weights, lambda: self._run_turn(place, weights)
             )
+        self._send_losses()
         return self._finish(stage, total)
 
     @torch.no_grad()
@@ -148,6 +151,8 @@ class TorchEngine:
         """Return the loss of each micro-batch, once the last stage has run."""
         if not self._losses:
             return []
+        if self._read_losses is not None:
+            return self._read_losses()
         return torch.stack(self._losses).tolist()  # one device synchronisation, not one per loss
 
     def is_finite(self, stage: int) -> bool:
@@ -158,6 +163,9 @@ class TorchEngine:
             for name in self.program.stages[stage].outputs
             if flow.values[name].is_floating_point()
         )
+
+    def release(self) -> None:
+        """Do nothing: no memory is kept between steps but the slots."""
 
     def _compute(self, call: Call, weights: Sequence[Any], act: Callable[[], Result]) -> Result:
         """Execute a call; `weights` are all that it reads besides the engine's own values."""
@@ -355,6 +363,11 @@ class TorchEngine:
         self.memory.give_back(self._sent_bytes)
         self._sent_bytes, self._sum_bytes = self._sum_bytes, 0
         return self._send(stage, total.nodes())
+
+    def _send_losses(self) -> None:
+        """Start sending the losses, so that reading them waits for the turn alone."""
+        if self._losses:
+            self._read_losses = self._slots.send_losses(self._losses)
 
     def _send(self, stage: int, nodes: list[PartialSum]) -> PendingGradients:
         return self._slots.send_back(stage, nodes)

@@ -115,7 +115,9 @@ class SingleDevice:
         self.fabric: Fabric = LocalFabric(len(engines))
 
     def close(self) -> None:
-        """Do nothing: the engines hold no other resource."""
+        """Release the memory of recorded steps."""
+        for engine in self.engines:
+            engine.release()
 
 
 class DeviceGroup:

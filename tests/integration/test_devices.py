@@ -10,7 +10,12 @@ import pytest
 import torch
 from grids import quick_first
 from plain_training import Recipe, adamw, distance, streamed, trainer_of
+from sweeps import compiled, sweep_and_let_go, weights_of
 from tiny_models import IGNORED, language_model
+from torch import nn
+
+from penstock.engine import EnginePlan, target_of
+from penstock.engine.cuda_graphs import CudaGraphs
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RECIPE = Recipe(steps=5, warmup_steps=1)
@@ -146,6 +151,43 @@ def test_recorded_steps_have_the_bits_of_computed_ones(family, device, tmp_path)
         assert getattr(engine, "is_repeating", False) == (graphs and device == "cuda"), family
         ends.append(([event.loss for event in events], trainer.store.content_hash()))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recordings_leave_no_memory_on_a_gpu():
+    """Nor do the workspaces that matrix products have there."""
+    module, rows, plan = Squares(), {"x": torch.ones(64, 256)}, EnginePlan()
+    program = compiled(module, rows, device="cuda")
+    engine, weights = target_of("cuda").make_engine(program, plan), weights_of(module, program)
+    held = []
+    for _ in range(3):
+        for _ in range(3):
+            sweep_and_let_go(engine, plan, weights, [rows])
+        assert engine.is_repeating
+        engine.release()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_can_be_released_after_a_call_that_waits_for_the_host():
+    graphs = CudaGraphs(torch.device("cuda"))
+    for _ in range(2):
+        assert graphs.start(0)
+        with pytest.raises(RuntimeError, match="captur"):
+            graphs.record(lambda: torch.ones(1, device="cuda").item())
+        graphs.drop()
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
 
 
 def test_memory_use_stays_below_the_prediction(device, tmp_path):

@@ -249,6 +249,21 @@ def test_computation_reads_its_own_mask_however_the_lanes_take_turns(seed):
     assert len(places) == 1
 
 
+def test_places_of_arrivals_that_run_other_kernels_differ():
+    lanes = HostLanes()
+    slots = DeviceSlots(1 << 16, 1, lanes, DeviceMasks(lanes))
+    first, _ = sparse_weight(0, 0)
+    other, _ = sparse_weight(1, 1)
+
+    def place(weight):
+        slots.load(0, [weight])
+        with slots.use(0) as (placed,):
+            return placed.place
+
+    assert place(first) == place(first)
+    assert len({place(first), place(replace(first, dense_gradient=True)), place(other)}) == 3
+
+
 def test_mask_memory_on_the_host_stays_until_it_is_copied():
     lanes = RandomLanes(1)
     slots = DeviceSlots(1 << 16, 2, lanes, DeviceMasks(lanes))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sweeps import compiled, read_backward, weights_of
-from tape_recorder import TapeRecorder
+from tape_recorder import Tape, TapeRecorder
 from torch import nn
 
 from penstock.engine import Batch, EnginePlan, TorchEngine
@@ -20,6 +20,7 @@ from penstock.engine.recorded_steps import RecordingEngine, can_be_recorded
 from penstock.engine.sharing import largest_slot
 from penstock.engine.slots import DeviceSlots
 from penstock.errors import CompileError
+from penstock.step.local_engines import SingleDevice
 
 WIDTH, ROWS, VOCABULARY = 6, 3, 11
 
@@ -51,26 +52,27 @@ class Model(nn.Module):
 class World:
     """A program, an engine that records, and one that computes each step."""
 
-    def __init__(self, recorder=None, **plan):
+    def __init__(self, recorder=None, lanes=None, slots=2, **plan):
         torch.manual_seed(0)
+        self.lanes, self.count = lanes or HostLanes(), slots
         self.module, self.recorder = Model(), recorder or TapeRecorder()
         self.program = compiled(self.module, self.rows(0))
         self.plan = EnginePlan(**plan)
         self.engine = self.recording_engine()
         self.other = TorchEngine(self.program, self.plan, slots=self.slots())
 
-    def recording_engine(self):
+    def recording_engine(self, records=True):
         return RecordingEngine(
             self.program,
             self.plan,
             device="cpu",
             budget_bytes=None,
             slots=self.slots(),
-            recorder=self.recorder,
+            recorder=self.recorder if records else None,
         )
 
     def slots(self):
-        return DeviceSlots(largest_slot(self.program), 2, HostLanes())
+        return DeviceSlots(largest_slot(self.program), self.count, self.lanes)
 
     def rows(self, seed):
         random = torch.Generator().manual_seed(seed)
@@ -191,9 +193,11 @@ def test_a_step_that_was_aborted_is_done_again(stopped, stop_before):
     assert world.recorder.recorded == CALLS + (stop_before if stopped == 1 else 0)
 
 
-def test_an_evaluation_gets_the_memory_and_the_next_step_is_recorded_anew():
+@pytest.mark.parametrize("records", [True, False])
+def test_an_evaluation_gets_the_memory_and_the_next_step_is_recorded_anew(records):
+    """Also of a program that cannot be recorded itself."""
     world = World()
-    evaluating = world.recording_engine()
+    evaluating = world.recording_engine(records)
     for seed in range(3):
         world.assert_same(seed)
     for _ in range(3):
@@ -245,7 +249,9 @@ def test_an_engine_that_no_longer_trains_releases_its_memory_and_is_no_obstacle(
     for seed in range(4):
         now.assert_same(seed)
     assert (before.recorder.dropped, now.recorder.recorded) == (1, CALLS)
-    before.assert_same(3)
+    for seed in range(3, 6):
+        before.assert_same(seed)
+    assert (now.recorder.dropped, before.recorder.recorded) == (1, 2 * CALLS)
 
 
 def test_a_call_that_cannot_be_recorded_names_its_stage_and_the_option():
@@ -261,10 +267,155 @@ def test_a_call_that_cannot_be_recorded_names_its_stage_and_the_option():
     world.assert_same(3)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("failing", [0, 3, CALLS - 1])
+def test_no_step_repeats_a_recording_in_which_a_call_failed(failing, error):
+    class Failing(TapeRecorder):
+        def record(self, act):
+            made = super().record(act)
+            if self.recorded == 1 + failing:
+                raise error
+            return made
+
+    world = World(Failing())
+    world.assert_same(0)
+    with pytest.raises(CompileError if error is RuntimeError else error):
+        world.step(world.engine, 1)
+    for seed in range(2, 6):
+        world.assert_same(seed)
+    assert world.recorder.dropped == 1
+    assert world.engine.is_repeating == (error is not RuntimeError)
+
+
+class LateReturns(HostLanes):
+    """Gradients are copied to the host when somebody waits for them, and not before."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def copy(self, lane, target, source):
+        if lane == "return":
+            self.waiting.append((target, source))
+        else:
+            super().copy(lane, target, source)
+
+    def mark(self, lane):
+        return Reached(self.waiting[:] if lane == "return" else [], self.waiting)
+
+    def wait(self, lane, mark):
+        if lane == "compute":
+            mark.synchronize()
+
+
+class Reached:
+    def __init__(self, before, waiting):
+        self.before, self.waiting = before, waiting
+
+    def synchronize(self):
+        for each in self.before:
+            if any(each is other for other in self.waiting):
+                each[0].copy_(each[1])
+                self.waiting[:] = [other for other in self.waiting if other is not each]
+
+
+class OverwritingRecorder(TapeRecorder):
+    """Lets each call overwrite the gradients of all calls but the one before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums, self.place = [[]], 0
+
+    def record(self, act):
+        self.overwrite(len(self.sums) - 1)
+        result, repeat = super().record(act)
+        number = len(self.sums)
+        self.sums.append([])
+
+        def overwrite_and_repeat():
+            self.overwrite(number - 1)
+            repeat()
+
+        return result, overwrite_and_repeat
+
+    def overwrite(self, number):
+        for sums in self.sums[:number]:
+            for tensor in sums:
+                tensor.fill_(float("nan"))
+
+    def unowned(self, tensor):
+        self.sums[-1].append(tensor)
+        return tensor
+
+
+def test_gradients_are_copied_before_a_call_overwrites_them():
+    """Also where the host does not wait for them within the step."""
+    world = World(OverwritingRecorder(), lanes=LateReturns(), slots=5)
+    for seed in range(4):
+        found = []
+        for engine in (world.engine, world.other):
+            calls = sent_of(world, engine, seed)
+            found.append([[t.clone() for n in each.wait() for t in n.tensors] for each in calls])
+        assert len(found[0]) == 5
+        for ours, theirs in zip(*found, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+    assert world.engine.is_repeating
+
+
+def sent_of(world, engine, seed):
+    """Do one step; return the gradients that were sent, for none of which the host has waited."""
+    weights, program, sent = world.weights(seed), world.program, []
+    engine.begin(world.batch(seed, 2))
+    last = len(program.stages) - 1
+    for stage in [*range(last), last, *reversed(range(last))]:
+        place, is_backward = program.stages[stage], len(sent) > 0
+        names = place.weights
+        if is_backward:
+            names = [place.weights[each] for each in read_backward(place, world.plan)]
+        engine.load(stage, [weights[name] for name in names])
+        if is_backward:
+            sent.append(engine.backward(stage))
+        elif stage == last:
+            sent.append(engine.turn(stage))
+        else:
+            engine.forward(stage)
+    return sent
+
+
+def test_losses_are_read_without_another_operation_on_the_device():
+    """It would wait for what has been queued after the turn."""
+    world = World()
+    for seed in range(4):
+        expected, _ = world.step(world.other, seed)
+        for engine in (world.engine, world.other):
+            calls = world.calls(engine, seed, world.batch(seed, 3))
+            for _ in range(7):  # up to a backward
+                next(calls)
+            with Tape() as tape:
+                assert engine.losses() == expected
+            assert [entry[0] for entry in tape.entries] == []
+            *_, _ = calls
+    assert world.engine.is_repeating
+
+
+def test_releasing_an_engine_releases_the_recording():
+    world = World()
+    for seed in range(3):
+        world.assert_same(seed)
+    SingleDevice([world.engine, world.other]).close()
+    assert world.recorder.dropped == 1
+    world.assert_same(3)
+
+
 def test_programs_of_known_operators_are_recorded():
     rows = World().rows(0)
     assert can_be_recorded(compiled(Model(), rows), "cpu")
     assert not can_be_recorded(compiled(Model(dropout=0.1), rows), "cpu")
+
+
+@torch.library.custom_op("recorded_steps_test::clone", mutates_args=())
+def clone_of_a_user(x: torch.Tensor) -> torch.Tensor:
+    """Its name is one that is recorded, but nobody knows what it reads."""
+    return x.clone()
 
 
 def test_operators_that_wait_for_the_host_are_not_recorded():
@@ -278,6 +429,7 @@ def test_operators_that_wait_for_the_host_are_not_recorded():
         return can_be_recorded(replace(program, stages=(program.stages[0], stage)), "cpu")
 
     assert is_recorded(torch.ops.aten.relu.default)
+    assert not is_recorded(clone_of_a_user._opoverload)
     assert not is_recorded(torch.ops.aten.nonzero.default)
     assert not is_recorded(torch.ops.aten.linalg_inv.default)
     assert not is_recorded(len)
