@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from penstock.planning.program_cache.key import Request as Request
     from penstock.planning.program_cache.library_memory import library_bytes as library_bytes
     from penstock.planning.program_cache.outlined import OutlinedModels as OutlinedModels
-    from penstock.planning.program_cache.remembered import remembered_model as remembered_model
+    from penstock.planning.program_cache.remembered import (
+        remembered_folder as remembered_folder,
+        remembered_model as remembered_model,
+    )
 
 __getattr__ = lazily(__name__, __file__)
