@@ -20,7 +20,7 @@ from penstock.models import KEPT, ModelSource, buffer_files, keep_small_files
 from penstock.planning import builders, model_sources
 from penstock.planning.program_cache import remembered
 
-ROUTED = {
+SIZES = {
     "vocab_size": 50,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -29,9 +29,18 @@ ROUTED = {
     "num_key_value_heads": 1,
     "num_local_experts": 3,
     "head_dim": 8,
+    "num_experts_per_tok": 2,
     "max_position_embeddings": 32,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+GEMMA = {
+    "pad_token_id": None,
+    "global_head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
 }
 
 compile_source = getattr(builders.compile_source, "__wrapped__", builders.compile_source)
@@ -76,19 +85,19 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(found[name], value), name
 
 
-def routed(family: str, folder: Path) -> Path:
-    """Save a mixture of experts: the files of `mixtral` hold its experts apart, those of
-    `minimax_m2` hold a buffer too."""
+def saved(family: str, folder: Path) -> Path:
+    """Save a model: the files of `mixtral` hold its experts apart, those of `gemma4_text` hold
+    buffers whose values are not those of a new model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **ROUTED, num_experts_per_tok=2), dtype=torch.float32
-    )
+    fields = SIZES if family == "mixtral" else {**SIZES, **GEMMA}
+    config = AutoConfig.for_model(family, **fields)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, buffer in made.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(0.5 * torch.rand_like(buffer))
+            if name.endswith("layer_scalar"):
+                buffer.add_(0.5)
     return save(made, folder)
 
 
@@ -183,22 +192,22 @@ def test_first_resume_recalls_the_model_that_the_first_start_recorded(tmp_path):
     assert is_recalled(found)
 
 
-def test_buffers_of_a_folder_are_those_of_the_recorded_model(tmp_path, monkeypatch):
-    folder, run = routed("minimax_m2", tmp_path / "hf"), tmp_path / "run"
+def test_buffers_of_a_folder_are_those_of_the_recorded_model(tmp_path):
+    folder, run = saved("gemma4_text", tmp_path / "hf"), tmp_path / "run"
     recorded = model(folder)
     stored = recorded.buffers.stored()
     assert stored
     keep(folder, run, stored)
-    assert_same(resumed(folder, run).buffers.values(), recorded.buffers.values())
-    found = resumed(folder, run)
-    assert is_recalled(found)
-    assert_same(found.buffers.stored(), stored)
-    assert_same(found.buffers.values(), recorded.buffers.values())
-    assert found.fields() == recorded.fields()
+    for found in (model(folder), resumed(folder, run)):
+        assert is_recalled(found)
+        assert_same(found.buffers.stored(), stored)
+        assert_same(found.buffers.values(), recorded.buffers.values())
+        assert found.fields() == recorded.fields()
+        assert is_recalled(found)
 
 
 def test_model_whose_weights_the_library_computes_is_recorded_to_read_them(tmp_path):
-    folder, run = routed("mixtral", tmp_path / "hf"), tmp_path / "run"
+    folder, run = saved("mixtral", tmp_path / "hf"), tmp_path / "run"
     keep(folder, run, {})
     recorded = model(folder)
     again = model(folder)
@@ -208,8 +217,8 @@ def test_model_whose_weights_the_library_computes_is_recorded_to_read_them(tmp_p
 
 
 def test_folder_with_a_notice_gives_it_at_every_start(tmp_path):
-    folder = routed("minimax_m2", tmp_path / "hf")
-    rewrite(folder, lambda ts: {n: t for n, t in ts.items() if "correction" not in n})
+    folder = saved("gemma4_text", tmp_path / "hf")
+    rewrite(folder, lambda ts: {n: t for n, t in ts.items() if "layer_scalar" not in n})
     for _ in range(2):
         assert "the values of a new model are used" in model(folder).notes[0]
 
@@ -218,7 +227,7 @@ def test_model_whose_values_hide_that_it_sees_later_tokens_is_not_remembered(mod
     """Another folder of its configuration is refused."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**ROUTED, "use_bidirectional_attention": True, "pad_token_id": None}
+    fields = {**SIZES, "use_bidirectional_attention": True, "pad_token_id": None}
     config = AutoConfig.for_model("gemma3_text", **fields)
     torch.manual_seed(2)
     folder = save(AutoModelForCausalLM.from_config(config), tmp_path / "hf")
