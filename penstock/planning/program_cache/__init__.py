@@ -5,8 +5,8 @@ the installed `transformers` builds from a configuration are cached: a user's ow
 without any sign of it. Entries are in the user's cache folder; deleting the folder is always safe.
 
 Models are kept beside the programs (`remembered.py`), so that a process which finds both imports no
-`transformers`. The weights of a Hugging Face folder are never kept. Plans and tables need no graphs:
-outlines of programs are kept too (`outlined.py`).
+`transformers`. The weights of a Hugging Face folder are never kept. Plans and tables need no
+graphs: outlines of programs are kept too (`outlined.py`).
 """
 
 from typing import TYPE_CHECKING
