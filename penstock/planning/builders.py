@@ -66,8 +66,8 @@ def compile_source(
     sweep, with every module in eval mode. `products` is the library of matrix products (None: the
     choice of a new run on this host). `bfloat16` are the weights that the store keeps as bfloat16,
     `sparse` the sparse weights with the most entries that each has. `known` is returned if its
-    source graph equals the model's graph. Programs of presets and of Hugging Face configurations and
-    folders are kept on disk between processes (`program_cache`).
+    source graph equals the model's graph. Programs of presets and of Hugging Face configurations
+    and folders are kept on disk between processes (`program_cache`).
     """
     target = target_of(device)
     inputs = source.input_specs(micro_batch, length)
