@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,11 +71,14 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
 
 def _run(settings: Config, view: View, resume_command: str) -> None:
     stop = GracefulStop(view.interrupt)
-    with surviving_loss(stop.lose_output), view:
+    with surviving_loss(stop.lose_output), view, ExitStack() as stack:
         try:
-            from penstock.training import Trainer
+            from penstock.training import KernelWorker, Trainer
 
-            trainer = Trainer(settings, on_event=naming_command(view, resume_command), quiet=True)
+            worker = stack.enter_context(KernelWorker())
+            worker.start(settings)
+            listener = worker.watched(naming_command(view, resume_command))
+            trainer = Trainer(settings, on_event=listener, quiet=True)
         except KeyboardInterrupt:
             output.write_error("stopped before training began\n")
             raise

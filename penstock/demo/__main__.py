@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, PenstockError, ProgramError
 from penstock.progress import View, view_for_command
 
 if TYPE_CHECKING:
+    from penstock.telemetry import Listener
     from penstock.training import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.yaml"
@@ -111,13 +112,21 @@ def fastest_precision() -> str:
 def train(config: Config, console: Console, again: str) -> Trainer:
     """Train to the last step, or until a signal: the run is saved in either case."""
     from penstock.demo.text import build_data
+    from penstock.training import KernelWorker
+
+    with KernelWorker() as worker:
+        worker.start(config)
+        build_data(config, console)
+        view = view_for_command(console, config.logging.every)
+        return _train(config, view, worker.watched(naming_command(view, again)))
+
+
+def _train(config: Config, view: View, listener: Listener) -> Trainer:
     from penstock.training import Trainer
 
-    build_data(config, console)
-    view = view_for_command(console, config.logging.every)
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
-        trainer = Trainer(config, on_event=naming_command(view, again), quiet=True)
+        trainer = Trainer(config, on_event=listener, quiet=True)
         if trainer.model.structure.class_name != "GPT2LMHeadModel":
             raise ConfigError(
                 f"model: expected a GPT-2 of any size, got {trainer.model.name}; train other "

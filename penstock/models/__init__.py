@@ -19,14 +19,22 @@ if TYPE_CHECKING:
     from penstock.models.given_module import require_clear as require_clear
     from penstock.models.inputs import TOKENS as TOKENS, InputSpec as InputSpec
     from penstock.models.model_key import ModelKey as ModelKey
+    from penstock.models.opened_folder import OpenedFolder as OpenedFolder
+    from penstock.models.pretrained import Pretrained as Pretrained
     from penstock.models.recalled import (
         ModelSummary as ModelSummary,
+        is_causal_with_new_values as is_causal_with_new_values,
         kept_of as kept_of,
         recalled_model as recalled_model,
     )
     from penstock.models.source import ModelSource as ModelSource
     from penstock.models.stored_buffers import buffer_files as buffer_files
     from penstock.models.weight_files import WeightFiles as WeightFiles
+    from penstock.models.weight_origins import (
+        Origin as Origin,
+        read_origins as read_origins,
+        written_origins as written_origins,
+    )
     from penstock.models.weight_recipe import WeightRecipe as WeightRecipe
     from penstock.models.written_recipe import (
         read_recipe as read_recipe,

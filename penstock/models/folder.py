@@ -94,3 +94,29 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def other_files(folder: Path) -> list[Path]:
     """Return the files of a model besides configuration, tokenizer and weights."""
     return [folder / name for name in _OTHER_FILES if (folder / name).is_file()]
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Raise `ConfigError` unless the path is a folder that may contain a model in safetensors."""
+    if folder.is_file():
+        raise ConfigError(f"{folder}: expected the folder of a model, it is a file")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; a model of the Hugging Face hub must be on this machine "
+            f"first: hf download {folder} --local-dir FOLDER"
+        )
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Return the content of a `config.json`, given as its path or as the folder of it.
+
+    Raises:
+        ConfigError: no such file, or not JSON.
+    """
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        return read_json(path, "a Hugging Face config")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"expected a Hugging Face config.json at {path}, there is no such file"
+        ) from None

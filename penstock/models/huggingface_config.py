@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 
 from penstock.errors import ConfigError, PenstockError, did_you_mean
 from penstock.models.deferred import Deferred, record
-from penstock.models.folder import CONFIG, read_json
+from penstock.models.folder import CONFIG, read_model_config
 
 _TASKS: dict[str, tuple[Any, Any]] = {
     "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
@@ -40,14 +40,17 @@ def read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         fields, origin = dict(config), "the model config"
     else:
         path = Path(config)
-        path = path / CONFIG if path.is_dir() else path
-        origin = str(path)
-        try:
-            fields = read_json(path, "a Hugging Face config")
-        except FileNotFoundError:
-            raise ConfigError(
-                f"expected a Hugging Face config.json at {path}, there is no such file"
-            ) from None
+        fields = read_model_config(path)
+        origin = str(path / CONFIG if path.is_dir() else path)
+    refuse_unknown_type(fields, origin)
+    return fields
+
+
+def refuse_unknown_type(fields: Mapping[str, Any], origin: str) -> None:
+    """Raise `ConfigError` unless `transformers` knows the model type of a configuration.
+
+    **Arguments:** `origin` is the configuration's name in messages.
+    """
     model_type = fields.get("model_type")
     if model_type is None:
         raise ConfigError(f"{origin} has no model_type; add for example model_type: gpt2")
@@ -55,18 +58,6 @@ def read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{origin}: transformers knows no model_type {model_type!r}"
             f"{did_you_mean(str(model_type), CONFIG_MAPPING.keys())}"
-        )
-    return fields
-
-
-def refuse_unreadable(folder: Path) -> None:
-    """Raise `ConfigError` unless the path is a folder that may contain a model in safetensors."""
-    if folder.is_file():
-        raise ConfigError(f"{folder}: expected the folder of a model, it is a file")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder}: no such folder; a model of the Hugging Face hub must be on this machine "
-            f"first: hf download {folder} --local-dir FOLDER"
         )
 
 

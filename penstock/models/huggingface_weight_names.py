@@ -6,14 +6,11 @@ instead of warnings: a missing weight, and a tensor that nothing uses.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -24,91 +21,16 @@ from transformers.core_model_loading import (
 
 from penstock.errors import ConfigError, did_you_mean
 from penstock.models.weight_files import FLOATS, StoredTensor
+from penstock.models.weight_origins import Converted, Direct, Origin
 from penstock.name_patterns import matches
 
 _SHOWN = 5
-# Operations of `transformers` on tensors that compute no value.
-_MOVES = {
-    "Chunk",
-    "Concatenate",
-    "Interleave",
-    "MergeModulelist",
-    "PermuteForRope",
-    "Split",
-    "SplitModulelist",
-    "Transpose",
-}
 _LEFT_OUT = re.compile(
     # Buffers that older versions of transformers saved and newer ones compute.
     r"(^|\.)position_ids$|rotary_emb\.inv_freq$|(^|\.)(attn|attention)\.(masked_)?bias$"
     # Heads of BERT's second task, in every published checkpoint of the family.
     r"|(^|\.)pooler\.dense\.(weight|bias)$|^cls\.seq_relationship\.(weight|bias)$"
 )
-
-
-@dataclass(frozen=True)
-class Direct:
-    """A weight that equals one tensor of the folder; `also` are copies under further names."""
-
-    tensor: str
-    also: tuple[str, ...] = ()
-    keeps_values = True
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The tensors of the folder that contain its values."""
-        return (self.tensor,)
-
-
-@dataclass(frozen=True, eq=False)
-class Converted:
-    """Weights that are derived from tensors of the folder: split, merged or transposed."""
-
-    converter: WeightConverter
-    first: str
-    parts: tuple[tuple[str, str], ...]
-    targets: tuple[str, ...]
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """The tensors of the folder that contain its values."""
-        return tuple(tensor for _, tensor in self.parts)
-
-    @property
-    def keeps_values(self) -> bool:
-        """Whether its values are only moved and none is computed."""
-        return all(type(step).__name__ in _MOVES for step in self.converter.operations)
-
-    def convert(
-        self,
-        read: Callable[[str], torch.Tensor],
-        module: nn.Module,
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> dict[str, torch.Tensor]:
-        """Return the weights by name; `read` returns a tensor of the folder by name."""
-        converter: Any = deepcopy(self.converter)
-        for pattern, tensor in self.parts:
-            converter.add_tensor(self.first, tensor, pattern, lambda tensor=tensor: read(tensor))
-        sources = ", ".join(tensor for _, tensor in self.parts[:_SHOWN])
-        try:
-            made = converter.convert(self.first, model=module, config=module.config)
-        except Exception as error:  # operations of transformers raise many error classes
-            raise ConfigError(
-                f"{self.first} cannot be made of {sources}: {type(error).__name__}: {error}"
-            ) from error
-        found = {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
-        for name in self.targets:
-            shape = tuple(found[name].shape) if name in found else None
-            if shape != shapes[name]:
-                raise ConfigError(
-                    f"{name} is {list(shapes[name])} in the model, {sources} give "
-                    f"{'nothing of that name' if shape is None else list(shape)}; config.json and "
-                    "weights are of different models"
-                )
-        return found
-
-
-Origin = Direct | Converted
 
 
 def match(

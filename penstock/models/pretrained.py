@@ -1,55 +1,50 @@
-"""A `transformers` model whose weights are in a folder: deferred structure, weights read from
-files."""
+"""A `transformers` model whose weights are in a folder: the structure of its configuration, weights
+read from files."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.errors import ConfigError, few
 from penstock.models.buffers import persistent_names
-from penstock.models.deferred import Deferred
-from penstock.models.huggingface_weight_names import Converted, Direct, match
+from penstock.models.constructed_origin import ConstructedOrigin
+from penstock.models.origin import WeightSource
+from penstock.models.tensor_names import TensorNames
 from penstock.models.weight_files import WeightFiles
+from penstock.models.weight_origins import Converted, Direct, Origin
 
 if TYPE_CHECKING:
     from penstock.sparsity import PackedIndex
 
 
-class Pretrained:
-    """A deferred model with the files of its weights; see `Deferred` for the attributes.
+class Pretrained(ConstructedOrigin):
+    """The constructor's tensors, and those of a folder's files; see `WeightSource`.
 
     Args:
-        deferred: the model as built from its configuration.
+        constructor: the model as built from its configuration.
+        names: the model's tensors by name, for their shapes and types.
         files: the folder's tensors.
-        ignore: patterns of tensors that the model may leave unused.
-
-    Raises:
-        ConfigError: the files belong to another model.
+        origins: the origin of each weight, and of each buffer that the folder has (`match`).
     """
 
-    def __init__(self, deferred: Deferred, files: WeightFiles, ignore: Sequence[str] = ()) -> None:
-        self.module = deferred.module
-        self.fake_mode = deferred.fake_mode
-        self.names = deferred.names
-        self.aliases = deferred.aliases
+    def __init__(
+        self,
+        constructor: WeightSource,
+        names: TensorNames,
+        files: WeightFiles,
+        origins: Mapping[str, Origin],
+    ) -> None:
+        super().__init__(constructor, names, stored=origins.keys() & names.buffers)
         self.files = files
-        self._deferred = deferred
-        self._origins = match(
-            files.tensors, deferred.module, deferred.aliases, folder=files.folder, ignore=ignore
-        )
+        self.origins = origins
         self.bfloat16 = frozenset(
             name
-            for name in self.names.parameters
-            if isinstance(origin := self._origins.get(name), Direct | Converted)
+            for name in names.parameters
+            if isinstance(origin := origins.get(name), Direct | Converted)
             and origin.keeps_values
             and all(files.tensors[part].extent.dtype == "BF16" for part in origin.tensors)
         )
-        self.stored = frozenset(self.names.buffers).intersection(self._origins)
-        self._shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in {**self.names.parameters, **self.names.buffers}.items()
-        }
 
     def materialise(
         self, seed: int, names: Iterable[str] | None = None
@@ -60,15 +55,15 @@ class Pretrained:
         At most one tensor of the model is in memory, besides those that the caller keeps; if
         several weights are parts of one tensor, all of these. `seed` affects buffers only.
         """
-        wanted = list(self._shapes) if names is None else list(dict.fromkeys(names))
-        yield from self._read([name for name in wanted if name in self._origins])
-        yield from self._deferred.materialise(
-            seed, [name for name in wanted if name not in self._origins]
-        )
+        wanted = self.wanted(names)
+        yield from self._read([name for name in wanted if name in self.origins])
+        rest = [name for name in wanted if name not in self.origins]
+        if rest:
+            yield from self.constructor.materialise(seed, rest)
 
     def mask(self, name: str) -> "PackedIndex | None":
         """Return the mask of a weight that equals one packed tensor of the folder; else None."""
-        origin = self._origins.get(name)
+        origin = self.origins.get(name)
         if not isinstance(origin, Direct):
             return None
         try:
@@ -78,18 +73,18 @@ class Pretrained:
 
     def draws(self, names: Iterable[str]) -> bool:
         """Return whether tensors without a file depend on the seed."""
-        return self._deferred.draws(name for name in names if name not in self._origins)
+        return self.constructor.draws(name for name in names if name not in self.origins)
 
     def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
         wanted = set(names)
         try:
             for name in names:
-                origin = self._origins[name]
+                origin = self.origins[name]
                 if name in waiting:
                     yield name, waiting.pop(name)
                 elif isinstance(origin, Converted):
-                    made = origin.convert(self.files.read, self.module, self._shapes)
+                    made = origin.convert(self.files.read, self.module, self._shapes())
                     for target in wanted.intersection(origin.targets):
                         waiting[target] = made[target].contiguous().to(self._dtype(target))
                     yield name, waiting.pop(name)
@@ -104,7 +99,10 @@ class Pretrained:
 
     def _dtype(self, name: str) -> torch.dtype:
         """Return the type in which a tensor is read: float32 for a weight."""
-        return self.names.buffers[name].dtype if name in self.stored else torch.float32
+        return self.tensors[name].dtype if name in self.stored else torch.float32
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.errors import CompileError
+from penstock.errors import CompileError, ConfigError
+from penstock.models.constructed_origin import ConstructedOrigin
 from penstock.models.inputs import TOKENS
 from penstock.models.source import ModelSource
 from penstock.models.tensor_names import TensorNames
@@ -282,11 +283,13 @@ class RecalledOrigin:
 def kept_of(source: ModelSource) -> tuple[ModelSummary, WeightRecipe] | None:
     """Return what a later process needs of a language model instead of its modules.
 
-    None if it needs more: the code or the weights are the user's, or the model gives a notice.
+    Of a model in a folder, this is what the configuration determines, without the folder's values.
+    None if it needs more: the code or the module is the user's.
     """
     from penstock.models.deferred import Deferred
 
-    if not source.from_library or source.notes or not isinstance(source.origin, Deferred):
+    constructor = constructor_of(source)
+    if not source.from_library or not isinstance(constructor, Deferred):
         return None
     if source.loss_reduction != "sum" or any(spec != TOKENS for spec in source.inputs.values()):
         return None
@@ -308,7 +311,31 @@ def kept_of(source: ModelSource) -> tuple[ModelSummary, WeightRecipe] | None:
         fields=source.structure.fields() or {},
         embeddings_and_head=tuple(source.structure.embeddings_and_head()),
     )
-    return summary, source.origin.recipe
+    return summary, constructor.recipe
+
+
+def constructor_of(source: ModelSource) -> WeightSource:
+    """Return the origin of a model without the values of a folder's files."""
+    origin = source.origin
+    return origin.constructor if isinstance(origin, ConstructedOrigin) else origin
+
+
+def is_causal_with_new_values(source: ModelSource) -> bool:
+    """Whether a model that was not refused with a folder's values is not refused with new ones.
+
+    Values of zero can hide that tokens see later tokens (`causality.py`); another folder of the
+    same configuration has other values.
+    """
+    constructor = constructor_of(source)
+    if source.task != "causal_lm" or constructor is source.origin:
+        return True
+    from penstock.models.causality import refuse_later_tokens
+
+    try:
+        refuse_later_tokens(source.logits_module, constructor, source.hf_config)
+    except ConfigError:
+        return False
+    return True
 
 
 def recalled_model(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from penstock.models.built_model import Built
+    from penstock.models.opened_folder import OpenedFolder
     from penstock.models.weight_files import WeightFiles
     from penstock.sparsity import PackedIndex
 
@@ -343,36 +344,29 @@ class ModelSource:
             ConfigError: no such folder, no safetensors in it, or weights of another model.
             CorruptionError: a file violates its format.
         """
-        from penstock.models import huggingface_config as library
-        from penstock.models.pretrained import Pretrained
-        from penstock.models.weight_files import WeightFiles
+        from penstock.models.opened_folder import OpenedFolder
 
         folder = Path(folder)
-        library.refuse_unreadable(folder)
-        fields = library.read_config(folder)
-        files = WeightFiles(folder if weights is None else Path(weights))
-        made = library.make_config(fields, overrides or {}, tensors=len(files.tensors))
-        task = library.find_task(made)
-        origin = Pretrained(library.recorded(made, task), files, ignore)
-        source = _of_library(made, task, origin)
-        return replace(source, folder=folder, config_file=fields, notes=origin.notes, _files=files)
+        place = folder if weights is None else Path(weights)
+        opened = OpenedFolder.with_weights(folder, overrides or {}, ignore, place)
+        return cls.from_opened_folder(opened)
 
     @classmethod
-    def without_weights(
-        cls, folder: Path, overrides: Mapping[str, Any] | None = None
-    ) -> "ModelSource":
-        """The model of `from_hf` from a run's copy of the folder's small files and buffers.
+    def from_opened_folder(cls, opened: "OpenedFolder") -> "ModelSource":
+        """The model of a folder, or of a run's copy of its small files, whose files are open."""
+        made = opened.recorded()
+        source = _of_library(made.config, made.task, made.origin)
+        return replace(source.in_folder(opened, made.origin), notes=made.notes)
 
-        For a run that already has weights: its initial weights are random.
-        """
-        from penstock.models import huggingface_config as library
-        from penstock.models.stored_buffers import with_stored_buffers
-
-        fields = library.read_config(folder)
-        made = library.make_config(fields, overrides or {})
-        task = library.find_task(made)
-        origin = with_stored_buffers(library.recorded(made, task), folder)
-        return replace(_of_library(made, task, origin), folder=folder, config_file=fields)
+    def in_folder(self, opened: "OpenedFolder", origin: WeightSource) -> "ModelSource":
+        """Return the same model in a folder; `origin` has the values of the folder's files."""
+        return replace(
+            self,
+            origin=origin,
+            folder=opened.folder,
+            config_file=opened.fields,
+            _files=opened.files,
+        )
 
     @classmethod
     def from_factory(

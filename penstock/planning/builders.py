@@ -67,7 +67,7 @@ def compile_source(
     choice of a new run on this host). `bfloat16` are the weights that the store keeps as bfloat16,
     `sparse` the sparse weights with the most entries that each has. `known` is returned if its
     source graph equals the model's graph. Programs of presets and of Hugging Face configurations
-    are kept on disk between processes (`program_cache`).
+    and folders are kept on disk between processes (`program_cache`).
     """
     target = target_of(device)
     inputs = source.input_specs(micro_batch, length)

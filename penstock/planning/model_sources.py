@@ -1,7 +1,8 @@
 """From a configuration to the model that it trains.
 
 A model of `transformers` that is fully described by its configuration is recorded once on a
-machine, and recalled afterwards (`program_cache/remembered.py`).
+machine, and recalled afterwards (`program_cache/remembered.py`). The same holds for a model in a
+Hugging Face folder; its values are read from the folder's files each time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from penstock.config import (
     read_model_file,
 )
 from penstock.errors import ConfigError
-from penstock.models import KEPT, ModelSource, verify_kept
-from penstock.planning.program_cache import remembered_model
+from penstock.models import KEPT, ModelSource, OpenedFolder, verify_kept
+from penstock.planning.program_cache import remembered_folder, remembered_model
 
 if TYPE_CHECKING:
     from penstock.store import Base, ReadBase
@@ -46,8 +47,11 @@ def model_source(
             verify_kept(kept)
             if needs_base:
                 return _with_base(spec, kept)
-            return ModelSource.without_weights(kept, spec.overrides)
-        return ModelSource.from_hf(spec.hf, spec.overrides, ignore=spec.ignore)
+            return remembered_folder(OpenedFolder.without_weights(kept, spec.overrides))
+        folder = Path(spec.hf)
+        return remembered_folder(
+            OpenedFolder.with_weights(folder, spec.overrides, spec.ignore, weights=folder)
+        )
     if isinstance(spec, HuggingFaceConfigModel):
         return _configured(spec.hf_config)
     assert isinstance(spec, FactoryModel)
@@ -78,7 +82,9 @@ def _with_base(spec: HuggingFaceModel, kept: Path) -> ModelSource:
             f"model.hf: {folder} does not exist, but the checkpoints of this run need its frozen "
             "weights; restore the folder, or set model.hf to a copy"
         )
-    return ModelSource.from_hf(kept, spec.overrides, ignore=spec.ignore, weights=folder)
+    return remembered_folder(
+        OpenedFolder.with_weights(kept, spec.overrides, spec.ignore, weights=folder)
+    )
 
 
 def base_reader(config: Config, base: Base) -> ReadBase:

@@ -6,6 +6,7 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.training.export import describe_base as describe_base, export_run as export_run
+    from penstock.training.kernel_worker import KernelWorker as KernelWorker
     from penstock.training.prune import prune_model as prune_model
     from penstock.training.trainer import Trainer as Trainer
 

@@ -19,7 +19,7 @@ from penstock import Trainer
 from penstock.compiler import CompileOptions
 from penstock.distributed.worker.roles import _require_same_model
 from penstock.errors import ClusterError, ConfigError, CorruptionError
-from penstock.models import KEPT, ModelSource
+from penstock.models import KEPT, ModelSource, OpenedFolder
 from penstock.planning import model_sources
 from penstock.planning.program_cache.key import Request, program_key
 from penstock.store import MAX_SHARD_BYTES
@@ -241,7 +241,8 @@ def test_program_in_the_cache_is_that_of_the_buffers(hf, tmp_path):
     trainer = Trainer(settings(hf, tmp_path / "one" / "run"), quiet=True)
     trainer._keep_small_files()
     trainer.close()
-    kept = ModelSource.without_weights(tmp_path / "one" / "run" / KEPT)
+    opened = OpenedFolder.without_weights(tmp_path / "one" / "run" / KEPT, {})
+    kept = ModelSource.from_opened_folder(opened)
 
     def key(source: ModelSource) -> str | None:
         request = Request(source, "train", source.input_specs(1, 8), CompileOptions(), True)

@@ -5,7 +5,8 @@ the installed `transformers` builds from a configuration are cached: a user's ow
 without any sign of it. Entries are in the user's cache folder; deleting the folder is always safe.
 
 Models are kept beside the programs (`remembered.py`), so that a process which finds both imports no
-`transformers`. Plans and tables need no graphs: outlines of programs are kept too (`outlined.py`).
+`transformers`. The weights of a Hugging Face folder are never kept. Plans and tables need no
+graphs: outlines of programs are kept too (`outlined.py`).
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from penstock.planning.program_cache.key import Request as Request
     from penstock.planning.program_cache.library_memory import library_bytes as library_bytes
     from penstock.planning.program_cache.outlined import OutlinedModels as OutlinedModels
-    from penstock.planning.program_cache.remembered import remembered_model as remembered_model
+    from penstock.planning.program_cache.remembered import (
+        remembered_folder as remembered_folder,
+        remembered_model as remembered_model,
+    )
 
 __getattr__ = lazily(__name__, __file__)

@@ -5,6 +5,11 @@ its configuration is remembered by its summary and by the recipe of its weights.
 by a digest of this package's code, the versions of the libraries and the configuration. It has the
 digests of all files of `transformers` that were imported, and descriptions of the model's classes.
 
+The model of a Hugging Face folder is remembered in two entries. One is that of its configuration,
+which a resumed run needs. The other one has, for a list of tensors (names, types, shapes), the
+tensor of each weight. No entry has values of the folder. A model of which the library computes a
+weight from several tensors has only the first entry.
+
 Entries are written by a process whose first use of `transformers` was to record the model, and read
 only while a process has not imported it: nothing of it can be replaced until then. A process in
 which functions of PyTorch were replaced neither writes nor reads entries. A model that is recorded
@@ -28,8 +33,13 @@ from penstock.models import (
     ModelKey,
     ModelSource,
     ModelSummary,
+    OpenedFolder,
+    Pretrained,
+    is_causal_with_new_values,
     kept_of,
+    read_origins,
     recalled_model,
+    written_origins,
 )
 from penstock.planning.program_cache.compile_messages import noticing
 from penstock.planning.program_cache.digests import digest_of
@@ -43,7 +53,7 @@ from penstock.planning.program_cache.modules import (
 from penstock.planning.program_cache.versions import code_digest, file_digest
 
 if TYPE_CHECKING:
-    from penstock.models import WeightRecipe
+    from penstock.models import Origin, WeightRecipe
 
 _LIBRARY = "transformers"
 _UNREADABLE = (
@@ -60,15 +70,32 @@ def remembered_model(spec: ModelSpec, record: Callable[[], ModelSource]) -> Mode
     digest = _digest_of(spec) if is_unchanged() else None
     if digest is None:
         return record()
-    found = _recall(digest, record)
-    if found is not None:
-        return found
-    with noticing() as noticed:
-        source = record()
-    if noticed.anything:
-        return source
-    with collection_disabled():
-        return _remember(digest, source)
+    return _recall(digest, record) or _recorded(digest, record)
+
+
+def remembered_folder(opened: OpenedFolder) -> ModelSource:
+    """Return the model of a folder: recalled, if an earlier process has recorded the model of an
+    equal configuration with tensors of the same names, types and shapes.
+
+    The values are those of the opened files, whichever folder was recorded.
+    """
+
+    def record() -> ModelSource:
+        return ModelSource.from_opened_folder(opened)
+
+    if not is_unchanged():
+        return record()
+    digest = digest_of(code_digest(), repr(opened.fields), repr(opened.overrides))
+    tensors = digest_of(digest, repr(opened.tensors()), repr(opened.ignore))
+    origins = {} if opened.files is None else _read_origins(tensors)
+    found = None if origins is None else _recall(digest, record)
+    if found is not None and origins is not None:
+        origin = opened.origin(found.origin, found.structure.names, origins)
+        return found.in_folder(opened, origin)
+    source = _recorded(digest, record)
+    if source.key is not None and opened.files is not None:
+        _write_origins(tensors, source)
+    return source
 
 
 def is_unchanged() -> bool:
@@ -106,6 +133,16 @@ def _digest_of(spec: ModelSpec) -> str | None:
     return digest_of(code_digest(), repr(spec.hf_config))
 
 
+def _recorded(digest: str, record: Callable[[], ModelSource]) -> ModelSource:
+    """Record a model, and remember it unless something is said meanwhile."""
+    with noticing() as noticed:
+        source = record()
+    if noticed.anything:
+        return source
+    with collection_disabled():
+        return _remember(digest, source)
+
+
 def _recall(digest: str, record: Callable[[], ModelSource]) -> ModelSource | None:
     content = read_entry(digest, "models")
     if content is None:
@@ -114,7 +151,7 @@ def _recall(digest: str, record: Callable[[], ModelSource]) -> ModelSource | Non
         have, written = fields.unframed(content)
         classes: dict[str, str] = have["classes"]
         summary = ModelSummary.read(have["model"])
-        is_same = have["files"] == _digests(have["files"])
+        is_same = _are_unchanged(have["files"])
         is_same = is_same and all(has_same_class(*pair) for pair in classes.items())
     except _UNREADABLE:
         is_same = False
@@ -140,7 +177,7 @@ def _remember(digest: str, source: ModelSource) -> ModelSource:
     from penstock.models import write_recipe
 
     kept = kept_of(source)
-    if kept is None:
+    if kept is None or not is_causal_with_new_values(source):
         return source
     summary, recipe = kept
     try:
@@ -152,6 +189,36 @@ def _remember(digest: str, source: ModelSource) -> ModelSource:
     have = {"files": _digests(_imported()), "classes": classes, "model": summary.written()}
     write_entry(digest, fields.framed(have, written), "models")
     return replace(source, key=ModelKey(digest, classes))
+
+
+def _read_origins(key: str) -> dict[str, Origin] | None:
+    """Return the tensor of each weight, of a folder with these tensors; None if unknown."""
+    content = read_entry(key, "models")
+    if content is None:
+        return None
+    try:
+        have, _ = fields.unframed(content)
+        if _are_unchanged(have["files"]):
+            return read_origins(have["origins"])
+    except _UNREADABLE:
+        pass
+    remove_entry(key, "models")
+    return None
+
+
+def _write_origins(key: str, source: ModelSource) -> None:
+    """Write the tensor of each weight, unless the code of the library computes a weight, or the
+    folder has a notice."""
+    assert isinstance(source.origin, Pretrained)
+    written = None if source.notes else written_origins(source.origin.origins)
+    if written is not None:
+        have = {"files": _digests(_imported()), "origins": written}
+        write_entry(key, fields.framed(have), "models")
+
+
+def _are_unchanged(digests: dict[str, str]) -> bool:
+    """Whether files of the library have these digests."""
+    return digests == _digests(digests)
 
 
 def _imported() -> list[str]:

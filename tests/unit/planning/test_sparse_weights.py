@@ -9,7 +9,7 @@ from tiny_models import FIELDS
 
 from penstock.config import Config
 from penstock.errors import ConfigError
-from penstock.models import ModelSource
+from penstock.models import ModelSource, OpenedFolder
 from penstock.planning import model_sources, selected_weights
 from penstock.planning.sparse_weights import plan_sparse_weights
 from penstock.sparsity import MaskSize
@@ -215,7 +215,8 @@ def test_a_weight_of_zeros_is_refused(half_zero, tmp_path):
 
 
 def test_a_resumed_run_keeps_the_recorded_numbers(half_zero):
-    random = ModelSource.without_weights(half_zero)  # as a resumed run has it
+    opened = OpenedFolder.without_weights(half_zero, {})  # as a resumed run has it
+    random = ModelSource.from_opened_folder(opened)
     recorded = {"transformer.h.0.mlp.c_fc.weight": 77}
     found = plan(random, recorded=recorded, method="static", initial_mask="zeros")
     assert found.kept == found.capacities == recorded
