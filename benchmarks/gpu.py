@@ -6,10 +6,10 @@ bfloat16 losses against the resident loop's. Figures: tokens/s of streaming agai
 PyTorch loop (fused AdamW, bf16 autocast), as it is and compiled with a padded vocabulary, in turns,
 each loop in a process of its own, and of the trainers that keep their state in host memory as well,
 FSDP2 with `CPUOffloadPolicy` and, where DeepSpeed is installed, ZeRO-3; the same without CUDA
-graphs; how much of
-the weights' copying hides behind computation; the rate of the copies; the device memory of the
-engine against what was predicted; how fast weights arrive at all GPUs as a group, which each fetch
-a part and gather the rest, beside how fast they arrive at one. With one GPU it is a group of one.
+graphs; how much of the weights' copying hides behind computation; the rate of the copies; the
+device memory of the engine against what was predicted; how fast weights arrive at all GPUs as a
+group, which each fetch a part and gather the rest, beside how fast they arrive at one. With one GPU
+it is a group of one.
 Sparse weights, which a GPU expands for its dense products: each product beside the dense one, with
 a check of its bits, and whole steps with 90 % sparse blocks beside dense steps.
 
@@ -27,10 +27,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from contract import describe_machine, print_result
 from side_by_side import (
@@ -41,12 +40,10 @@ from side_by_side import (
     serve,
     take_turns,
 )
+from side_by_side.device_trace import trace
 from side_by_side.gpu_loops import COMPILED, FSDP, LOOPS, RESIDENT, ZERO, Setup, has_zero
 from side_by_side.worker import peak_rss_bytes
 from side_by_side.zero_infinity import environment
-
-if TYPE_CHECKING:
-    from penstock.telemetry import StepDone
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1024, 3e-4, 0.1, 1.0, 0
@@ -451,67 +448,6 @@ def penstock_loop(job: Job) -> Loop:
         }
 
     return lambda: trainer.run_step().loss, finish
-
-
-def trace(step: Callable[[], StepDone]) -> dict:
-    """Record one step's device work; return rates and overlap of the copies to the device.
-
-    Weights arrive while they are copied, or gathered from other devices.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-            started = time.perf_counter()
-            streamed_bytes = step().streamed_bytes
-            for device in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - started
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    timed = [e for e in events if e.get("ph") == "X"]
-    copies = [e for e in timed if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"]]
-    kernels = [e for e in timed if e.get("cat") == "kernel"]
-    gathers = [e for e in kernels if "nccl" in e["name"] and "AllGather" in e["name"]]
-    arriving = merged([(e["ts"], e["ts"] + e["dur"]) for e in [*copies, *gathers]])
-    computing = [e for e in kernels if "nccl" not in e["name"]]
-    kernels = merged([(e["ts"], e["ts"] + e["dur"]) for e in computing])
-    copying = merged([(e["ts"], e["ts"] + e["dur"]) for e in copies])
-    copied = sum(e["args"].get("bytes", 0) for e in copies)
-    copy_time = sum(b - a for a, b in copying)
-    return {
-        "copied_bytes": copied,
-        "copy_gb_per_second": copied / max(copy_time, 1e-9) / 1e3,  # bytes per microsecond
-        "arrive_gb_per_second": streamed_bytes / sum(b - a for a, b in arriving) / 1e3,
-        "overlap": common(copying, kernels) / max(copy_time, 1e-9),
-        "compute_share": sum(b - a for a, b in kernels) / 1e6 / seconds,
-        "pageable_copies": sum("Pageable" in e["name"] for e in copies),
-    }
-
-
-def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return spans of time as disjoint ones, in order."""
-    result: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if result and begin <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((begin, end))
-    return result
-
-
-def common(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """Return how long two lists of disjoint spans in order overlap."""
-    total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 if __name__ == "__main__":

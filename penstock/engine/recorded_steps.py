@@ -57,7 +57,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Signature:
     """What decides the kernels of a step: the micro-batches, whose gradients have their places in
     the tree, and the masks of sparse weights."""
 
@@ -81,7 +81,7 @@ class _RecordedCall:
 class _Recording:
     """A step: the values that every step provides anew, the losses, and the calls in order."""
 
-    share: _Share
+    signature: _Signature
     values: list[dict[str, torch.Tensor]]
     scales: list[torch.Tensor]
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -119,12 +119,12 @@ class RecordingEngine(TorchEngine):
         self._calls_of_step = 2 * len(program.stages) - 1
         self._mode: Literal["computing", "recording", "repeating"] = "computing"
         self._done = 0  # calls of the present step
-        self._share: _Share | None = None  # of the present step
+        self._signature: _Signature | None = None  # of the present step
         self._recording: _Recording | None = None
         self._kept: TreeReduction | None = None  # the last sums of the step that is recorded
         self._sent: deque[Arrived] = deque()  # which the device may still be copying
         self._lacks_room = False
-        self._alike = 0  # steps in a row before the present one with its share
+        self._alike = 0  # steps in a row before the present one with its signature
         self._patience = 1  # so many are computed before one is recorded
         self._repeated = 0  # how often the recording was
 
@@ -135,25 +135,25 @@ class RecordingEngine(TorchEngine):
 
     def begin(self, batch: Batch) -> None:
         """Accept the inputs of a step and compute the prelude; discard any earlier step."""
-        was_whole, before = self._done == self._calls_of_step, self._share
+        was_whole, before = self._done == self._calls_of_step, self._signature
         if self._mode == "recording" and not was_whole:
             self.drop_recording()
-        if self._share is None:  # its first step
+        if self._signature is None:  # its first step
             self._drop_others()
         self._mode, self._done, self._kept = "computing", 0, None
         self._await_copies(0)
         super().begin(batch)
-        share = self._share = _share_of(batch)
-        self._alike = self._alike + 1 if was_whole and before == share else 0
-        if self._recording is not None and self._recording.share == share:
+        signature = self._signature = _signature_of(batch)
+        self._alike = self._alike + 1 if was_whole and before == signature else 0
+        if self._recording is not None and self._recording.signature == signature:
             self._mode = "repeating"
             self._repeated += 1
             self._provide(self._recording)
             return
         self.drop_recording()
-        if self._alike >= self._patience and self._can_record(share):
+        if self._alike >= self._patience and self._can_record(signature):
             values = [dict(flow.values) for flow in self._flows]
-            self._recording = _Recording(share, values, self._scales)
+            self._recording = _Recording(signature, values, self._scales)
             self._mode = "recording"
 
     def forward(self, stage: int) -> None:
@@ -210,7 +210,7 @@ class RecordingEngine(TorchEngine):
             if engine is not self:
                 engine.drop_recording()
 
-    def _can_record(self, share: _Share) -> bool:
+    def _can_record(self, signature: _Signature) -> bool:
         """Return whether the device has memory for a recorded step besides what it holds.
 
         Engines that take turns on a device share its memory, so at most one of them records.
@@ -218,7 +218,7 @@ class RecordingEngine(TorchEngine):
         if self._recorder is None or self._lacks_room:
             return False
         last = _last.get(self._device)
-        has_unknown_masks = self._has_sparse and share.masks is None
+        has_unknown_masks = self._has_sparse and signature.masks is None
         if has_unknown_masks or last is None or last() is not self:
             return False
         self._drop_others()  # that have trained in between
@@ -302,8 +302,8 @@ _last: dict[torch.device, weakref.ref[RecordingEngine]] = {}
 """The engine that has computed a forward sweep last, by device."""
 
 
-def _share_of(batch: Batch) -> _Share:
-    return _Share(batch.first, len(batch.micro_batches), batch.total, batch.masks)
+def _signature_of(batch: Batch) -> _Signature:
+    return _Signature(batch.first, len(batch.micro_batches), batch.total, batch.masks)
 
 
 def _places(weights: Iterable[Any]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.engine.expanded_weights import DeviceMasks
     from penstock.engine.interface import Engine, EnginePlan
     from penstock.engine.lanes import Lanes
-    from penstock.engine.slots import WeightSlots
+    from penstock.engine.slots import DeviceSlots, WeightSlots
     from penstock.engine.sparse_weights import SparseWeights
     from penstock.kernels.processor import Processor
     from penstock.program import Program
@@ -221,19 +221,12 @@ class CudaTarget(Target):
         from penstock.engine.cuda_graphs import CudaGraphs
         from penstock.engine.recorded_steps import RecordingEngine, can_be_recorded
         from penstock.engine.repeatable import choose_repeatable_kernels
-        from penstock.engine.sharing import largest_slot
-        from penstock.engine.slots import DeviceSlots
         from penstock.engine.torch_engine import TorchEngine
 
         choose_repeatable_kernels(program)
         device, budget_bytes = parts.device or self.name, parts.budget_bytes
-        if parts.slots is not None:
-            return TorchEngine(
-                program, plan, device=device, budget_bytes=budget_bytes, slots=parts.slots
-            )
-        lanes = self.make_lanes(device)
-        slots = DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
-        if not plan.cuda_graphs:
+        if parts.slots is not None or not plan.cuda_graphs:
+            slots = parts.slots or self._slots(program, plan, device)
             return TorchEngine(program, plan, device=device, budget_bytes=budget_bytes, slots=slots)
         # Evaluations get the memory of a recording whether or not they could be recorded.
         is_recorded = can_be_recorded(program, self.name)
@@ -242,9 +235,16 @@ class CudaTarget(Target):
             plan,
             device=device,
             budget_bytes=budget_bytes,
-            slots=slots,
+            slots=self._slots(program, plan, device),
             recorder=CudaGraphs(torch.device(device)) if is_recorded else None,
         )
+
+    def _slots(self, program: Program, plan: EnginePlan, device: str) -> DeviceSlots:
+        from penstock.engine.sharing import largest_slot
+        from penstock.engine.slots import DeviceSlots
+
+        lanes = self.make_lanes(device)
+        return DeviceSlots(largest_slot(program), plan.slots, lanes, self.make_masks(lanes))
 
     def make_lanes(self, device: str) -> Lanes:
         from penstock.engine.lanes import CudaLanes

@@ -34,7 +34,7 @@ class KernelWorker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: IO[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
         self._failure: str | None = None
 
     def start(self, config: Config) -> None:
@@ -46,12 +46,12 @@ class KernelWorker:
             return
         command = [sys.executable, "-m", "penstock.kernels.compiled_ahead"]
         try:
-            self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
             self._process = subprocess.Popen(
                 [*command, config.precision, *groups],
                 stdin=subprocess.PIPE,  # whose end, for whatever reason, ends the process
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
             )
         except OSError as error:
             self._failure = f"{error.strerror}"
@@ -79,9 +79,9 @@ class KernelWorker:
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process = None
-        if self._said is not None:
-            self._said.close()
-            self._said = None
+        if self._stderr is not None:
+            self._stderr.close()
+            self._stderr = None
 
     def __enter__(self) -> KernelWorker:
         return self
@@ -93,15 +93,15 @@ class KernelWorker:
         """Return why the process has failed, once."""
         if self._process is not None and (code := self._process.poll()) is not None:
             if code:
-                self._failure = self._last_words() or _ended_by(code)
+                self._failure = self._last_line() or _ended_by(code)
             self.end()
         failure, self._failure = self._failure, None
         return failure
 
-    def _last_words(self) -> str:
-        assert self._said is not None
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+    def _last_line(self) -> str:
+        assert self._stderr is not None
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
 
