@@ -18,7 +18,6 @@ from penstock.compiler import (
     attention_calls,
     ops,  # noqa: F401  (registers the penstock operators)
 )
-from penstock.compiler.matmul_backend import onednn_flops
 from penstock.compiler.recurrent_layer import flops
 from penstock.compiler.sparse_lowering import share_of, sparse_weight_of
 from penstock.compiler.tensors import storage_of, tensors_in
@@ -28,8 +27,7 @@ from penstock.operator_cost import OperatorCost
 aten = torch.ops.aten
 penstock = torch.ops.penstock
 
-_ONEDNN = "mkldnn::_linear_pointwise"
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_linear_pointwise"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "onednn_linear"}
 _OPERATORS: dict[Any, Any] = {**activation_calls.OPERATORS, **attention_calls.OPERATORS}
 _WORK_OF_OPERATORS = {
     "norm": """
@@ -168,8 +166,6 @@ def _moved_bytes(node: fx.Node, name: str) -> int:
 
 def _flops(node: fx.Node) -> int:
     target = operator_of(node)
-    if target._schema.name == _ONEDNN:
-        return onednn_flops(*_values(node.args))
     own = _OWN.get(target)
     if own is not None:
         kept, elements = share_of(node)
@@ -239,6 +235,7 @@ _OWN: Mapping[Any, Callable[..., int]] = {
     penstock.recurrent_layer_backward.default: lambda mode, x, states, weights, *_: (
         3 * flops(x, weights)
     ),
+    penstock.onednn_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
 }

@@ -25,7 +25,7 @@ from penstock.kernels import cross_entropy as kernels
 # costs little beside the products (measured: benchmarks/streaming_tax.py).
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
-_BAND_ELEMENTS = 1 << 18  # of a gradient that is added at once
+_BAND_LABELS = 4096  # of a weight's gradient that is computed and added at once, on the CPU
 _LEAST_ALIGNED = 4096  # vocabulary from which on the padding is small beside the logits
 
 
@@ -49,6 +49,11 @@ def _aligned(vocabulary: int) -> int:
     return -(-vocabulary // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
 
+Rows = tuple[slice, Tensor]
+"""Rows of the gradient of a weight: where they are in it, and their values."""
+ALL_ROWS = slice(None)
+
+
 class HeadWeight(Protocol):
     """The weight of a head and its products; `step` is the number of rows of a full chunk.
 
@@ -69,8 +74,8 @@ class HeadWeight(Protocol):
         """Return the gradient of the hidden states [rows, width] from that of the logits."""
         ...
 
-    def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
-        """Return the gradient of the weight from that of the logits."""
+    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[Rows]:
+        """Yield the gradient of the weight from that of the logits, in parts."""
         ...
 
 
@@ -108,9 +113,18 @@ class _DenseWeight:
         whole = self._whole(logits) if self._is_padded else logits
         return product(whole, self._weight, self._products)
 
-    def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
-        whole = self._whole(logits) if self._is_padded or self._has_aligned_rows else logits
-        return product(whole.t(), hidden, self._products)[: self.vocabulary]
+    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[Rows]:
+        if hidden.device.type != "cpu":
+            whole = self._whole(logits) if self._is_padded else logits
+            part = product(whole.t(), hidden, self._products)[: self.vocabulary]
+            yield ALL_ROWS, part
+            return
+        logits = self._whole(logits) if self._has_aligned_rows else logits
+        for begin in range(0, self.vocabulary, _BAND_LABELS):
+            part = product(logits[:, begin : begin + _BAND_LABELS].t(), hidden, self._products)
+            end = min(begin + _BAND_LABELS, self.vocabulary)
+            is_all = end - begin == self.vocabulary
+            yield ALL_ROWS if is_all else slice(begin, end), part[: end - begin]
 
     def _whole(self, logits: Tensor) -> Tensor:
         """Return logits with the columns of the padding, which are zeros."""
@@ -162,7 +176,7 @@ class Head:
         # On a GPU the number stays on the device: reading it would wait for all queued work.
         factor = float(scale) if scale.device.type == "cpu" else scale
         grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        grad_weight = torch.empty(0)
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros(weight.vocabulary, dtype=torch.float32, device=hidden.device)
         losses = []
         chunks = _chunk_count(hidden, weight.vocabulary)
@@ -172,19 +186,20 @@ class Head:
             grad_hidden[rows] = weight.hidden_gradient(logits, self._step)
             if not with_weight:
                 continue
-            part = weight.weight_gradient(logits, hidden[rows], self._step)
             # Chunks are added in float32 for every type, so that small contributions are not
             # rounded away. An addition computes in float32 anyway: two chunks need no copies.
-            if number == 0:
-                grad_weight = part
-            else:
-                grad_weight = grad_weight if chunks == 2 else grad_weight.float()
-                _add(grad_weight, part)
-            del part  # freed before the next chunk's
+            if number == 1 and chunks > 2:
+                assert grad_weight is not None
+                grad_weight = grad_weight.float()
+            grad_weight = _added(
+                grad_weight,
+                weight.weight_gradients(logits, hidden[rows], self._step),
+                weight.vocabulary,
+            )
             if bias is not None:
                 grad_bias += logits.sum(0, dtype=torch.float32)
         grads = [torch.cat(losses).sum(), grad_hidden]
-        if with_weight:
+        if grad_weight is not None:
             grads.append(grad_weight.to(weight.gradient_dtype))
             if bias is not None:
                 grads.append(grad_bias.to(bias.dtype))
@@ -276,15 +291,20 @@ def loss_sum_and_gradients(
     return head.loss_sum_and_gradients(scale, with_weight)
 
 
-def _add(total: Tensor, part: Tensor) -> None:
-    """Add a gradient of a weight to a sum in place."""
-    if total.device.type != "cpu" or total.dtype == part.dtype:
-        total.add_(part)
-        return
-    # PyTorch widens the whole operand before it adds: a band of it stays in cache.
-    step = max(1, _BAND_ELEMENTS // part.shape[1])
-    for begin in range(0, part.shape[0], step):
-        total[begin : begin + step].add_(part[begin : begin + step])
+def _added(total: Tensor | None, parts: Iterator[Rows], vocabulary: int) -> Tensor:
+    """Return the sum of a gradient of a weight so far, which may be overwritten, and its parts."""
+    is_first = total is None
+    for rows, part in parts:
+        if total is None:
+            if rows == ALL_ROWS:
+                return part
+            total = part.new_empty((vocabulary, *part.shape[1:]))
+        if is_first:
+            total[rows] = part
+        else:
+            total[rows].add_(part)
+    assert total is not None
+    return total
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -322,8 +342,8 @@ def _bits(logits: Tensor) -> np.ndarray:
 
 
 def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool, products: str) -> int:
-    """Return the bytes that the operator allocates besides its results: logits, sums in float32,
-    and a padded weight with its gradient's padding."""
+    """Return the bytes that the operator allocates besides its results: logits, parts and sums of
+    the weight's gradient, and a padded weight with its gradient's padding."""
     element, chunks = hidden.element_size(), _chunk_count(hidden, weight.shape[0])
     own = chunk_bytes(hidden, weight.shape[0])
     padding = (_aligned(weight.shape[0]) - weight.shape[0]) * weight.shape[1] * element
@@ -331,14 +351,21 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool, products: str
         own += weight.nbytes + 2 * padding
     if not gradients:
         return own
-    if _has_aligned_rows(weight, products):
-        own += min(2, chunks) * padding
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and uses_onednn(products):
-        own += chunk_rows(hidden.shape[0], weight.shape[0], element) * weight.shape[0] * element
-    if chunks == 1:
-        return own
-    parts = element if weight.dtype == torch.float32 or chunks == 2 else 4 + element
-    return own + weight.numel() * parts
+    if weight.device.type == "cpu":
+        own += _band_bytes(hidden, weight, products)
+    elif chunks > 1:
+        own += weight.numel() * element
+    if chunks > 2 and weight.dtype != torch.float32:
+        own += weight.numel() * 4
+    return own
+
+
+def _band_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
+    """Return the bytes of two parts of the weight's gradient, and of the logits that oneDNN reads
+    for one of them."""
+    element, labels = hidden.element_size(), min(_BAND_LABELS, weight.shape[0])
+    copied = chunk_rows(hidden.shape[0], weight.shape[0], element) if uses_onednn(products) else 0
+    return labels * (2 * weight.shape[1] + copied) * element
 
 
 def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:

@@ -17,12 +17,13 @@ A target chooses by the processor alone, never by a timing. A run records the ch
 processes of the run and every resume compile with the recorded one.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from penstock.compiler import onednn_products
 from penstock.kernels.processor import Processor
 
 aten = torch.ops.aten
@@ -68,11 +69,9 @@ def product(left: Tensor, right: Tensor, products: str) -> Tensor:
     if left.device.type == "cpu":
         if left.dtype == torch.bfloat16 and widens(products):
             return _widened(left, right, products)
-        if left.dtype == torch.float32 and uses_onednn(products):
-            flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
-            if flops >= _LEAST_FLOPS:
-                linear = torch.ops.mkldnn._linear_pointwise.default
-                return linear(left, right.t(), None, "none", [], "")
+        flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        if uses_onednn(products) and flops >= _LEAST_FLOPS:
+            return onednn_products.linear(left, right.t())
     return torch.mm(left, right)
 
 
@@ -177,7 +176,8 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _choose_onednn(graph: fx.Graph) -> None:
-    """Make large float32 products use oneDNN."""
+    """Make large products use oneDNN directly: those of float32, and those of bfloat16 whose left
+    factor is a transposed view."""
     for node in list(graph.nodes):
         if node.target is aten.mm.default:
             bias, (left, right) = None, node.args
@@ -188,20 +188,16 @@ def _choose_onednn(graph: fx.Graph) -> None:
         else:
             continue
         value: Tensor = node.meta["val"]
-        if value.dtype != torch.float32 or value.device.type != "cpu":
+        factor: Tensor = left.meta["val"]
+        if value.device.type != "cpu" or 2 * value.numel() * factor.shape[1] < _LEAST_FLOPS:
             continue
-        if 2 * value.numel() * left.meta["val"].shape[1] < _LEAST_FLOPS:
+        is_turned = value.dtype == torch.bfloat16 and onednn_products.is_transposed(factor)
+        if value.dtype != torch.float32 and not is_turned:
             continue
         with graph.inserting_before(node):
             turned = graph.call_function(aten.t.default, (right,))
             turned.meta["val"] = right.meta["val"].t()
-            arguments: tuple[Any, ...] = (left, turned, bias, "none", [], "")
-            chosen = graph.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
+            chosen = graph.call_function(penstock.onednn_linear.default, (left, turned, bias))
             chosen.meta["val"] = value
         node.replace_all_uses_with(chosen)
         graph.erase_node(node)
-
-
-def onednn_flops(left: Tensor, right: Tensor, *_: Any) -> int:
-    """Return the operations of one such product; `right` is [columns, inner]."""
-    return 2 * left.shape[0] * left.shape[1] * right.shape[0]

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compiler import fused_head, keyed_dropout, recurrent_layer as recurrent
+from penstock.compiler import (
+    fused_head,
+    keyed_dropout,
+    onednn_products,
+    recurrent_layer as recurrent,
+)
 
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 
@@ -36,6 +41,7 @@ linear_cross_entropy_turn = _registered(
     "linear_cross_entropy_turn", fused_head.loss_sum_and_gradients
 )
 dropout = _registered("dropout", keyed_dropout.dropout)
+onednn_linear = _registered("onednn_linear", onednn_products.linear)
 recurrent_layer = _registered("recurrent_layer", recurrent.outputs)
 recurrent_layer_backward = _registered("recurrent_layer_backward", recurrent.gradients)
 
@@ -124,6 +130,11 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(dropout, _dropout_backward, setup_context=_save_dropout)
+
+
+@torch.library.register_fake(onednn_linear)
+def _(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]))
 
 
 @torch.library.register_fake(recurrent_layer)

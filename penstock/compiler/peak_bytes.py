@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from penstock.compiler import (
+    onednn_products,
     ops,  # noqa: F401  (registers the penstock operators)
     recurrent_layer,
 )
@@ -87,6 +88,8 @@ def _scratch(node: fx.Node, products: Products) -> int:
     if node.target in layers:
         given = (_value(argument) for argument in node.args[:4])
         return recurrent_layer.scratch_bytes(*given, with_gradients=layers[node.target])
+    if node.target is penstock.onednn_linear.default:
+        return onednn_products.scratch_bytes(*(_value(argument) for argument in node.args[:2]))
     if node.target not in heads:
         return sparse_scratch_bytes(node) + attention_scratch_bytes(node, products)
     hidden, weight = (_value(a) for a in node.args[heads[node.target] :][:2])

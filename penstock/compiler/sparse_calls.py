@@ -4,12 +4,13 @@ They take the engine's object with values and mask in the place of the weight, a
 products. A graph that is traced has the operators of `sparse_ops.py` instead.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.compiler.fused_head import Head
+from penstock.compiler.fused_head import ALL_ROWS, Head, Rows
 
 
 class SparseOperand(Protocol):
@@ -83,8 +84,8 @@ class _SparseHead:
     def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
         return self._weight.multiply(logits, None, True, step)
 
-    def weight_gradient(self, logits: Tensor, hidden: Tensor, step: int) -> Tensor:
-        return self._weight.gradient(hidden, logits, False, step)
+    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[Rows]:
+        yield ALL_ROWS, self._weight.gradient(hidden, logits, False, step)
 
 
 def linear_cross_entropy(

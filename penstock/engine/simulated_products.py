@@ -1,8 +1,11 @@
 """Products of weights on the simulated mesh: their numbers and their cycles come from there."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
+from penstock.compiler.fused_head import ALL_ROWS, Rows
 from penstock.engine.product_choices import SparseProducts
 from penstock.engine.sparse_weights import PreparedSparse
 from penstock.sparsity import SparseLayout, SparseWeight, matrix_shape
@@ -129,11 +132,11 @@ class SimulatedHead:
         self._simulator.is_gradient = True
         return self._simulator.product(logits, self._weight)
 
-    def weight_gradient(
+    def weight_gradients(
         self, logits: torch.Tensor, hidden: torch.Tensor, step: int
-    ) -> torch.Tensor:
-        """Return the gradient of the weight from that of the logits."""
-        return self._simulator.weight_gradient(logits, hidden)
+    ) -> Iterator[Rows]:
+        """Yield the gradient of the weight from that of the logits."""
+        yield ALL_ROWS, self._simulator.weight_gradient(logits, hidden)
 
 
 def _array(values: torch.Tensor) -> np.ndarray:

@@ -44,7 +44,7 @@ def multiplies_with(trainer):
         for graph in stage.kind.graphs.values()
         for node in graph.nodes
     }
-    return "onednn" if any("_linear_pointwise" in name for name in called) else "torch"
+    return "onednn" if any("onednn_linear" in name for name in called) else "torch"
 
 
 @pytest.mark.long

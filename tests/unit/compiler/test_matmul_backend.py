@@ -144,12 +144,12 @@ def test_product_library_is_chosen_only_in_the_program(monkeypatch):
     """A program runs as it was compiled, whatever processor the host has."""
     batch = rows(0)
     plain = compiled(Net(), batch, products="torch")
-    assert not calls(plain, "_linear_pointwise")
+    assert not calls(plain, "onednn_linear")
     assert not any(node.kwargs for node in calls(plain, "linear_cross_entropy"))
 
     module = Net()
     chosen = compiled(module, batch, products="onednn")
-    assert calls(chosen, "_linear_pointwise")
+    assert calls(chosen, "onednn_linear")
     heads = calls(chosen, "linear_cross_entropy")
     assert heads
     assert all(node.kwargs == {"products": "onednn"} for node in heads)
@@ -183,7 +183,7 @@ def test_small_and_bfloat16_products_use_pytorch():
     graph.lint()
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets.count(mm) == 2
-    assert targets.count(torch.ops.mkldnn._linear_pointwise.default) == 1
+    assert targets.count(torch.ops.penstock.onednn_linear.default) == 1
 
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=needs_onednn)])
