@@ -26,7 +26,11 @@ if TYPE_CHECKING:
         operator_costs as operator_costs,
         operator_of as operator_of,
     )
-    from penstock.compiler.fused_head import Head as Head
+    from penstock.compiler.fused_head import (
+        ALL_ROWS as ALL_ROWS,
+        GradientPart as GradientPart,
+        Head as Head,
+    )
     from penstock.compiler.hooks import refuse_gradient_hooks as refuse_gradient_hooks
     from penstock.compiler.matmul_backend import (
         PRODUCTS as PRODUCTS,

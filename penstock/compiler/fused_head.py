@@ -26,6 +26,7 @@ from penstock.kernels import cross_entropy as kernels
 CHUNK_BYTES = 128 << 20
 _MIN_ROWS = 64
 _BAND_LABELS = 4096  # of a weight's gradient that is computed and added at once, on the CPU
+_BAND_ELEMENTS = 1 << 18  # of a part that is added at once to a sum of another type
 _LEAST_ALIGNED = 4096  # vocabulary from which on the padding is small beside the logits
 
 
@@ -49,8 +50,8 @@ def _aligned(vocabulary: int) -> int:
     return -(-vocabulary // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
 
-Rows = tuple[slice, Tensor]
-"""Rows of the gradient of a weight: where they are in it, and their values."""
+GradientPart = tuple[slice, Tensor]
+"""GradientPart of the gradient of a weight: where they are in it, and their values."""
 ALL_ROWS = slice(None)
 
 
@@ -74,7 +75,7 @@ class HeadWeight(Protocol):
         """Return the gradient of the hidden states [rows, width] from that of the logits."""
         ...
 
-    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[Rows]:
+    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[GradientPart]:
         """Yield the gradient of the weight from that of the logits, in parts."""
         ...
 
@@ -113,7 +114,7 @@ class _DenseWeight:
         whole = self._whole(logits) if self._is_padded else logits
         return product(whole, self._weight, self._products)
 
-    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[Rows]:
+    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[GradientPart]:
         if hidden.device.type != "cpu":
             whole = self._whole(logits) if self._is_padded else logits
             part = product(whole.t(), hidden, self._products)[: self.vocabulary]
@@ -291,7 +292,7 @@ def loss_sum_and_gradients(
     return head.loss_sum_and_gradients(scale, with_weight)
 
 
-def _added(total: Tensor | None, parts: Iterator[Rows], vocabulary: int) -> Tensor:
+def _added(total: Tensor | None, parts: Iterator[GradientPart], vocabulary: int) -> Tensor:
     """Return the sum of a gradient of a weight so far, which may be overwritten, and its parts."""
     is_first = total is None
     for rows, part in parts:
@@ -302,9 +303,20 @@ def _added(total: Tensor | None, parts: Iterator[Rows], vocabulary: int) -> Tens
         if is_first:
             total[rows] = part
         else:
-            total[rows].add_(part)
+            _add(total[rows], part)
     assert total is not None
     return total
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    """Add rows of a gradient of a weight in place."""
+    if total.device.type != "cpu" or total.dtype == part.dtype:
+        total.add_(part)
+        return
+    # PyTorch widens the whole operand before it adds: a band of it stays in cache.
+    step = max(1, _BAND_ELEMENTS // part.shape[1])
+    for begin in range(0, part.shape[0], step):
+        total[begin : begin + step].add_(part[begin : begin + step])
 
 
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -361,11 +373,15 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool, products: str
 
 
 def _band_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
-    """Return the bytes of two parts of the weight's gradient, and of the logits that oneDNN reads
-    for one of them."""
-    element, labels = hidden.element_size(), min(_BAND_LABELS, weight.shape[0])
-    copied = chunk_rows(hidden.shape[0], weight.shape[0], element) if uses_onednn(products) else 0
-    return labels * (2 * weight.shape[1] + copied) * element
+    """Return the bytes of the parts of the weight's gradient that are there at once, besides its
+    sum, and of the logits that oneDNN reads for one of them."""
+    vocabulary, width = weight.shape
+    element, labels = hidden.element_size(), min(_BAND_LABELS, vocabulary)
+    parts = min(2 * labels, vocabulary)
+    if labels == vocabulary and _chunk_count(hidden, vocabulary) == 1:
+        parts = 0  # the only part is the result
+    copied = chunk_rows(hidden.shape[0], vocabulary, element) if uses_onednn(products) else 0
+    return (parts * width + labels * copied) * element
 
 
 def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:

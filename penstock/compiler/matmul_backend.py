@@ -48,8 +48,7 @@ def has_onednn() -> bool:
 def products_for(processor: Processor) -> Products:
     """Return the library for large float32 products on a processor, with this PyTorch, and whether
     bfloat16 is multiplied in float32."""
-    is_other_vendor = processor.is_x86 and processor.vendor not in (None, "GenuineIntel")
-    if is_other_vendor and processor.has_avx512 and has_onednn():
+    if processor.prefers_onednn and has_onednn():
         return "onednn"
     return "torch" if processor.multiplies_bfloat16 else "torch+float32"
 

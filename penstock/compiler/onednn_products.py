@@ -7,10 +7,9 @@ thousand numbers slowly: such a sum is made of bands, or the factor is transpose
 (`docs/decisions.md` has the figures).
 """
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from penstock.kernels.transposed_copy import transposed_copy
 
 _LONG_SUM = 1024
 _BANDED_SUM = 8192  # sums that are made of bands of `_LONG_SUM`
@@ -49,12 +48,14 @@ def _linear(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 def _banded(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
     """Add products over bands of the inner dimension, in their order."""
-    total = None
-    for begin in range(0, left.shape[1], _LONG_SUM):
+
+    def part(begin: int, bias: Tensor | None) -> Tensor:
         band = slice(begin, begin + _LONG_SUM)
-        part = _linear(_row_major(left[:, band]), right[:, band], bias if begin == 0 else None)
-        total = part if total is None else total.add_(part)
-    assert total is not None
+        return _linear(_row_major(left[:, band]), right[:, band], bias)
+
+    total = part(0, bias)
+    for begin in range(_LONG_SUM, left.shape[1], _LONG_SUM):
+        total.add_(part(begin, None))
     return total
 
 
@@ -71,15 +72,21 @@ def _is_copied(left: Tensor, right: Tensor) -> bool:
 
 def is_transposed(matrix: Tensor) -> bool:
     """Return whether the columns of a matrix are contiguous and its rows are not."""
-    return matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0] > 1
+    rows, columns = matrix.shape
+    return matrix.stride(0) == 1 and matrix.stride(1) >= rows > 1 and columns > 1
 
 
 def _row_major(matrix: Tensor) -> Tensor:
     """Return a matrix with contiguous rows: itself, or a copy of a transposed view."""
     if not is_transposed(matrix):
         return matrix
-    columns = matrix.t()
-    if matrix.dtype == torch.float32:
-        return torch.from_numpy(transposed_copy(columns.numpy()))
-    copy = transposed_copy(columns.view(torch.uint16).numpy())
-    return torch.from_numpy(copy).view(matrix.dtype)
+    from penstock.kernels.transposed_copy import copy_transposed  # loads a compiler
+
+    made = torch.empty(matrix.shape, dtype=matrix.dtype)
+    copy_transposed(_numbers(matrix.detach().t()), _numbers(made.view(-1)))
+    return made
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    """View a tensor for the kernel: float32 as it is, bfloat16 as its bit patterns."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

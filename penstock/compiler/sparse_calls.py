@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.compiler.fused_head import ALL_ROWS, Head, Rows
+from penstock.compiler.fused_head import ALL_ROWS, Head, GradientPart
 
 
 class SparseOperand(Protocol):
@@ -84,7 +84,7 @@ class _SparseHead:
     def hidden_gradient(self, logits: Tensor, step: int) -> Tensor:
         return self._weight.multiply(logits, None, True, step)
 
-    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[Rows]:
+    def weight_gradients(self, logits: Tensor, hidden: Tensor, step: int) -> Iterator[GradientPart]:
         yield ALL_ROWS, self._weight.gradient(hidden, logits, False, step)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from penstock.compiler.fused_head import ALL_ROWS, Rows
+from penstock.compiler import ALL_ROWS, GradientPart
 from penstock.engine.product_choices import SparseProducts
 from penstock.engine.sparse_weights import PreparedSparse
 from penstock.sparsity import SparseLayout, SparseWeight, matrix_shape
@@ -134,7 +134,7 @@ class SimulatedHead:
 
     def weight_gradients(
         self, logits: torch.Tensor, hidden: torch.Tensor, step: int
-    ) -> Iterator[Rows]:
+    ) -> Iterator[GradientPart]:
         """Yield the gradient of the weight from that of the logits."""
         yield ALL_ROWS, self._simulator.weight_gradient(logits, hidden)
 

@@ -27,4 +27,5 @@ __all__ = [
     "sparse_products",
     "sparse_vector_product",
     "split_master",
+    "transposed_copy",
 ]

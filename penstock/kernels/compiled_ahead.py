@@ -22,6 +22,7 @@ from penstock.kernels.attention_shape import TILE, Shape
 from penstock.kernels.exact_sum import exact_sum
 from penstock.kernels.gradients import add_gradient, copy_gradient
 from penstock.kernels.memory import allocate
+from penstock.kernels.transposed_copy import copy_transposed
 
 _ELEMENTS = 1 << 10
 _SMALL_VOCABULARY = 64
@@ -55,6 +56,10 @@ def _attention(dtype: str, size: str) -> None:
     attention.attention(query, key, value, out, logarithms, **options)
     inputs, written = (gradient, query, key, value, out, logarithms), (tokens(), tokens(), tokens())
     attention.attention_backward(*inputs, written, **options)
+
+
+def _transposition(dtype: str, _: str) -> None:
+    copy_transposed(np.zeros((2, 2), dtype), np.zeros(4, dtype))
 
 
 def _loss(dtype: str, _: str) -> None:
@@ -105,6 +110,7 @@ def _halves() -> tuple[np.ndarray, np.ndarray]:
 
 GROUPS: dict[str, Callable[[str, str], None]] = {
     "attention": _attention,
+    "transposition": _transposition,
     "loss": _loss,
     "evaluation": _evaluation,
     "gelu": _gelu,

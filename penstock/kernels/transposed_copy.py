@@ -7,7 +7,7 @@ PyTorch's copy of a transposed view takes three to five times as long (`docs/dec
 import numpy as np
 from numba import prange
 
-from penstock.kernels.arguments import flat_rows, require_rows
+from penstock.kernels.arguments import flat_rows, require_flat, require_rows
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.transposition import transpose_floats, transpose_to_features
 from penstock.kernels.vectors import LANES
@@ -60,24 +60,21 @@ def _transpose_shorts(source, stride, rows, columns, target):
         )  # fmt: skip
 
 
-def transposed_copy(source: np.ndarray) -> np.ndarray:
-    """Return the transposed matrix, contiguous.
+def copy_transposed(source: np.ndarray, target: np.ndarray) -> None:
+    """Write the transposed matrix.
 
     Args:
         source: float32, or uint16 for bfloat16 patterns, `[rows, columns]`; rows are contiguous and
             may be apart.
-
-    Returns:
-        `[columns, rows]`, of the same type.
+        target: of the same type, `[columns * rows]`.
 
     Raises:
-        ValueError: the array has another type or layout.
+        ValueError: an array has another type, length or layout.
     """
     is_float = source.dtype == np.float32
     require_rows("source", source, np.float32 if is_float else np.uint16)
+    require_flat("target", target, source.size, source.dtype.type, write=True)
     rows, columns = source.shape
-    target = np.empty((columns, rows), source.dtype)
     flat, stride = flat_rows(source)
     transpose = _transpose_floats if is_float else _transpose_shorts
-    transpose(flat, stride, rows, columns, target.reshape(-1))
-    return target
+    transpose(flat, stride, rows, columns, target)

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from penstock.config import Config, PresetModel, resolve_preset
 from penstock.errors import PenstockError
+from penstock.kernels.processor import Processor
 from penstock.telemetry import Notice, process_memory
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def groups_of(config: Config) -> list[str]:
         groups = [*_attention_of(preset.task, preset.config)]
         if preset.config.get("activation_function") == "gelu_new":
             groups.append("gelu")
+        if Processor.here().prefers_onednn:
+            groups.append("transposition")
         groups.append("loss")
         if config.evaluation.every is not None:
             groups.append("evaluation")

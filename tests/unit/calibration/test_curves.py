@@ -78,7 +78,7 @@ def test_amounts_of_a_product_are_those_of_the_arithmetic(products):
     shapes = (512, 64), (256, 64), (512, 256)
     graph = traced(both, tuple(Operand(shape, FLOAT) for shape in shapes), products)
     targets = {str(node.target) for node in graph.nodes if node.op == "call_function"}
-    assert ("mkldnn.onednn_linear.default" in targets) == (products == "onednn")
+    assert ("penstock.onednn_linear.default" in targets) == (products == "onednn")
     quantity = Quantity("engine", "product", "float32", "features")
     assert amount_of(quantity, graph) == (2 * 2 * 512 * 256 * 64, 64)
 

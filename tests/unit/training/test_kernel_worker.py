@@ -12,12 +12,22 @@ import pytest
 
 from penstock.config import Config
 from penstock.kernels import code_cache, compiled_ahead
+from penstock.kernels.processor import Processor
 from penstock.telemetry import Notice
 from penstock.training import KernelWorker, kernel_worker
 from penstock.training.kernel_worker import groups_of
 
 SMALL = {"preset": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 257}
-GROUPS = ["attention:16", "gelu", "loss", "evaluation", "gradients", "masters", "adamw"]
+GROUPS = [
+    "attention:16",
+    "gelu",
+    "transposition",
+    "loss",
+    "evaluation",
+    "gradients",
+    "masters",
+    "adamw",
+]
 
 
 def config(**changes: Any) -> Config:
@@ -30,6 +40,12 @@ def room(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kernel_worker.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(kernel_worker.process_memory, "available_bytes", lambda: 8 << 30)
     monkeypatch.setattr(code_cache, "code_folder", lambda: tmp_path)
+    use_processor(monkeypatch, "AuthenticAMD")
+
+
+def use_processor(monkeypatch, vendor: str) -> None:
+    found = Processor("x86_64", vendor)
+    monkeypatch.setattr(Processor, "here", classmethod(lambda cls: found))
 
 
 @pytest.fixture
@@ -96,6 +112,11 @@ def test_host_without_room_starts_no_process(lacks, started, monkeypatch):
 )
 def test_kernels_that_a_run_does_not_call_are_not_compiled(changes, missing):
     assert groups_of(config(**changes)) == [each for each in GROUPS if each != missing]
+
+
+def test_copies_for_onednn_are_compiled_where_it_multiplies(monkeypatch):
+    use_processor(monkeypatch, "GenuineIntel")
+    assert groups_of(config()) == [each for each in GROUPS if each != "transposition"]
 
 
 def test_failure_is_a_notice_once_and_the_run_goes_on(monkeypatch):

@@ -1,0 +1,119 @@
+"""The copies and bands that make products by oneDNN faster change them by rounding at most."""
+
+import pytest
+import torch
+from real_allocations import peak_allocated_bytes
+from torch import fx
+
+from penstock.compiler import has_onednn, onednn_products
+from penstock.compiler.matmul_backend import choose_products
+from penstock.compiler.onednn_products import is_transposed, linear, scratch_bytes
+
+pytestmark = pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
+
+ROWS, INNER, COLUMNS = 96, 500, 70
+FORMS = ["rows", "transposed", "apart", "transposed apart"]
+
+
+def matrix(form, shape, dtype, seed):
+    """Random numbers in one of the forms that a factor may have."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(seed)
+    apart = 5 if form.endswith("apart") else 0
+    if form.startswith("transposed"):
+        whole = torch.randn(columns, rows + apart, generator=generator).to(dtype)
+        return whole[:, :rows].t()
+    return torch.randn(rows, columns + apart, generator=generator).to(dtype)[:, :columns]
+
+
+@pytest.fixture(params=["plain", "copied", "banded"])
+def way(request, monkeypatch):
+    """The right factor as it is, copied, and a sum in bands of which the last is short."""
+    limits = {"copied": (64, 8192, 64), "banded": (64, 256, 64), "plain": (1024, 8192, 768)}
+    long_sum, banded_sum, least_rows = limits[request.param]
+    monkeypatch.setattr(onednn_products, "_LONG_SUM", long_sum)
+    monkeypatch.setattr(onednn_products, "_BANDED_SUM", banded_sum)
+    monkeypatch.setattr(onednn_products, "_LEAST_ROWS", least_rows)
+    return request.param
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("right_form", FORMS)
+@pytest.mark.parametrize("left_form", FORMS)
+def test_product_is_exact_to_rounding(left_form, right_form, dtype, has_bias, way):
+    left = matrix(left_form, (ROWS, INNER), dtype, 0)
+    right = matrix(right_form, (COLUMNS, INNER), dtype, 1)
+    bias = torch.randn(COLUMNS).to(dtype) if has_bias else None
+    given = [factor.clone() for factor in (left, right)]
+    found = linear(left, right, bias)
+    exact = left.double() @ right.double().t() + (0 if bias is None else bias.double())
+    size = left.double().abs() @ right.double().abs().t()
+    bound = (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0) + 2**-20 * size
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    assert ((found.double() - exact).abs() <= bound).all()
+    assert torch.equal(found, linear(left, right, bias))
+    assert torch.equal(left, given[0])
+    assert torch.equal(right, given[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("right_form", FORMS[:2])
+@pytest.mark.parametrize("left_form", FORMS[:2])
+def test_allocations_are_counted(left_form, right_form, dtype, way):
+    left = matrix(left_form, (10 * ROWS, INNER), dtype, 0)
+    right = matrix(right_form, (10 * COLUMNS, INNER), dtype, 1)
+
+    def act():
+        return linear(left, right)
+
+    counted = act().nbytes + scratch_bytes(left, right)
+    assert 0.8 * counted <= peak_allocated_bytes(act) <= counted + 200_000  # of the library
+
+
+def test_a_large_right_factor_is_not_copied(monkeypatch):
+    """A copy of a weight of a large model could be missed by the run."""
+    left, right = torch.empty(1000, 2000), torch.empty(2000, 300).t()
+    assert scratch_bytes(left, right) == right.nbytes
+    monkeypatch.setattr(onednn_products, "_MOST_COPIED", right.nbytes - 1)
+    assert scratch_bytes(left, right) == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.empty(3, 4), False),
+        (torch.empty(3, 4).t(), True),
+        (torch.empty(3, 8)[:, :4].t(), True),
+        (torch.empty(1, 4).t(), False),
+        (torch.empty(4, 1).t(), False),
+        (torch.empty(4, 4, 4)[:, :, 1], False),
+    ],
+)
+def test_transposed_views_are_recognised(tensor, expected):
+    assert is_transposed(tensor) == expected
+
+
+def test_bfloat16_products_of_transposed_views_are_chosen():
+    """As in the gradient of a weight; a forward product stays PyTorch's."""
+    graph = fx.Graph()
+    x, gradient = (graph.placeholder(name) for name in ("x", "gradient"))
+    for node in (x, gradient):
+        node.meta["val"] = torch.empty(512, 256, dtype=torch.bfloat16)
+    turned = graph.call_function(torch.ops.aten.t.default, (x,))
+    turned.meta["val"] = x.meta["val"].t()
+    mm = torch.ops.aten.mm.default
+    made = [graph.call_function(mm, pair) for pair in ((turned, gradient), (x, turned))]
+    for node, size in zip(made, (256, 512), strict=True):
+        node.meta["val"] = torch.empty(size, size, dtype=torch.bfloat16)
+    graph.output(tuple(made))
+    choose_products(graph, "onednn")
+    graph.lint()
+    values = torch.randn(2, 512, 256).bfloat16()
+    first, second = fx.GraphModule(torch.nn.Module(), graph)(*values)
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert targets.count(mm) == 1
+    assert targets.count(torch.ops.penstock.onednn_linear.default) == 1
+    torch.testing.assert_close(first, values[0].t() @ values[1])
+    torch.testing.assert_close(second, values[0] @ values[0].t())
