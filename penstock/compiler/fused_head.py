@@ -51,7 +51,7 @@ def _aligned(vocabulary: int) -> int:
 
 
 GradientPart = tuple[slice, Tensor]
-"""GradientPart of the gradient of a weight: where they are in it, and their values."""
+"""Rows of the gradient of a weight: where they are in it, and their values."""
 ALL_ROWS = slice(None)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.compiler.fused_head import ALL_ROWS, Head, GradientPart
+from penstock.compiler.fused_head import ALL_ROWS, GradientPart, Head
 
 
 class SparseOperand(Protocol):
