@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.compiler import device_losses
+from penstock.compiler import device_losses, onednn_products
 from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product, uses_onednn, widens
 from penstock.kernels import cross_entropy as kernels
 
@@ -158,16 +158,18 @@ class Head:
     def loss_sum(self) -> Tensor:
         """Return the sum of the losses, float32 []."""
         losses = []
-        for rows, logits in self._chunks():
-            losses.append(_losses(logits, self.labels[rows], self.ignore_index))
+        for rows in self._chunks():
+            losses.append(_losses(self._logits(rows), self.labels[rows], self.ignore_index))
         return torch.cat(losses).sum()
 
     def loss_sum_and_predictions(self) -> tuple[Tensor, Tensor]:
         """Return also each token's most likely label, int64 [tokens]."""
         losses, predictions = [], []
-        for rows, logits in self._chunks():
+        for rows in self._chunks():
+            logits = self._logits(rows)
             losses.append(_losses(logits, self.labels[rows], self.ignore_index))
             predictions.append(_most_likely(logits))
+            del logits  # freed before the next chunk's logits are computed
         return torch.cat(losses).sum(), torch.cat(predictions)
 
     def loss_sum_and_gradients(self, scale: Tensor, with_weight: bool) -> list[Tensor]:
@@ -181,11 +183,12 @@ class Head:
         grad_bias = torch.zeros(weight.vocabulary, dtype=torch.float32, device=hidden.device)
         losses = []
         chunks = _chunk_count(hidden, weight.vocabulary)
-        for number, (rows, logits) in enumerate(self._chunks()):
-            labels = self.labels[rows]
+        for number, rows in enumerate(self._chunks()):
+            logits, labels = self._logits(rows), self.labels[rows]
             losses.append(_losses_to_gradients(logits, labels, self.ignore_index, factor))
             grad_hidden[rows] = weight.hidden_gradient(logits, self._step)
             if not with_weight:
+                del logits
                 continue
             # Chunks are added in float32 for every type, so that small contributions are not
             # rounded away. An addition computes in float32 anyway: two chunks need no copies.
@@ -199,6 +202,7 @@ class Head:
             )
             if bias is not None:
                 grad_bias += logits.sum(0, dtype=torch.float32)
+            del logits  # freed before the next chunk's logits are computed
         grads = [torch.cat(losses).sum(), grad_hidden]
         if grad_weight is not None:
             grads.append(grad_weight.to(weight.gradient_dtype))
@@ -211,17 +215,18 @@ class Head:
         hidden = self.hidden
         return chunk_rows(hidden.shape[0], self.weight.vocabulary, hidden.element_size())
 
-    def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows of this chunk, its logits [rows, vocabulary]); the caller may overwrite the
-        logits."""
+    def _chunks(self) -> Iterator[slice]:
+        """Yield the rows of each chunk."""
         tokens, step = self.hidden.shape[0], self._step
         for start in range(0, tokens, step):
-            rows = slice(start, min(start + step, tokens))
-            logits = self.weight.logits(self.hidden[rows], step)
-            if self.bias is not None:
-                logits += self.bias
-            yield rows, logits
-            del logits  # freed before the next chunk's logits are computed
+            yield slice(start, min(start + step, tokens))
+
+    def _logits(self, rows: slice) -> Tensor:
+        """Return the logits of a chunk [rows, vocabulary], which the caller may overwrite."""
+        logits = self.weight.logits(self.hidden[rows], self._step)
+        if self.bias is not None:
+            logits += self.bias
+        return logits
 
 
 def loss_sum(
@@ -374,14 +379,22 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool, products: str
 
 def _band_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
     """Return the bytes of the parts of the weight's gradient that are there at once, besides its
-    sum, and of the logits that oneDNN reads for one of them."""
+    sum, and of what oneDNN's products need."""
     vocabulary, width = weight.shape
-    element, labels = hidden.element_size(), min(_BAND_LABELS, vocabulary)
+    labels = min(_BAND_LABELS, vocabulary)
     parts = min(2 * labels, vocabulary)
     if labels == vocabulary and _chunk_count(hidden, vocabulary) == 1:
         parts = 0  # the only part is the result
-    copied = chunk_rows(hidden.shape[0], vocabulary, element) if uses_onednn(products) else 0
-    return (parts * width + labels * copied) * element
+    own = parts * width * hidden.element_size()
+    if not uses_onednn(products):
+        return own
+    rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
+    logits, states, matrix = (
+        torch.empty(size, dtype=hidden.dtype, device="meta")
+        for size in ((rows, vocabulary), (rows, width), (vocabulary, width))
+    )
+    of_weight = own + onednn_products.scratch_bytes(logits[:, :labels].t(), states.t())
+    return max(of_weight, onednn_products.scratch_bytes(logits, matrix.t()))
 
 
 def chunk_bytes(hidden: Tensor, vocabulary: int) -> int:

@@ -285,14 +285,19 @@ def test_gradient_of_two_chunks_is_rounded_once(monkeypatch):
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("products", ["torch", "onednn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_allocations_of_a_head_stay_below_what_is_counted(dtype, products, chunks, monkeypatch):
-    monkeypatch.setattr(fused_head, "chunk_rows", lambda *_: -(-60 // chunks))
-    hidden, weight = torch.randn(60, 256).to(dtype), torch.randn(5001, 256).to(dtype)
-    given = (torch.tensor(1.0), hidden, weight, None, torch.randint(5001, (60,)), -100, True)
+@pytest.mark.parametrize(("tokens", "labels"), [(60, 5001), (1800, 2000), (40, 9001)])
+def test_allocations_of_a_head_stay_below_what_is_counted(
+    tokens, labels, dtype, products, chunks, monkeypatch
+):
+    """Of several bands and of one; of a product that is a sum of bands, and one with a copy."""
+    monkeypatch.setattr(fused_head, "chunk_rows", lambda *_: -(-tokens // chunks))
+    hidden, weight = torch.randn(tokens, 256).to(dtype), torch.randn(labels, 256).to(dtype)
+    given = (torch.tensor(1.0), hidden, weight, None, torch.randint(labels, (tokens,)), -100, True)
 
     def act():
         return fused_head.loss_sum_and_gradients(*given, products)
 
     results = sum(tensor.nbytes for tensor in act())
     counted = results + fused_head.scratch_bytes(hidden, weight, True, products)
-    assert 0.8 * counted <= peak_allocated_bytes(act) <= counted + 200_000  # of the libraries
+    of_libraries = 0.02 * counted + (200_000 if dtype == torch.float32 else 1_300_000)
+    assert 0.75 * counted <= peak_allocated_bytes(act) <= counted + of_libraries

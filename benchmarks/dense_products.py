@@ -1,0 +1,179 @@
+"""Are the products of dense weights as fast as the faster library makes them?
+
+The three products of a layer's weight (forward, gradient of the inputs, gradient of the weight) for
+weights `[inputs, outputs]` as in GPT-2 and `[outputs, inputs]` as in most other models (marked
+`^T`), and those of GPT-2's head, in the form that the compiler chooses on this processor
+(`penstock/compiler/matmul_backend.py`, `onednn_products.py`). They take turns with PyTorch's
+product of the same tensors and, in float32, with a plain call of oneDNN. Beside the rates stands
+the share of the rate of dense products, measured in the same run.
+
+    python benchmarks/dense_products.py [--quick]
+
+`value` is the least ratio of the time of the fastest other form to ours.
+"""
+
+from __future__ import annotations
+
+import penstock  # isort: skip  # noqa: F401 (first: PyTorch reads how its threads wait at import)
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from contract import describe_machine, limits_of_this_machine, print_limits, print_result
+from side_by_side import print_table
+from torch import Tensor
+
+from penstock.compiler import Products, has_onednn
+from penstock.compiler.matmul_backend import product
+from penstock.engine import keep_freed_pages, set_threads, target_of
+from penstock.kernels.processor import Processor
+
+TARGET = 0.95
+TOKENS, WIDTH, VOCABULARY, CHUNK = 2048, 768, 50257, {"fp32": 512, "bf16": 1024}
+LAYERS = {  # inputs and outputs
+    "attention": (768, 2304),
+    "up": (768, 3072),
+    "down": (3072, 768),
+    "wide": (2048, 4096),
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two layers, 512 tokens, few rounds")
+    quick = parser.parse_args().quick
+    machine = describe_machine()
+    set_threads(None)
+    keep_freed_pages()
+    products = target_of("cpu").choose_products(Processor.here())
+    limits = limits_of_this_machine(products=list(TYPES))
+    print_limits(limits)
+    layers = dict(list(LAYERS.items())[1:3]) if quick else LAYERS
+    tokens, rounds = (512, 3) if quick else (TOKENS, 7)
+    rows = []
+    for name, dtype in TYPES.items():
+        cases = list(layer_products(layers, tokens, dtype))
+        if not quick:
+            cases += head_products(CHUNK[name], dtype)
+        limit = 1e9 * limits["products_gflop_per_second"][name]
+        rows += [measured(name, case, rounds, products, limit) for case in cases]
+    print_table(
+        {
+            "type": 5,
+            "weight": 12,
+            "product": 18,
+            "PyTorch": 9,
+            "oneDNN": 9,
+            "ours": 9,
+            "ratio": 6,
+            "of products": 12,
+        },
+        (
+            (
+                row["type"],
+                row["weight"],
+                row["product"],
+                f"{row['torch']:.0f}",
+                "" if row["onednn"] is None else f"{row['onednn']:.0f}",
+                f"{row['ours']:.0f}",
+                f"{row['ratio']:.3f}",
+                f"{row['share']:.0%}",
+            )
+            for row in rows
+        ),
+    )
+    print("rates in GFLOP/s")
+    print_result(
+        "dense_products",
+        value=round(min(row["ratio"] for row in rows), 3),
+        target=TARGET,
+        unit="least ratio of the time of the faster of PyTorch's and oneDNN's product to ours",
+        products=products,
+        limits=limits,
+        rows=rows,
+        machine=machine,
+    )
+
+
+class Case(NamedTuple):
+    """A product: the name of its weight, its own, and its two factors."""
+
+    weight: str
+    product: str
+    left: Tensor
+    right: Tensor
+
+
+def layer_products(
+    layers: dict[str, tuple[int, int]], tokens: int, dtype: torch.dtype
+) -> Iterator[Case]:
+    """Yield the products of weights in both orientations."""
+    for label, (inputs, outputs) in layers.items():
+        x, dy = _random(tokens, inputs, dtype), _random(tokens, outputs, dtype)
+        for stored in ((inputs, outputs), (outputs, inputs)):
+            weight = _random(*stored, dtype)
+            of_inputs = stored == (inputs, outputs)
+            turned = weight if of_inputs else weight.t()
+            name = f"{label}{'' if of_inputs else '^T'}"
+            yield Case(name, "forward", x, turned)
+            yield Case(name, "inputs' gradient", dy, turned.t())
+            left, right = (x, dy) if of_inputs else (dy, x)
+            yield Case(name, "weight's gradient", left.t(), right)
+
+
+def head_products(rows: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield the products of a chunk of GPT-2's head."""
+    hidden, weight = _random(rows, WIDTH, dtype), _random(VOCABULARY, WIDTH, dtype)
+    logits = _random(rows, VOCABULARY, dtype)
+    yield Case("head", "forward", hidden, weight.t())
+    yield Case("head", "inputs' gradient", logits, weight)
+    yield Case("head", "weight's gradient", logits.t(), hidden)
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns).to(dtype)
+
+
+def measured(
+    name: str, case: Case, rounds: int, products: Products, limit: float
+) -> dict[str, Any]:
+    """Return the rates of one product in turns, medians, in GFLOP/s."""
+    left, right = case.left, case.right
+    forms: dict[str, Callable[[], object]] = {
+        "torch": lambda: torch.mm(left, right),
+        "ours": lambda: product(left, right, products),
+    }
+    if left.dtype == torch.float32 and has_onednn():
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        forms["onednn"] = lambda: linear(left, right.t(), None, "none", [], "")
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for round_ in range(rounds + 1):
+        for each, call in forms.items():
+            begin = time.perf_counter()
+            call()
+            if round_:
+                times[each].append(time.perf_counter() - begin)
+    flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    rates = {each: flops / statistics.median(own) / 1e9 for each, own in times.items()}
+    others = [own for each, own in times.items() if each != "ours"]
+    ratios = [min(found) / ours for ours, *found in zip(times["ours"], *others, strict=True)]
+    return {
+        "type": name,
+        "weight": case.weight,
+        "product": case.product,
+        "torch": round(rates["torch"], 1),
+        "onednn": round(rates["onednn"], 1) if "onednn" in rates else None,
+        "ours": round(rates["ours"], 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "share": round(1e9 * rates["ours"] / limit, 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
