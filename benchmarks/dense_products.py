@@ -1,11 +1,11 @@
-"""Are the products of dense weights as fast as the faster library makes them?
+"""Are float32 products of dense weights as fast as the faster library makes them?
 
 The three products of a layer's weight (forward, gradient of the inputs, gradient of the weight) for
 weights `[inputs, outputs]` as in GPT-2 and `[outputs, inputs]` as in most other models (marked
 `^T`), and those of GPT-2's head, in the form that the compiler chooses on this processor
 (`penstock/compiler/matmul_backend.py`, `onednn_products.py`). They take turns with PyTorch's
-product of the same tensors and, in float32, with a plain call of oneDNN. Beside the rates stands
-the share of the rate of dense products, measured in the same run.
+product of the same tensors and with a plain call of oneDNN. Beside the rates stands the share of
+the rate of dense products, measured in the same run.
 
     python benchmarks/dense_products.py [--quick]
 
@@ -33,14 +33,13 @@ from penstock.engine import keep_freed_pages, set_threads, target_of
 from penstock.kernels.processor import Processor
 
 TARGET = 0.95
-TOKENS, WIDTH, VOCABULARY, CHUNK = 2048, 768, 50257, {"fp32": 512, "bf16": 1024}
+TOKENS, WIDTH, VOCABULARY, CHUNK = 2048, 768, 50257, 512
 LAYERS = {  # inputs and outputs
     "attention": (768, 2304),
     "up": (768, 3072),
     "down": (3072, 768),
     "wide": (2048, 4096),
 }
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main() -> None:
@@ -52,20 +51,17 @@ def main() -> None:
     set_threads(None)
     keep_freed_pages()
     products = target_of("cpu").choose_products(Processor.here())
-    limits = limits_of_this_machine(products=list(TYPES))
+    limits = limits_of_this_machine(products=["fp32"])
     print_limits(limits)
     layers = dict(list(LAYERS.items())[1:3]) if quick else LAYERS
     tokens, rounds = (512, 3) if quick else (TOKENS, 7)
-    rows = []
-    for name, dtype in TYPES.items():
-        cases = list(layer_products(layers, tokens, dtype))
-        if not quick:
-            cases += head_products(CHUNK[name], dtype)
-        limit = 1e9 * limits["products_gflop_per_second"][name]
-        rows += [measured(name, case, rounds, products, limit) for case in cases]
+    cases = list(layer_products(layers, tokens))
+    if not quick:
+        cases += head_products(CHUNK)
+    limit = 1e9 * limits["products_gflop_per_second"]["fp32"]
+    rows = [measured(case, rounds, products, limit) for case in cases]
     print_table(
         {
-            "type": 5,
             "weight": 12,
             "product": 18,
             "PyTorch": 9,
@@ -76,7 +72,6 @@ def main() -> None:
         },
         (
             (
-                row["type"],
                 row["weight"],
                 row["product"],
                 f"{row['torch']:.0f}",
@@ -110,14 +105,12 @@ class Case(NamedTuple):
     right: Tensor
 
 
-def layer_products(
-    layers: dict[str, tuple[int, int]], tokens: int, dtype: torch.dtype
-) -> Iterator[Case]:
+def layer_products(layers: dict[str, tuple[int, int]], tokens: int) -> Iterator[Case]:
     """Yield the products of weights in both orientations."""
     for label, (inputs, outputs) in layers.items():
-        x, dy = _random(tokens, inputs, dtype), _random(tokens, outputs, dtype)
+        x, dy = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
         for stored in ((inputs, outputs), (outputs, inputs)):
-            weight = _random(*stored, dtype)
+            weight = torch.randn(stored)
             of_inputs = stored == (inputs, outputs)
             turned = weight if of_inputs else weight.t()
             name = f"{label}{'' if of_inputs else '^T'}"
@@ -127,29 +120,23 @@ def layer_products(
             yield Case(name, "weight's gradient", left.t(), right)
 
 
-def head_products(rows: int, dtype: torch.dtype) -> Iterator[Case]:
+def head_products(rows: int) -> Iterator[Case]:
     """Yield the products of a chunk of GPT-2's head."""
-    hidden, weight = _random(rows, WIDTH, dtype), _random(VOCABULARY, WIDTH, dtype)
-    logits = _random(rows, VOCABULARY, dtype)
+    hidden, weight = torch.randn(rows, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    logits = torch.randn(rows, VOCABULARY)
     yield Case("head", "forward", hidden, weight.t())
     yield Case("head", "inputs' gradient", logits, weight)
     yield Case("head", "weight's gradient", logits.t(), hidden)
 
 
-def _random(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(rows, columns).to(dtype)
-
-
-def measured(
-    name: str, case: Case, rounds: int, products: Products, limit: float
-) -> dict[str, Any]:
+def measured(case: Case, rounds: int, products: Products, limit: float) -> dict[str, Any]:
     """Return the rates of one product in turns, medians, in GFLOP/s."""
     left, right = case.left, case.right
     forms: dict[str, Callable[[], object]] = {
         "torch": lambda: torch.mm(left, right),
         "ours": lambda: product(left, right, products),
     }
-    if left.dtype == torch.float32 and has_onednn():
+    if has_onednn():
         linear = torch.ops.mkldnn._linear_pointwise.default
         forms["onednn"] = lambda: linear(left, right.t(), None, "none", [], "")
     times: dict[str, list[float]] = {name: [] for name in forms}
@@ -164,7 +151,6 @@ def measured(
     others = [own for each, own in times.items() if each != "ours"]
     ratios = [min(found) / ours for ours, *found in zip(times["ours"], *others, strict=True)]
     return {
-        "type": name,
         "weight": case.weight,
         "product": case.product,
         "torch": round(rates["torch"], 1),

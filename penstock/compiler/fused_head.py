@@ -386,11 +386,11 @@ def _band_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
     if labels == vocabulary and _chunk_count(hidden, vocabulary) == 1:
         parts = 0  # the only part is the result
     own = parts * width * hidden.element_size()
-    if not uses_onednn(products):
+    if hidden.dtype != torch.float32 or not uses_onednn(products):
         return own
     rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
     logits, states, matrix = (
-        torch.empty(size, dtype=hidden.dtype, device="meta")
+        torch.empty(size, device="meta")
         for size in ((rows, vocabulary), (rows, width), (vocabulary, width))
     )
     of_weight = own + onednn_products.scratch_bytes(logits[:, :labels].t(), states.t())

@@ -68,9 +68,10 @@ def product(left: Tensor, right: Tensor, products: str) -> Tensor:
     if left.device.type == "cpu":
         if left.dtype == torch.bfloat16 and widens(products):
             return _widened(left, right, products)
-        flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        if uses_onednn(products) and flops >= _LEAST_FLOPS:
-            return onednn_products.linear(left, right.t())
+        if left.dtype == torch.float32 and uses_onednn(products):
+            flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+            if flops >= _LEAST_FLOPS:
+                return onednn_products.linear(left, right.t())
     return torch.mm(left, right)
 
 
@@ -175,8 +176,7 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _choose_onednn(graph: fx.Graph) -> None:
-    """Make large products use oneDNN directly: those of float32, and those of bfloat16 whose left
-    factor is a transposed view."""
+    """Make large float32 products use oneDNN."""
     for node in list(graph.nodes):
         if node.target is aten.mm.default:
             bias, (left, right) = None, node.args
@@ -187,11 +187,9 @@ def _choose_onednn(graph: fx.Graph) -> None:
         else:
             continue
         value: Tensor = node.meta["val"]
-        factor: Tensor = left.meta["val"]
-        if value.device.type != "cpu" or 2 * value.numel() * factor.shape[1] < _LEAST_FLOPS:
+        if value.dtype != torch.float32 or value.device.type != "cpu":
             continue
-        is_turned = value.dtype == torch.bfloat16 and onednn_products.is_transposed(factor)
-        if value.dtype != torch.float32 and not is_turned:
+        if 2 * value.numel() * left.meta["val"].shape[1] < _LEAST_FLOPS:
             continue
         with graph.inserting_before(node):
             turned = graph.call_function(aten.t.default, (right,))

@@ -1,4 +1,4 @@
-"""Products of matrices by oneDNN on the CPU.
+"""Products of float32 matrices by oneDNN on the CPU.
 
 oneDNN reads its left factor row after row, and PyTorch copies a factor that is a transposed view,
 as in the gradient of a weight. A kernel of our own makes that copy in a fourth of the time. The
@@ -7,7 +7,6 @@ thousand numbers slowly: such a sum is made of bands, or the factor is transpose
 (`docs/decisions.md` has the figures).
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +19,9 @@ _MOST_COPIED = 64 << 20  # bytes of a right factor that is copied
 def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `left @ right.T + bias`.
 
-    **Arguments:** `left` [rows, inner] and `right` [columns, inner], float32 or bfloat16 in host
-    memory, which may be transposed views; `bias` [columns].
+    **Arguments:** `left` [rows, inner] and `right` [columns, inner], float32 in host memory, which
+    may be transposed views; `bias` [columns].
     """
-    if left.dtype != torch.float32:
-        left, turned = _row_major(left), right.t()
-        return torch.mm(left, turned) if bias is None else torch.addmm(bias, left, turned)
     if _is_banded(left, right):
         return _banded(left, right, bias)
     if _is_copied(left, right):
@@ -35,11 +31,10 @@ def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def scratch_bytes(left: Tensor, right: Tensor) -> int:
     """Return the bytes of the copies that a product makes, and of the parts of its result."""
-    if left.dtype == torch.float32 and _is_banded(left, right):
-        return 4 * (left.shape[0] * _LONG_SUM + left.shape[0] * right.shape[0])
-    is_copied = left.dtype == torch.float32 and _is_copied(left, right)
-    copied = [left if is_transposed(left) else None, right if is_copied else None]
-    return sum(factor.numel() * factor.element_size() for factor in copied if factor is not None)
+    if _is_banded(left, right):
+        return 4 * left.shape[0] * (_LONG_SUM + right.shape[0])
+    copied = left.numel() if _is_transposed(left) else 0
+    return 4 * (copied + (right.numel() if _is_copied(left, right) else 0))
 
 
 def _linear(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,17 +55,17 @@ def _banded(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_banded(left: Tensor, right: Tensor) -> bool:
-    return left.shape[1] > _BANDED_SUM and is_transposed(right)
+    return left.shape[1] > _BANDED_SUM and _is_transposed(right)
 
 
 def _is_copied(left: Tensor, right: Tensor) -> bool:
     """Return whether the right factor is copied for a float32 product."""
     rows, inner = left.shape
-    is_small = right.numel() * right.element_size() <= _MOST_COPIED
-    return is_transposed(right) and inner > _LONG_SUM and rows >= _LEAST_ROWS and is_small
+    is_small = 4 * right.numel() <= _MOST_COPIED
+    return _is_transposed(right) and inner > _LONG_SUM and rows >= _LEAST_ROWS and is_small
 
 
-def is_transposed(matrix: Tensor) -> bool:
+def _is_transposed(matrix: Tensor) -> bool:
     """Return whether the columns of a matrix are contiguous and its rows are not."""
     rows, columns = matrix.shape
     return matrix.stride(0) == 1 and matrix.stride(1) >= rows > 1 and columns > 1
@@ -78,15 +73,10 @@ def is_transposed(matrix: Tensor) -> bool:
 
 def _row_major(matrix: Tensor) -> Tensor:
     """Return a matrix with contiguous rows: itself, or a copy of a transposed view."""
-    if not is_transposed(matrix):
+    if not _is_transposed(matrix):
         return matrix
     from penstock.kernels.transposed_copy import copy_transposed  # loads a compiler
 
-    made = torch.empty(matrix.shape, dtype=matrix.dtype)
-    copy_transposed(_numbers(matrix.detach().t()), _numbers(made.view(-1)))
+    made = torch.empty(matrix.shape)
+    copy_transposed(matrix.detach().t().numpy(), made.view(-1).numpy())
     return made
-
-
-def _numbers(tensor: Tensor) -> np.ndarray:
-    """View a tensor for the kernel: float32 as it is, bfloat16 as its bit patterns."""
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

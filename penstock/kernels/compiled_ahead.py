@@ -58,8 +58,8 @@ def _attention(dtype: str, size: str) -> None:
     attention.attention_backward(*inputs, written, **options)
 
 
-def _transposition(dtype: str, _: str) -> None:
-    copy_transposed(np.zeros((2, 2), dtype), np.zeros(4, dtype))
+def _transposition(_: str, __: str) -> None:
+    copy_transposed(np.zeros((2, 2), np.float32), np.zeros(4, np.float32))
 
 
 def _loss(dtype: str, _: str) -> None:

@@ -116,7 +116,7 @@ def groups_of(config: Config) -> list[str]:
         groups = [*_attention_of(preset.task, preset.config)]
         if preset.config.get("activation_function") == "gelu_new":
             groups.append("gelu")
-        if Processor.here().prefers_onednn:
+        if config.precision == "fp32" and Processor.here().prefers_onednn:
             groups.append("transposition")
         groups.append("loss")
         if config.evaluation.every is not None:

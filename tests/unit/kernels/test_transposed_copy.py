@@ -9,29 +9,24 @@ from penstock.kernels.transposed_copy import copy_transposed
 SHAPES = [(1, 1), (1, 33), (33, 1), (16, 32), (5, 70), (70, 5), (257, 65), (300, 130), (512, 192)]
 
 
-def numbers(shape, dtype, seed=0):
+def patterns(shape, seed=0):
+    """Every kind of number, NaN included."""
     generator = np.random.default_rng(seed)
-    bits = generator.integers(0, 1 << 8 * np.dtype(dtype).itemsize, shape, dtype=np.uint32)
-    return bits.astype(f"uint{8 * np.dtype(dtype).itemsize}").view(dtype)
-
-
-def bits(array):
-    return array.view(f"uint{8 * array.itemsize}")
+    return generator.integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("apart", [0, 3])
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_copy_is_the_transposed_matrix_bit_by_bit(shape, dtype, apart, threads):
-    """Every pattern, NaN included, and rows that are apart."""
+def test_copy_is_the_transposed_matrix_bit_by_bit(shape, apart, threads):
+    """Also of rows that are apart; nothing beside the target is written."""
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     rows, columns = shape
-    source = numbers((rows, columns + apart), dtype)[:, :columns]
-    guarded = np.full(source.size + 32, 7, dtype)
+    source = patterns((rows, columns + apart))[:, :columns]
+    guarded = np.full(source.size + 32, 7, np.float32)
     copy_transposed(source, guarded[16:-16])
     found = guarded[16:-16].reshape(columns, rows)
-    assert np.array_equal(bits(found), bits(np.ascontiguousarray(source.T)))
+    assert np.array_equal(found.view(np.uint32), source.T.copy().view(np.uint32))
     assert (guarded[:16] == 7).all()
     assert (guarded[-16:] == 7).all()
 
@@ -39,7 +34,7 @@ def test_copy_is_the_transposed_matrix_bit_by_bit(shape, dtype, apart, threads):
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        (np.zeros((2, 3)), np.zeros(6), "source: expected uint16 in two dimensions, got float64"),
+        (np.zeros((2, 3)), np.zeros(6), "source: expected float32 in two dimensions, got float64"),
         (np.zeros(6, np.float32), np.zeros(6, np.float32), "source: expected float32 in two dim"),
         (np.zeros((3, 2), np.float32).T, np.zeros(6, np.float32), "source: expected contiguous"),
         (np.zeros((2, 3), np.float32), np.zeros(5, np.float32), r"target: expected shape \[6\]"),

@@ -70,7 +70,8 @@ def start(settings: Config) -> None:
 def test_process_is_started_once_for_each_kind_of_run(started):
     for precision in ("fp32", "bf16", "fp32", "bf16"):
         start(config(precision=precision))
-    assert [command[3:] for command in started] == [["fp32", *GROUPS], ["bf16", *GROUPS]]
+    without = [each for each in GROUPS if each != "transposition"]
+    assert [command[3:] for command in started] == [["fp32", *GROUPS], ["bf16", *without]]
 
 
 @pytest.mark.parametrize(
