@@ -87,10 +87,9 @@ def main() -> None:
         target=TARGET,
         unit="least ratio of the time of PyTorch's fused attention to ours, forward and backward",
         products=products,
-        limits=limits,
         bf16_over_fp32=[round(seconds["bf16", *n] / seconds["fp32", *n], 3) for n in cases],
         rows=rows,
-        machine=machine,
+        machine={**machine, "limits": limits},
     )
 
 

@@ -298,7 +298,8 @@ def loss_sum_and_gradients(
 
 
 def _added(total: Tensor | None, parts: Iterator[GradientPart], vocabulary: int) -> Tensor:
-    """Return the sum of a gradient of a weight so far, which may be overwritten, and its parts."""
+    """Add parts to `total`, which is overwritten, and return the sum; without a total, the parts
+    are the sum."""
     is_first = total is None
     for rows, part in parts:
         if total is None:
@@ -368,18 +369,19 @@ def scratch_bytes(hidden: Tensor, weight: Tensor, gradients: bool, products: str
         own += weight.nbytes + 2 * padding
     if not gradients:
         return own
+    has_sum = chunks > 2 and weight.dtype != torch.float32
     if weight.device.type == "cpu":
-        own += _band_bytes(hidden, weight, products)
+        own += _gradient_bytes(hidden, weight, products)
+        # The parts are freed before the sum is rounded to the result.
+        own = max(0, own - weight.numel() * element) if has_sum else own
     elif chunks > 1:
         own += weight.numel() * element
-    if chunks > 2 and weight.dtype != torch.float32:
-        own += weight.numel() * 4
-    return own
+    return own + weight.numel() * 4 if has_sum else own
 
 
-def _band_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
-    """Return the bytes of the parts of the weight's gradient that are there at once, besides its
-    sum, and of what oneDNN's products need."""
+def _gradient_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
+    """Return the bytes of the parts of the weight's gradient that exist at the same time, besides
+    its sum, and of what oneDNN's products allocate."""
     vocabulary, width = weight.shape
     labels = min(_BAND_LABELS, vocabulary)
     parts = min(2 * labels, vocabulary)
@@ -388,12 +390,20 @@ def _band_bytes(hidden: Tensor, weight: Tensor, products: str) -> int:
     own = parts * width * hidden.element_size()
     if hidden.dtype != torch.float32 or not uses_onednn(products):
         return own
-    rows = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
+    step = chunk_rows(hidden.shape[0], vocabulary, hidden.element_size())
+    sizes = {min(step, hidden.shape[0]), hidden.shape[0] % step or step}
+    return max(_product_bytes(rows, labels, weight.shape, own) for rows in sizes)
+
+
+def _product_bytes(rows: int, labels: int, shape: torch.Size, parts: int) -> int:
+    """Return the larger of what oneDNN allocates for the gradient of hidden states, and for that of
+    a band of the weight beside its parts."""
+    vocabulary, width = shape
     logits, states, matrix = (
-        torch.empty(size, device="meta")
+        torch.empty(size, dtype=torch.float32, device="meta")
         for size in ((rows, vocabulary), (rows, width), (vocabulary, width))
     )
-    of_weight = own + onednn_products.scratch_bytes(logits[:, :labels].t(), states.t())
+    of_weight = parts + onednn_products.scratch_bytes(logits[:, :labels].t(), states.t())
     return max(of_weight, onednn_products.scratch_bytes(logits, matrix.t()))
 
 

@@ -1,10 +1,12 @@
 """Products of float32 matrices by oneDNN on the CPU.
 
 oneDNN reads its left factor row after row, and PyTorch copies a factor that is a transposed view,
-as in the gradient of a weight. A kernel of our own makes that copy in a fourth of the time. The
-right factor may be either way, but where it is stored row after row oneDNN sums over more than a
-thousand numbers slowly: such a sum is made of bands, or the factor is transposed before
-(`docs/decisions.md` has the figures).
+as in the gradient of a weight. A kernel of our own makes that copy in a fourth of the time.
+
+The right factor is `[columns, inner]` in memory, or a transposed view of `[inner, columns]`. With
+such a view oneDNN is slow above 1,024 inner elements for most widths. Up to 8,192 the view is
+copied, if the product has rows enough to share the price of the copy and the copy is not too large;
+above, the product is a sum over bands of 1,024 (`docs/decisions.md` has the figures).
 """
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 _LONG_SUM = 1024
 _BANDED_SUM = 8192  # sums that are made of bands of `_LONG_SUM`
 _LEAST_ROWS = 768  # of a result, for which a copy of the right factor pays
-_MOST_COPIED = 64 << 20  # bytes of a right factor that is copied
+_MOST_COPIED = 64 << 20  # bytes of a transposed view that is copied
 
 
 def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,19 +23,27 @@ def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
     **Arguments:** `left` [rows, inner] and `right` [columns, inner], float32 in host memory, which
     may be transposed views; `bias` [columns].
+
+    Raises:
+        ValueError: a factor has another type.
     """
+    for factor in (left, right):
+        if factor.dtype != torch.float32 or factor.device.type != "cpu":
+            raise ValueError(
+                "onednn_linear: expected float32 in host memory, "
+                f"got {factor.dtype} on {factor.device}"
+            )
     if _is_banded(left, right):
         return _banded(left, right, bias)
-    if _is_copied(left, right):
-        right = _row_major(right)
-    return _linear(_row_major(left), right, bias)
+    return _linear(_row_major(left), _row_major(right) if _is_copied(left, right) else right, bias)
 
 
 def scratch_bytes(left: Tensor, right: Tensor) -> int:
     """Return the bytes of the copies that a product makes, and of the parts of its result."""
+    rows = left.shape[0]
     if _is_banded(left, right):
-        return 4 * left.shape[0] * (_LONG_SUM + right.shape[0])
-    copied = left.numel() if _is_transposed(left) else 0
+        return 4 * rows * (_LONG_SUM + right.shape[0])
+    copied = 0 if left.is_contiguous() else left.numel()
     return 4 * (copied + (right.numel() if _is_copied(left, right) else 0))
 
 
@@ -55,14 +65,17 @@ def _banded(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_banded(left: Tensor, right: Tensor) -> bool:
+    """Return whether the product is a sum over bands."""
     return left.shape[1] > _BANDED_SUM and _is_transposed(right)
 
 
 def _is_copied(left: Tensor, right: Tensor) -> bool:
-    """Return whether the right factor is copied for a float32 product."""
+    """Return whether the right factor of a product that is not banded is copied."""
+    if not _is_transposed(right):
+        return _overlaps(right)
     rows, inner = left.shape
     is_small = 4 * right.numel() <= _MOST_COPIED
-    return _is_transposed(right) and inner > _LONG_SUM and rows >= _LEAST_ROWS and is_small
+    return inner > _LONG_SUM and rows >= _LEAST_ROWS and is_small
 
 
 def _is_transposed(matrix: Tensor) -> bool:
@@ -71,12 +84,19 @@ def _is_transposed(matrix: Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) >= rows > 1 and columns > 1
 
 
+def _overlaps(matrix: Tensor) -> bool:
+    """Return whether rows of a matrix share memory, as those of an unfolded signal: oneDNN has no
+    form for them."""
+    (rows, columns), (row, column) = matrix.shape, matrix.stride()
+    return rows > 1 and columns > 1 and row < columns * column and column < rows * row
+
+
 def _row_major(matrix: Tensor) -> Tensor:
-    """Return a matrix with contiguous rows: itself, or a copy of a transposed view."""
+    """Return a contiguous matrix: itself, or a copy, of a transposed view by our own kernel."""
     if not _is_transposed(matrix):
-        return matrix
+        return matrix.contiguous()
     from penstock.kernels.transposed_copy import copy_transposed  # loads a compiler
 
-    made = torch.empty(matrix.shape)
+    made = torch.empty(matrix.shape, dtype=torch.float32)
     copy_transposed(matrix.detach().t().numpy(), made.view(-1).numpy())
     return made

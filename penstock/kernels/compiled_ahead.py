@@ -110,15 +110,16 @@ def _halves() -> tuple[np.ndarray, np.ndarray]:
 
 GROUPS: dict[str, Callable[[str, str], None]] = {
     "attention": _attention,
+    "gelu": _gelu,
     "transposition": _transposition,
     "loss": _loss,
     "evaluation": _evaluation,
-    "gelu": _gelu,
     "gradients": _gradients,
     "masters": _masters,
     "adamw": _adamw,
 }
-"""The kernels, those that take longest first; after a colon attention has the size of a head."""
+"""The kernels in the order in which a run needs them; after a colon attention has the size of a
+head."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -107,8 +107,8 @@ class KernelWorker:
 
 
 def groups_of(config: Config) -> list[str]:
-    """Return the groups of `compiled_ahead.GROUPS` that a run surely needs, the first one first;
-    none if that is not known."""
+    """Return the groups of `compiled_ahead.GROUPS` that a run needs, as far as its configuration
+    and the processor show, in the order in which it needs them; none if too little is known."""
     if not isinstance(config.model, PresetModel) or config.sparsity.method is not None:
         return []
     with contextlib.suppress(PenstockError):  # which the run reports

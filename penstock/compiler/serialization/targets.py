@@ -21,7 +21,7 @@ from penstock.compiler import (
 )
 from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
 
-_NAMESPACES = frozenset({"aten", "mkldnn", "penstock", "prims", "transformers"})
+_NAMESPACES = frozenset({"aten", "penstock", "prims", "transformers"})
 _OPERATOR = re.compile(r"([a-z]+)::([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
 _REFUSED = frozenset({"aten::from_file"})  # opens a file that an argument names
 _FUNCTIONS: dict[str, Any] = {

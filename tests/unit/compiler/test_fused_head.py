@@ -285,7 +285,7 @@ def test_gradient_of_two_chunks_is_rounded_once(monkeypatch):
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("products", ["torch", "onednn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "labels"), [(60, 5001), (1800, 2000), (40, 9001)])
+@pytest.mark.parametrize(("tokens", "labels"), [(600, 5001), (1800, 2000), (400, 9001)])
 def test_allocations_of_a_head_stay_below_what_is_counted(
     tokens, labels, dtype, products, chunks, monkeypatch
 ):
@@ -299,5 +299,6 @@ def test_allocations_of_a_head_stay_below_what_is_counted(
 
     results = sum(tensor.nbytes for tensor in act())
     counted = results + fused_head.scratch_bytes(hidden, weight, True, products)
-    of_libraries = 0.02 * counted + (200_000 if dtype == torch.float32 else 1_300_000)
-    assert 0.75 * counted <= peak_allocated_bytes(act) <= counted + of_libraries
+    peak = peak_allocated_bytes(act)
+    assert 0.8 * counted <= peak
+    assert peak <= 1.02 * counted + (200_000 if dtype == torch.float32 else 1_300_000)

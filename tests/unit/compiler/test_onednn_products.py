@@ -10,7 +10,7 @@ from penstock.compiler.onednn_products import _is_transposed, linear, scratch_by
 pytestmark = pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no oneDNN")
 
 ROWS, INNER, COLUMNS = 96, 500, 70
-FORMS = ["rows", "transposed", "apart", "transposed apart"]
+FORMS = ["rows", "transposed", "apart", "transposed apart", "overlapping"]
 
 
 def matrix(form, shape, seed):
@@ -20,6 +20,8 @@ def matrix(form, shape, seed):
     apart = 5 if form.endswith("apart") else 0
     if form.startswith("transposed"):
         return torch.randn(columns, rows + apart, generator=generator)[:, :rows].t()
+    if form == "overlapping":  # as of patches of a signal
+        return torch.randn(rows * columns, generator=generator).as_strided(shape, (columns // 2, 1))
     return torch.randn(rows, columns + apart, generator=generator)[:, :columns]
 
 
@@ -52,8 +54,8 @@ def test_product_is_exact_to_rounding(left_form, right_form, has_bias, way):
     assert torch.equal(right, given[1])
 
 
-@pytest.mark.parametrize("right_form", FORMS[:2])
-@pytest.mark.parametrize("left_form", FORMS[:2])
+@pytest.mark.parametrize("right_form", FORMS)
+@pytest.mark.parametrize("left_form", FORMS)
 def test_allocations_are_counted(left_form, right_form, way):
     left = matrix(left_form, (10 * ROWS, INNER), 0)
     right = matrix(right_form, (10 * COLUMNS, INNER), 1)
@@ -66,7 +68,7 @@ def test_allocations_are_counted(left_form, right_form, way):
 
 
 def test_a_large_right_factor_is_not_copied(monkeypatch):
-    """A copy of a weight of a large model could be missed by the run."""
+    """The run may need the memory that a copy of a large weight takes."""
     left, right = torch.empty(1000, 2000), torch.empty(2000, 300).t()
     assert scratch_bytes(left, right) == right.nbytes
     monkeypatch.setattr(onednn_products, "_MOST_COPIED", right.nbytes - 1)
@@ -86,3 +88,11 @@ def test_a_large_right_factor_is_not_copied(monkeypatch):
 )
 def test_transposed_views_are_recognised(tensor, expected):
     assert _is_transposed(tensor) == expected
+
+
+def test_other_types_are_refused():
+    """A program file may name the operator."""
+    wide = torch.ones(4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"expected float32 in host memory, got torch\.float64 on"):
+        torch.ops.penstock.onednn_linear(wide, wide)
+    assert torch.equal(linear(torch.ones(4, 4), torch.ones(4, 4)), torch.full((4, 4), 4.0))

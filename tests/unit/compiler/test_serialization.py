@@ -309,6 +309,7 @@ FORGERIES: dict[str, Callable[[Any], None]] = {
     "another namespace": _set_target("ops::load_library.default"),
     "an operator that writes": _set_target("aten::add_.Tensor"),
     "an operator that reads a file": _set_target("aten::from_file.default"),
+    "an operator of a library": _set_target("mkldnn::_linear_pointwise.default"),
     "an unknown operator": _set_target("aten::nothing.default"),
     "an unknown overload": _set_target("aten::add.__init__"),
     "code as a node's name": _rename("x = __import__('os')"),
