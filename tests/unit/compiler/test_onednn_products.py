@@ -64,7 +64,7 @@ def test_allocations_are_counted(left_form, right_form, way):
         return linear(left, right)
 
     counted = act().nbytes + scratch_bytes(left, right)
-    assert 0.8 * counted <= peak_allocated_bytes(act) <= counted + 200_000  # of the library
+    assert 0.8 * counted <= peak_allocated_bytes(act) <= counted + 600_000  # of the library
 
 
 def test_a_large_right_factor_is_not_copied(monkeypatch):
