@@ -6,7 +6,9 @@ as in the gradient of a weight. A kernel of our own makes that copy in a fourth 
 The right factor is `[columns, inner]` in memory, or a transposed view of `[inner, columns]`. With
 such a view oneDNN is slow above 1,024 inner elements for most widths. Up to 8,192 the view is
 copied, if the product has rows enough to share the price of the copy and the copy is not too large;
-above, the product is a sum over bands of 1,024 (`docs/decisions.md` has the figures).
+above, the product is a sum over bands of 1,024. A right factor with gaps between its rows, as a
+part of a larger tensor has, is always copied: oneDNN has only plain loops for it, and none for rows
+that overlap (`docs/decisions.md` has the figures).
 """
 
 import torch
@@ -40,9 +42,10 @@ def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def scratch_bytes(left: Tensor, right: Tensor) -> int:
     """Return the bytes of the copies that a product makes, and of the parts of its result."""
-    rows = left.shape[0]
+    rows, columns = left.shape[0], right.shape[0]
     if _is_banded(left, right):
-        return 4 * rows * (_LONG_SUM + right.shape[0])
+        copied = 0 if _is_dense(right) else columns * _LONG_SUM
+        return 4 * (rows * (_LONG_SUM + columns) + copied)
     copied = 0 if left.is_contiguous() else left.numel()
     return 4 * (copied + (right.numel() if _is_copied(left, right) else 0))
 
@@ -56,7 +59,8 @@ def _banded(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
     def part(begin: int, bias: Tensor | None) -> Tensor:
         band = slice(begin, begin + _LONG_SUM)
-        return _linear(_row_major(left[:, band]), right[:, band], bias)
+        of_right = right[:, band] if _is_dense(right) else _row_major(right[:, band])
+        return _linear(_row_major(left[:, band]), of_right, bias)
 
     total = part(0, bias)
     for begin in range(_LONG_SUM, left.shape[1], _LONG_SUM):
@@ -71,24 +75,23 @@ def _is_banded(left: Tensor, right: Tensor) -> bool:
 
 def _is_copied(left: Tensor, right: Tensor) -> bool:
     """Return whether the right factor of a product that is not banded is copied."""
-    if not _is_transposed(right):
-        return _overlaps(right)
+    if not _is_dense(right):
+        return True
     rows, inner = left.shape
     is_small = 4 * right.numel() <= _MOST_COPIED
-    return inner > _LONG_SUM and rows >= _LEAST_ROWS and is_small
+    return _is_transposed(right) and inner > _LONG_SUM and rows >= _LEAST_ROWS and is_small
+
+
+def _is_dense(matrix: Tensor) -> bool:
+    """Return whether a matrix or its transposed view is contiguous: oneDNN has kernels for these
+    two forms."""
+    return matrix.is_contiguous() or matrix.t().is_contiguous()
 
 
 def _is_transposed(matrix: Tensor) -> bool:
     """Return whether the columns of a matrix are contiguous and its rows are not."""
     rows, columns = matrix.shape
     return matrix.stride(0) == 1 and matrix.stride(1) >= rows > 1 and columns > 1
-
-
-def _overlaps(matrix: Tensor) -> bool:
-    """Return whether rows of a matrix share memory, as those of an unfolded signal: oneDNN has no
-    form for them."""
-    (rows, columns), (row, column) = matrix.shape, matrix.stride()
-    return rows > 1 and columns > 1 and row < columns * column and column < rows * row
 
 
 def _row_major(matrix: Tensor) -> Tensor:

@@ -55,6 +55,23 @@ def test_product_is_exact_to_rounding(left_form, right_form, has_bias, way):
 
 
 @pytest.mark.parametrize("right_form", FORMS)
+def test_right_factor_has_a_form_for_which_onednn_has_kernels(right_form, way, monkeypatch):
+    """With gaps between its rows a product takes a thousand times as long."""
+    multiply, given = onednn_products._linear, []
+
+    def recorded(left, right, bias):
+        given.append((left, right))
+        return multiply(left, right, bias)
+
+    monkeypatch.setattr(onednn_products, "_linear", recorded)
+    linear(matrix("apart", (ROWS, INNER), 0), matrix(right_form, (COLUMNS, INNER), 1))
+    assert len(given) == (8 if way == "banded" and right_form.startswith("transposed") else 1)
+    for left, right in given:
+        assert left.is_contiguous()
+        assert right.is_contiguous() or right.t().is_contiguous()
+
+
+@pytest.mark.parametrize("right_form", FORMS)
 @pytest.mark.parametrize("left_form", FORMS)
 def test_allocations_are_counted(left_form, right_form, way):
     left = matrix(left_form, (10 * ROWS, INNER), 0)
@@ -64,7 +81,8 @@ def test_allocations_are_counted(left_form, right_form, way):
         return linear(left, right)
 
     counted = act().nbytes + scratch_bytes(left, right)
-    assert 0.8 * counted <= peak_allocated_bytes(act) <= counted + 600_000  # of the library
+    of_library = 200_000 * torch.get_num_threads()
+    assert 0.8 * counted <= peak_allocated_bytes(act) <= counted + of_library
 
 
 def test_a_large_right_factor_is_not_copied(monkeypatch):
