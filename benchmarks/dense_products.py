@@ -5,7 +5,7 @@ weights `[inputs, outputs]` as in GPT-2 and `[outputs, inputs]` as in most other
 `^T`), and those of GPT-2's head, in the form that the compiler chooses on this processor
 (`penstock/compiler/matmul_backend.py`, `onednn_products.py`). They take turns with PyTorch's
 product of the same tensors and with a plain call of oneDNN. Beside the rates stands the share of
-the rate of dense products, measured in the same run.
+the rate of dense products, measured in the same run, and the time of a transposed copy.
 
     python benchmarks/dense_products.py [--quick]
 
@@ -31,9 +31,11 @@ from penstock.compiler import Products, has_onednn
 from penstock.compiler.matmul_backend import product
 from penstock.engine import keep_freed_pages, set_threads, target_of
 from penstock.kernels.processor import Processor
+from penstock.kernels.transposed_copy import copy_transposed
 
 TARGET = 0.95
 TOKENS, WIDTH, VOCABULARY = 2048, 768, 50257
+COPIED = 3072  # columns of a matrix of which a transposed copy is timed
 CHUNK, BAND = 512, 4096  # tokens, and labels of a head that are multiplied together
 LAYERS = {  # inputs and outputs
     "attention": (768, 2304),
@@ -83,6 +85,11 @@ def main() -> None:
         ),
     )
     print("rates in GFLOP/s")
+    copies = measured_copies(tokens, rounds)
+    print(
+        f"transposed copy of {tokens} x {COPIED}: PyTorch {copies['torch']:.2f} ms, "
+        f"ours {copies['ours']:.2f} ms"
+    )
     print_result(
         "dense_products",
         value=round(min(row["ratio"] for row in rows), 3),
@@ -90,6 +97,7 @@ def main() -> None:
         unit="least ratio of the time of the faster of PyTorch's and oneDNN's product to ours",
         products=products,
         rows=rows,
+        transposed_copy_milliseconds=copies,
         machine={**machine, "limits": limits},
     )
 
@@ -109,12 +117,12 @@ def layer_products(layers: dict[str, tuple[int, int]], tokens: int) -> Iterator[
         x, dy = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
         for stored in ((inputs, outputs), (outputs, inputs)):
             weight = torch.randn(stored)
-            of_inputs = stored == (inputs, outputs)
-            turned = weight if of_inputs else weight.t()
-            name = f"{label}{'' if of_inputs else '^T'}"
-            yield Case(name, "forward", x, turned)
-            yield Case(name, "inputs' gradient", dy, turned.t())
-            left, right = (x, dy) if of_inputs else (dy, x)
+            is_stored_by_inputs = stored == (inputs, outputs)
+            matrix = weight if is_stored_by_inputs else weight.t()
+            name = f"{label}{'' if is_stored_by_inputs else '^T'}"
+            yield Case(name, "forward", x, matrix)
+            yield Case(name, "inputs' gradient", dy, matrix.t())
+            left, right = (x, dy) if is_stored_by_inputs else (dy, x)
             yield Case(name, "weight's gradient", left.t(), right)
 
 
@@ -137,15 +145,7 @@ def measured(case: Case, rounds: int, products: Products, limit: float) -> dict[
     if has_onednn():
         linear = torch.ops.mkldnn._linear_pointwise.default
         forms["onednn"] = lambda: linear(left, right.t(), None, "none", [], "")
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    order = list(forms)
-    for round_ in range(rounds + 1):
-        order.append(order.pop(0))
-        for each in order:
-            begin = time.perf_counter()
-            forms[each]()
-            if round_:
-                times[each].append(time.perf_counter() - begin)
+    times = timed_in_turns(forms, rounds)
     flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
     rates = {each: flops / statistics.median(own) / 1e9 for each, own in times.items()}
     others = [times[each] for each in forms if each != "ours"]
@@ -161,6 +161,32 @@ def measured(case: Case, rounds: int, products: Products, limit: float) -> dict[
         "ratio": round(min(ratios), 3),
         "share": round(1e9 * rates["ours"] / limit, 3),
     }
+
+
+def measured_copies(tokens: int, rounds: int) -> dict[str, float]:
+    """Return the milliseconds of a transposed copy in turns, medians."""
+    source = torch.randn(tokens, COPIED)
+    target = torch.empty(COPIED, tokens)
+    forms: dict[str, Callable[[], object]] = {
+        "torch": lambda: target.copy_(source.t()),
+        "ours": lambda: copy_transposed(source.numpy(), target.view(-1).numpy()),
+    }
+    times = timed_in_turns(forms, rounds)
+    return {each: round(1e3 * statistics.median(own), 3) for each, own in times.items()}
+
+
+def timed_in_turns(forms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each form in each round; the first one of a round changes."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    order = list(forms)
+    for round_ in range(rounds + 1):
+        order.append(order.pop(0))
+        for each in order:
+            begin = time.perf_counter()
+            forms[each]()
+            if round_:
+                times[each].append(time.perf_counter() - begin)
+    return times
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Products of float32 matrices by oneDNN on the CPU.
 
 oneDNN reads its left factor row after row, and PyTorch copies a factor that is a transposed view,
-as in the gradient of a weight. A kernel of our own makes that copy in a fourth of the time.
+as in the gradient of a weight. A kernel of our own makes that copy in less than half of the time.
 
 The right factor is `[columns, inner]` in memory, or a transposed view of `[inner, columns]`. With
-such a view oneDNN is slow above 1,024 inner elements for most widths. Up to 8,192 the view is
-copied, if the product has rows enough to share the price of the copy and the copy is not too large;
-above, the product is a sum over bands of 1,024. A right factor with gaps between its rows, as a
-part of a larger tensor has, is always copied: oneDNN has only plain loops for it, and none for rows
-that overlap (`docs/decisions.md` has the figures).
+such a view oneDNN is slow above `_LONG_SUM` inner elements for most widths. The view is then
+copied, if the result has enough rows and the copy is not too large; above `_BANDED_SUM` elements
+the product is a sum over bands instead. A right factor with gaps between its rows, such as a part
+of a larger tensor, is always copied: oneDNN has only slow loops for it, and none for rows that
+overlap. `docs/decisions.md` has the figures.
 """
 
 import torch
