@@ -14,10 +14,7 @@ if TYPE_CHECKING:
         lower_activations as lower_activations,
     )
     from penstock.compiler.attention_calls import lower_attention as lower_attention
-    from penstock.compiler.build import (
-        CompileOptions as CompileOptions,
-        compile_module as compile_module,
-    )
+    from penstock.compiler.build import compile_module as compile_module
     from penstock.compiler.capture import (
         Precision as Precision,
         tensor_attributes as tensor_attributes,
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
         operator_costs as operator_costs,
         operator_of as operator_of,
     )
+    from penstock.compiler.decoding import CACHE as CACHE, POSITION as POSITION
     from penstock.compiler.fused_head import (
         ALL_ROWS as ALL_ROWS,
         GradientPart as GradientPart,
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
         uses_onednn as uses_onednn,
         widens as widens,
     )
+    from penstock.compiler.options import CompileOptions as CompileOptions
     from penstock.compiler.selection import select_trainable as select_trainable
     from penstock.compiler.sparse_lowering import calls_operand as calls_operand
 

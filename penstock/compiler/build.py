@@ -11,19 +11,25 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from penstock.compiler.capture import STREAM_DTYPE, Capture, Precision
+from penstock.compiler.capture import STREAM_DTYPE, Capture
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import CutPiece, cut, weight_free_nodes
+from penstock.compiler.decoding import decoding_form
 from penstock.compiler.digests import digest_of, lines_of
 from penstock.compiler.executables import executable
 from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
 from penstock.compiler.hooks import refuse_gradient_hooks
 from penstock.compiler.joint import StageSignature, computes_gradients, make_kind
-from penstock.compiler.matmul_backend import Products
 from penstock.compiler.nodes import source_line, value_of
+from penstock.compiler.options import DEFAULTS, CompileOptions
 from penstock.compiler.retarget_devices import move, on_device
-from penstock.compiler.rewrites import count_dropouts_from_first, rewrite, share_equal
+from penstock.compiler.rewrites import (
+    count_dropouts_from_first,
+    key_of,
+    rewrite,
+    share_equal,
+)
 from penstock.compiler.selection import select_trainable
 from penstock.compiler.sparse_substitution import require_weights, sparse_sizes, substitute_products
 from penstock.compiler.weight_conversion import open_weight
@@ -33,36 +39,10 @@ from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, Weight
 from penstock.weight_formats import format_of
 
 
-@dataclass(frozen=True)
-class CompileOptions:
-    """The settings of a compilation.
-
-    `train`, `freeze` and `adapters` select the trained weights (`selection.py`). `bfloat16` names
-    frozen weights that the store keeps and streams as bfloat16 in every precision. `sparse` maps
-    the names of sparse weights to the most entries that their masks may keep. `device` is the
-    engine's device, and `products` the library for its matrix products (`matmul_backend.py`).
-    `slot_bytes` limits the weights of one stage. `weight_prefix` is removed from the parameters'
-    names (it belongs to the wrapper that adds the loss). `training` programs return a scalar loss;
-    other programs only run forward.
-    """
-
-    precision: Precision = "fp32"
-    device: str = "cpu"
-    products: Products = "torch"
-    train: tuple[str, ...] = ()
-    freeze: tuple[str, ...] = ()
-    adapters: frozenset[str] = frozenset()
-    bfloat16: frozenset[str] = frozenset()
-    sparse: Mapping[str, int] = field(default_factory=dict, hash=False)
-    slot_bytes: int | None = None
-    weight_prefix: str = ""
-    training: bool = True
-
-
 def compile_module(
     module: nn.Module,
     inputs: Mapping[str, torch.Tensor],
-    options: CompileOptions = CompileOptions(),
+    options: CompileOptions = DEFAULTS,
     *,
     name: str = "model",
     buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None,
@@ -104,8 +84,11 @@ def _compile(
     digest = graph_digest(captured, options.weight_prefix)
     if known is not None and known.graph_digest == digest:
         return known
-    captured, key = rewrite(captured)
+    captured = rewrite(captured)
+    if options.decoding is not None:
+        captured = decoding_form(captured, options.decoding)
     fold_custom_gradients(captured.graph)
+    key = key_of(captured.graph)
     assembly = _ProgramAssembly(module, captured, key, options, name, buffers, names, trainable)
     return verify(replace(assembly.program(), graph_digest=digest))
 

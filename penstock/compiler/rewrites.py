@@ -40,8 +40,8 @@ _MEAN = 1
 _NUMBER = 2  # index of the argument of a keyed dropout that is its number in the model
 
 
-def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
-    """Apply every rewrite; return the capture with its new graph, and the dropout key in it."""
+def rewrite(captured: Capture) -> Capture:
+    """Apply every rewrite; return the capture with its new graph, which reads a dropout key."""
     graph = captured.graph
     _refuse_regions(graph)
     _drop_checks(graph)
@@ -56,8 +56,13 @@ def rewrite(captured: Capture) -> tuple[Capture, fx.Node]:
     _number_dropouts(graph)
     _refuse_random(graph)
     graph.eliminate_dead_code()
+    return captured
+
+
+def key_of(graph: fx.Graph) -> fx.Node:
+    """Return the dropout key of a rewritten graph."""
     (key,) = (n for n in graph.find_nodes(op="placeholder") if n.name == KEY)
-    return captured, key
+    return key
 
 
 def share_equal(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 
 from penstock.config import Config
 from penstock.data import TokenDataset, Tokenizer
-from penstock.engine import Batch, Engine, compute
+from penstock.engine import Engine
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.models import ModelSource
 from penstock.planning import (
@@ -19,11 +20,8 @@ from penstock.planning import (
     measure_current,
 )
 from penstock.program import Program
-from penstock.sparsity import StreamedWeight
-from penstock.step_schedule import StepSchedule
 from penstock.store import Store
-
-FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
+from penstock.training.next_token import FetchWeights, NextToken
 
 
 def make_writer(
@@ -45,7 +43,7 @@ def make_writer(
     if dataset is None:
         raise ConfigError("generate needs the data set's tokenizer; this run has none")
 
-    def make_engine(window: int) -> Engine:
+    def make_engine(goal: Literal["prefill", "decode"], window: int) -> Engine:
         program = builders.compile_source(
             model,
             micro_batch=1,
@@ -55,8 +53,9 @@ def make_writer(
             products=layout.products,
             bfloat16=layout.program.bfloat16,
             sparse=layout.program.capacities,
-            goal="logits",
+            goal=goal,
         )
+        measure_current(layout, program, store)
         return make_inference_engine(layout, program)
 
     return TextGenerator(
@@ -69,17 +68,16 @@ def make_writer(
 
 
 class TextGenerator:
-    """Generates text with a model; caches one engine per window length.
+    """Generates text with a model; caches the engines of each window length.
 
-    **Arguments:** `make_engine` returns an engine whose program computes logits [1, window,
-    vocabulary] from `input_ids` [1, window]. `fetch` returns weights by name. `longest` is the
-    model's largest window, None for no limit. `prepare` is called with an engine's program before
-    each text.
+    **Arguments:** `make_engine` returns the engine of a program of incremental decoding for a
+    window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
+    limit. `prepare` is called with each engine's program before each text.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[int], Engine],
+        make_engine: Callable[[Literal["prefill", "decode"], int], Engine],
         fetch: FetchWeights,
         tokenizer: Tokenizer,
         longest: int | None,
@@ -90,7 +88,7 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._longest = longest
         self._prepare = prepare
-        self._engines: dict[int, Engine] = {}
+        self._windows: dict[int, NextToken] = {}
 
     def write(
         self,
@@ -108,13 +106,15 @@ class TextGenerator:
         window = _power_of_two(len(tokens) + max_new_tokens)
         if self._longest is not None:
             window = min(self._longest, window)
-        if window not in self._engines:
-            self._engines[window] = self._make_engine(window)
-        self._prepare(self._engines[window].program)
+        if window not in self._windows:
+            self._windows[window] = NextToken(
+                lambda goal: self._make_engine(goal, window), self._fetch, window
+            )
+        for engine in self._windows[window].engines:
+            self._prepare(engine.program)
         text = _ContinuedText(tokenizer, encoded)
         for token in generate_tokens(
-            self._engines[window],
-            self._fetch,
+            self._windows[window].logits,
             tokens,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -157,8 +157,7 @@ class _ContinuedText:
 
 
 def generate_tokens(
-    engine: Engine,
-    fetch: FetchWeights,
+    logits_after: Callable[[Sequence[int]], torch.Tensor],
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -170,12 +169,10 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield new token ids after `prompt`, one at a time.
 
-    **Arguments:** `temperature` 0 chooses the most likely token. `top_k` None samples from all
+    **Arguments:** `logits_after` returns the logits [vocabulary] of the token after a text.
+    `temperature` 0 chooses the most likely token. `top_k` None samples from all
     tokens. `stop` ends the text and is not yielded. Ids from `vocabulary` on are never chosen (a
     model's vocabulary may be padded beyond the tokenizer's).
-
-    Attention is causal, so a text shorter than the window is padded at its end. Of a longer text
-    the model sees the last `window` tokens.
 
     Raises:
         ConfigError: the prompt is empty, or an option has no meaning.
@@ -188,19 +185,10 @@ def generate_tokens(
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
     generator = np.random.default_rng(seed)
-    window = engine.program.values["input_ids"].tensor.shape[1]
-    schedule = StepSchedule.forward_only(engine.program)
     tokens = list(prompt)
     for _ in range(max_new_tokens):
-        visible = tokens[-window:]
-        ids = torch.zeros((1, window), dtype=torch.int64)
-        ids[0, : len(visible)] = torch.tensor(visible)
-        engine.begin(Batch([{"input_ids": ids}], 0, 1, 0, 0))
-        for operation in schedule.operations:
-            engine.load(operation.stage, fetch(operation.weights))
-            compute(engine, operation)
-        (logits,) = engine.results()[0]
-        token = _choose(logits[0, len(visible) - 1, :vocabulary], temperature, top_k, generator)
+        logits = logits_after(tokens)[:vocabulary]
+        token = _choose(logits, temperature, top_k, generator)
         if token == stop:
             return
         tokens.append(token)

@@ -87,7 +87,7 @@ def pieces(monkeypatch):
     def of(tokenizer, prompt, tokens):
         monkeypatch.setattr(generation, "generate_tokens", lambda *_, **__: iter(tokens))
         engine = SimpleNamespace(program=None)
-        generator = TextGenerator(lambda window: engine, lambda names: [], tokenizer, 64)
+        generator = TextGenerator(lambda goal, window: engine, lambda names: [], tokenizer, 64)
         options = {"max_new_tokens": len(tokens), "temperature": 0.0, "top_k": None, "seed": 0}
         return list(generator.write(prompt, **options))
 

@@ -1,7 +1,5 @@
 """Which token continues a text, and logits that choose none."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -13,14 +11,10 @@ INFINITE, NAN = float("inf"), float("nan")
 
 
 def tokens_of(logits, count=1, **options):
-    """Return the tokens that a model without stages continues a text with, by its last logits."""
-    window = SimpleNamespace(tensor=SimpleNamespace(shape=(1, 2)))
-    engine = SimpleNamespace(
-        program=SimpleNamespace(values={"input_ids": window}, stages=()),
-        begin=lambda batch: None,
-        results=lambda: [(torch.tensor([[[0.0] * len(logits), logits]]),)],
+    """Return the tokens that are chosen by the same logits after every text."""
+    return list(
+        generate_tokens(lambda text: torch.tensor(logits), [0, 0], max_new_tokens=count, **options)
     )
-    return list(generate_tokens(engine, list, [0, 0], max_new_tokens=count, **options))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
