@@ -14,7 +14,10 @@ from penstock.training.next_token import NextToken
 
 START = 5
 SLIDING = {
-    "sliding_window": 4, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "sliding_window": 4,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
 ATTENTION = {
