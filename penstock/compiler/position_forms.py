@@ -325,7 +325,7 @@ class _Analysis:
         operands = [a for a in node.args if isinstance(a, fx.Node)]
         left, right = operands[1:3] if added else operands[:2]
         dim, rank = self._dim(left), value_of(left).dim()
-        if dim is None or dim == rank - 1 or rank < 2:
+        if dim is None or dim == rank - 1 or rank < 2 or left is right:
             return None
         if node.target is aten.linear.default and right in self._forms:
             return None

@@ -1,4 +1,4 @@
-"""Text generation with a trained model: the same stages, streamed once per token."""
+"""Text generation with a trained model: its weights are streamed once per token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def make_writer(
             sparse=layout.program.capacities,
             goal=goal,
         )
-        measure_current(layout, program, store)
         return make_inference_engine(layout, program)
 
     return TextGenerator(
@@ -106,15 +105,10 @@ class TextGenerator:
         window = _power_of_two(len(tokens) + max_new_tokens)
         if self._longest is not None:
             window = min(self._longest, window)
-        if window not in self._windows:
-            self._windows[window] = NextToken(
-                lambda goal: self._make_engine(goal, window), self._fetch, window
-            )
-        for engine in self._windows[window].engines:
-            self._prepare(engine.program)
+        following = self._for_window(window)
         text = _ContinuedText(tokenizer, encoded)
         for token in generate_tokens(
-            self._windows[window].logits,
+            following.logits,
             tokens,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -125,6 +119,24 @@ class TextGenerator:
         ):
             if piece := text.add(token):
                 yield piece
+
+    def _for_window(self, window: int) -> NextToken:
+        """Return what computes the logits of a new text; training may have changed the weights
+        since the last one."""
+
+        def make_prepared(goal: Literal["prefill", "decode"]) -> Engine:
+            engine = self._make_engine(goal, window)
+            self._prepare(engine.program)
+            return engine
+
+        if window not in self._windows:
+            self._windows[window] = NextToken(make_prepared, self._fetch, window)
+            return self._windows[window]
+        following = self._windows[window]
+        following.forget()
+        for engine in following.engines:
+            self._prepare(engine.program)
+        return following
 
 
 class _ContinuedText:
@@ -170,9 +182,9 @@ def generate_tokens(
     """Yield new token ids after `prompt`, one at a time.
 
     **Arguments:** `logits_after` returns the logits [vocabulary] of the token after a text.
-    `temperature` 0 chooses the most likely token. `top_k` None samples from all
-    tokens. `stop` ends the text and is not yielded. Ids from `vocabulary` on are never chosen (a
-    model's vocabulary may be padded beyond the tokenizer's).
+    `temperature` 0 chooses the most likely token. `top_k` None samples from all tokens. `stop` ends
+    the text and is not yielded. Ids from `vocabulary` on are never chosen (a model's vocabulary may
+    be padded beyond the tokenizer's).
 
     Raises:
         ConfigError: the prompt is empty, or an option has no meaning.

@@ -48,8 +48,13 @@ class NextToken:
         """The engines that exist."""
         return [self._prefill] if self._decode is None else [self._prefill, self._decode]
 
+    def forget(self) -> None:
+        """Drop the keys and values; necessary if weights have changed."""
+        self._tokens, self._kept = [], []
+
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the logits [vocabulary] of the token after a text of at least one token."""
+        # Attention is causal: padding after the text changes none of its logits.
         visible = list(tokens[-self._window :])
         if self._kept and len(tokens) <= self._window and visible[:-1] == self._tokens:
             logits, *rows = self._run(self._decoding(), visible, self._kept)
