@@ -5,10 +5,10 @@ bfloat16 (`benchmarks/activations.py`). A traced graph has PyTorch's operators; 
 executables, whose costs are counted as those of the operators.
 """
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
+from penstock.compiler.tensors import elements_of
 from penstock.kernels import gelu as kernels
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     if not _has_kernel(x):
         return aten.gelu.default(x, approximate="tanh")
     out = torch.empty_like(x)
-    kernels.gelu(_flat(x), _flat(out))
+    kernels.gelu(elements_of(x), elements_of(out))
     return out
 
 
@@ -30,7 +30,7 @@ def gelu_tanh_backward(gradient: Tensor, x: Tensor) -> Tensor:
     if not (_has_kernel(x) and _has_kernel(gradient) and gradient.dtype == x.dtype):
         return aten.gelu_backward.default(gradient, x, approximate="tanh")
     out = torch.empty_like(x)
-    kernels.gelu_backward(_flat(gradient), _flat(x), _flat(out))
+    kernels.gelu_backward(elements_of(gradient), elements_of(x), elements_of(out))
     return out
 
 
@@ -51,10 +51,3 @@ def lower_activations(graph: fx.Graph) -> None:
 
 def _has_kernel(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _TYPES and x.is_contiguous()
-
-
-def _flat(x: Tensor) -> np.ndarray:
-    """Return the elements of a contiguous tensor, bfloat16 as patterns, in its own memory."""
-    flat = x.detach().view(-1)
-    array: np.ndarray = (flat.view(torch.uint16) if x.dtype == torch.bfloat16 else flat).numpy()
-    return array

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from penstock.compiler import (
     activation_calls,
     attention_calls,
+    cached_attention,
     ops,  # noqa: F401  (registers the penstock operators)
 )
 from penstock.compiler.recurrent_layer import flops
@@ -27,8 +28,12 @@ from penstock.operator_cost import OperatorCost
 aten = torch.ops.aten
 penstock = torch.ops.penstock
 
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "onednn_linear"}
-_OPERATORS: dict[Any, Any] = {**activation_calls.OPERATORS, **attention_calls.OPERATORS}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "onednn_linear", "token_linear"}
+_OPERATORS: dict[Any, Any] = {
+    **activation_calls.OPERATORS,
+    **attention_calls.OPERATORS,
+    cached_attention.write_position: penstock.with_position.default,
+}
 _WORK_OF_OPERATORS = {
     "norm": """
         native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
@@ -45,7 +50,7 @@ _WORK_OF_OPERATORS = {
     """,
     "copy": """
         _to_copy cat clone copy full zeros constant_pad_nd slice_scatter select_scatter new_zeros
-        stack fill
+        stack fill with_position
     """,
 }
 _WORK = {name: work for work, names in _WORK_OF_OPERATORS.items() for name in names.split()}
@@ -114,7 +119,7 @@ def _work(node: fx.Node, name: str, flops: int) -> str:
         return "sparse product"
     if name in _PRODUCTS:
         return "product"
-    if name.startswith("_scaled_dot_product"):
+    if name.startswith(("_scaled_dot_product", "attention_at_position")):
         return "attention"
     return "product" if flops else _WORK.get(name, "pointwise")
 
@@ -217,6 +222,7 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
+    penstock.attention_at_position.default,
 }
 _ATTENTION_BACKWARD = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -236,6 +242,7 @@ _OWN: Mapping[Any, Callable[..., int]] = {
         3 * flops(x, weights)
     ),
     penstock.onednn_linear.default: lambda x, w, *_: _product(x, w),
+    penstock.token_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_linear.default: lambda x, w, *_: _product(x, w),
     penstock.sparse_weight_gradient.default: lambda x, g, w, *_: _product(x, w),
 }

@@ -1,8 +1,8 @@
 """The two programs of incremental decoding, derived from a captured graph of a whole window.
 
 `prefill` computes the keys and values of all positions of a window, and the results at one of them.
-`decode` computes one position: the keys and values of the positions before it are inputs, its own
-are results. Both read which position to compute from the input `POSITION`.
+`decode` computes one position: the keys and values of the positions before it are inputs, into
+which it writes its own. Both read which position to compute from the input `POSITION`.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,14 @@ from torch import fx
 
 from penstock.compiler.capture import Capture
 from penstock.compiler.nodes import source_line, value_of
+from penstock.compiler.ops import with_position
 from penstock.compiler.position_forms import (
     All,
+    Computed,
     Form,
     MixedPositionsError,
     One,
     PositionForms,
-    Visible,
     position_forms,
     replaced,
 )
@@ -32,8 +33,8 @@ Decoding = Literal["prefill", "decode"]
 POSITION = "penstock_position"
 """The input that names the computed position, int64 [1]."""
 CACHE = "penstock_cache_{}"
-"""The inputs of `decode` with the results that are kept, in the order of the results of both
-programs after the model's own."""
+"""The inputs of `decode` with the results that are kept, in the order of the results of `prefill`
+after the model's own. A step writes into them."""
 
 
 def decoding_form(captured: Capture, decoding: Decoding) -> Capture:
@@ -73,7 +74,6 @@ class _Derivation:
             self._all[node] = self._graph.node_copy(node)
         self._position = self._placeholder(POSITION, (1,), torch.int64)
         self._inputs = {**captured.inputs, POSITION: POSITION}
-        self._visible: fx.Node | None = None
 
     def run(self) -> Capture:
         """Return the graph of a model whose every node has a form."""
@@ -90,9 +90,9 @@ class _Derivation:
                 self._all[node] = self._copied(node)
             self._one[node] = self._at_position(node, form)
             if node in caches:
-                written = (caches[node], form.dim, self._position, self._one[node])
-                self._all[node] = self._call(node, aten.index_copy.default, written)
-        kept = [(self._one if caches else self._all)[node] for node in self._kept]
+                written = (caches[node], self._one[node], form.dim, self._position)
+                self._all[node] = self._call(node, with_position, written)
+        kept = [] if caches else [self._all[node] for node in self._kept]
         return self._finished([self._one[result] for result in self._captured.results] + kept)
 
     def whole_window(self) -> Capture:
@@ -160,10 +160,10 @@ class _Derivation:
                 return known or self._selected(node, value.node, value.dim)
             if isinstance(value, All):
                 return self._all[value.node]
-            return self._visible_positions(node) if isinstance(value, Visible) else value
+            return self._position if isinstance(value, Computed) else value
 
         args, kwargs = replaced(form.args, operand), replaced(form.kwargs, operand)
-        made = self._call(node, node.target, args, kwargs)  # type: ignore[arg-type]
+        made = self._call(node, form.target or node.target, args, kwargs)  # type: ignore[arg-type]
         expected = node.meta["val"]
         if isinstance(expected, torch.Tensor):
             shape = list(expected.shape)
@@ -177,14 +177,6 @@ class _Derivation:
     def _selected(self, like: fx.Node, node: fx.Node, dim: int | None) -> fx.Node:
         operands = (self._all[node], dim, self._position)
         return self._call(like, aten.index_select.default, operands)
-
-    def _visible_positions(self, like: fx.Node) -> fx.Node:
-        if self._visible is None:
-            device = value_of(like).device
-            positions = self._call(like, aten.arange.default, (self._window,), {"device": device})
-            seen = self._call(like, aten.le.Tensor, (positions, self._position))
-            self._visible = self._call(like, aten.unsqueeze.default, (seen, 0))
-        return self._visible
 
 
 def _each(form: Form, function: Callable[[Any], Any]) -> None:

@@ -21,6 +21,7 @@ from torch import fx
 from penstock.compiler import sparse_lowering
 from penstock.compiler.activation_calls import lower_activations
 from penstock.compiler.attention_calls import lower_attention
+from penstock.compiler.cached_attention import lower_writes
 from penstock.compiler.counted_costs import operator_costs, total_flops, weight_flops
 from penstock.compiler.executables import executable
 from penstock.compiler.joint_tracing import StageSignature, trace_joint
@@ -132,6 +133,7 @@ def _lower(graph: fx.Graph, products: Products) -> None:
     sparse_lowering.lower(graph)
     lower_activations(graph)
     lower_attention(graph, products)
+    lower_writes(graph)
 
 
 @dataclass

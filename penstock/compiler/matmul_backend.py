@@ -13,17 +13,20 @@ operands are then widened to float32 and the product is rounded to bfloat16. The
 bfloat16 numbers are exact in float32 and are summed there in either case. PyTorch's fused attention
 has the same loops in its backward pass, so its operands are widened too.
 
+Products with one token are memory-bound and have a kernel of their own (`token_products.py`).
+
 A target chooses by the processor alone, never by a timing. A run records the choice, and all
 processes of the run and every resume compile with the recorded one.
 """
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from penstock.compiler import onednn_products
+from penstock.compiler import onednn_products, token_products
 from penstock.kernels.processor import Processor
 
 aten = torch.ops.aten
@@ -103,6 +106,7 @@ def _widened(left: Tensor, right: Tensor, products: str) -> Tensor:
 
 def choose_products(graph: fx.Graph, products: Products) -> None:
     """Make a traced graph's products those that are chosen."""
+    _choose(graph, penstock.token_linear.default, token_products.has_kernel)
     if products == "torch":
         return
     heads = (
@@ -116,7 +120,7 @@ def choose_products(graph: fx.Graph, products: Products) -> None:
         elif node.target in _BFLOAT16_LOOPS and widens(products):
             _widen(graph, node)
     if uses_onednn(products):
-        _choose_onednn(graph)
+        _choose(graph, penstock.onednn_linear.default, _is_for_onednn)
     graph.eliminate_dead_code()
 
 
@@ -175,8 +179,19 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return cast
 
 
-def _choose_onednn(graph: fx.Graph) -> None:
-    """Make large float32 products use oneDNN."""
+def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
+    """Return whether oneDNN is to compute the product `left @ right`."""
+    is_float32 = left.dtype == torch.float32 and left.device.type == "cpu"
+    return is_float32 and 2 * left.numel() * right.shape[1] >= _LEAST_FLOPS
+
+
+def _choose(
+    graph: fx.Graph,
+    operator: torch._ops.OpOverload,
+    is_chosen: Callable[[Tensor, Tensor], bool],
+) -> None:
+    """Make the chosen products of matrices those of an operator that takes its right factor
+    transposed."""
     for node in list(graph.nodes):
         if node.target is aten.mm.default:
             bias, (left, right) = None, node.args
@@ -186,15 +201,12 @@ def _choose_onednn(graph: fx.Graph) -> None:
                 continue
         else:
             continue
-        value: Tensor = node.meta["val"]
-        if value.dtype != torch.float32 or value.device.type != "cpu":
-            continue
-        if 2 * value.numel() * left.meta["val"].shape[1] < _LEAST_FLOPS:
+        if not is_chosen(left.meta["val"], right.meta["val"]):
             continue
         with graph.inserting_before(node):
             turned = graph.call_function(aten.t.default, (right,))
             turned.meta["val"] = right.meta["val"].t()
-            chosen = graph.call_function(penstock.onednn_linear.default, (left, turned, bias))
-            chosen.meta["val"] = value
+            chosen = graph.call_function(operator, (left, turned, bias))
+            chosen.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(chosen)
         graph.erase_node(node)

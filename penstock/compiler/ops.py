@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from penstock.compiler import (
+    cached_attention,
     fused_head,
     keyed_dropout,
     onednn_products,
     recurrent_layer as recurrent,
+    token_products,
 )
 
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
@@ -42,6 +44,9 @@ linear_cross_entropy_turn = _registered(
 )
 dropout = _registered("dropout", keyed_dropout.dropout)
 onednn_linear = _registered("onednn_linear", onednn_products.linear)
+token_linear = _registered("token_linear", token_products.linear)
+with_position = _registered("with_position", cached_attention.with_position)
+attention_at_position = _registered("attention_at_position", cached_attention.attention_at_position)
 recurrent_layer = _registered("recurrent_layer", recurrent.outputs)
 recurrent_layer_backward = _registered("recurrent_layer_backward", recurrent.gradients)
 
@@ -133,8 +138,19 @@ torch.library.register_autograd(dropout, _dropout_backward, setup_context=_save_
 
 
 @torch.library.register_fake(onednn_linear)
+@torch.library.register_fake(token_linear)
 def _(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[0]))
+
+
+@torch.library.register_fake(with_position)
+def _(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
+    return torch.empty_like(kept)
+
+
+@torch.library.register_fake(attention_at_position)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 @torch.library.register_fake(recurrent_layer)

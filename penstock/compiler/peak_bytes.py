@@ -10,6 +10,7 @@ from penstock.compiler import (
     onednn_products,
     ops,  # noqa: F401  (registers the penstock operators)
     recurrent_layer,
+    token_products,
 )
 from penstock.compiler.attention_calls import attention_scratch_bytes
 from penstock.compiler.fused_head import chunk_bytes, chunk_rows, scratch_bytes
@@ -90,6 +91,8 @@ def _scratch(node: fx.Node, products: Products) -> int:
         return recurrent_layer.scratch_bytes(*given, with_gradients=layers[node.target])
     if node.target is penstock.onednn_linear.default:
         return onednn_products.scratch_bytes(*(_value(argument) for argument in node.args[:2]))
+    if node.target is penstock.token_linear.default:
+        return token_products.scratch_bytes(*(_value(argument) for argument in node.args[:2]))
     if node.target not in heads:
         return sparse_scratch_bytes(node) + attention_scratch_bytes(node, products)
     hidden, weight = (_value(a) for a in node.args[heads[node.target] :][:2])

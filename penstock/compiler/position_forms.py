@@ -22,6 +22,7 @@ from torch import fx
 
 from penstock.compiler.capture import Capture
 from penstock.compiler.nodes import arguments_by_name, source_line, value_of
+from penstock.compiler.ops import attention_at_position
 from penstock.errors import CompileError
 
 aten = torch.ops.aten
@@ -48,18 +49,20 @@ class All:
 
 
 @dataclass(frozen=True)
-class Visible:
-    """The positions that a causal mask leaves to the computed one: bool [1, window]."""
+class Computed:
+    """The computed position itself, int64 [1]."""
 
 
 @dataclass(frozen=True)
 class Form:
     """How a node computes one position: `dim` of its result counts positions, and in `args` and
-    `kwargs` every operand is a `One`, an `All` or a `Visible`."""
+    `kwargs` every operand is a `One`, an `All` or a `Computed`. `target` is the operator, None for
+    that of the node."""
 
     dim: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    target: torch._ops.OpOverload | None = None
 
 
 @dataclass(frozen=True)
@@ -355,16 +358,15 @@ class _Analysis:
         if any(self._dim(n) != value_of(n).dim() - 2 for n in (query, key, value)):
             return None
         mask: Any = given.get("attn_mask")
-        if given.get("is_causal", False):
-            mask = Visible()
-        elif mask is not None:
+        if mask is not None:
             mask = self._aligned(rank, rank - 2)(mask)
             if isinstance(mask, One) and mask.dim != value_of(mask.node).dim() - 2:
                 return None
         self._keep(key)
         self._keep(value)
-        options: dict[str, Any] = {n: given[n] for n in ("scale", "enable_gqa") if n in given}
-        return Form(rank - 2, (One(query, rank - 2), All(key), All(value), mask), options)
+        options = (given.get("scale"), given.get("enable_gqa", False))
+        operands = (One(query, rank - 2), All(key), All(value), mask, Computed())
+        return Form(rank - 2, (*operands, *options), target=attention_at_position)
 
     def _keep(self, node: fx.Node) -> None:
         """Keep the results of a node, or of the smaller one that it repeats (heads that share

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,13 @@ def may_need_gradient(value: Any) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def elements_of(tensor: Tensor) -> np.ndarray:
+    """Return the elements of a contiguous tensor in host memory as a flat array of the same memory;
+    bfloat16 numbers as patterns."""
+    flat = tensor.detach().view(-1)
+    return (flat.view(torch.uint16) if tensor.dtype == torch.bfloat16 else flat).numpy()
 
 
 def standing_for(tensor: Tensor, device: torch.device) -> Tensor:

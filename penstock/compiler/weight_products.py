@@ -14,7 +14,13 @@ from torch import fx
 WeightForm = Literal["forward", "data gradient", "weight gradient"]
 WEIGHT_FORMS = frozenset(get_args(WeightForm))
 _KEY = "weight_product"
-_FACTORS = {"mm": (0, 1), "addmm": (1, 2), "onednn_linear": (0, 1), "sparse_linear": (0, 1)}
+_FACTORS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "onednn_linear": (0, 1),
+    "token_linear": (0, 1),
+    "sparse_linear": (0, 1),
+}
 
 
 @dataclass(frozen=True)

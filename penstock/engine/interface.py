@@ -22,7 +22,8 @@ class Batch:
     one is number `first` of the step's `total`. `loss_scale` is the gradient of the step's loss
     with respect to each micro-batch's loss: 1 / tokens for summed losses, 1 / micro-batches for
     means. Steps with equal `masks` have the same masks of sparse weights and compute gradients for
-    the same of their elements; None if that is not known.
+    the same of their elements; None if that is not known. `kept` are inputs that the caller keeps
+    from step to step, on the engine's device: they are not copied, and a step may write into them.
     """
 
     micro_batches: Sequence[Mapping[str, torch.Tensor]]
@@ -32,6 +33,7 @@ class Batch:
     step: int
     loss_scale: float = 1.0
     masks: tuple[int, bool] | None = None
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class PendingGradients(Protocol):

@@ -22,8 +22,9 @@ from penstock.program import Kind, Program
 from penstock.wafer.closed_form import stage_cycles
 
 EXECUTABLES = ("forward", "infer", "backward", "recompute", "turn")
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "onednn_linear": (0, 1)}  # places of the factors
-_BIAS = {"addmm": 0, "onednn_linear": 2}
+_TURNED = ("onednn_linear", "token_linear")  # take their right factor transposed
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), **dict.fromkeys(_TURNED, (0, 1))}  # the factors' places
+_BIAS = {"addmm": 0, **dict.fromkeys(_TURNED, 2)}
 _SPARSE = ("sparse_linear", "sparse_weight_gradient")
 
 
@@ -108,7 +109,7 @@ class _Executable(fx.Interpreter):
         if name in _SPARSE:
             return super().run_node(n)
         left, right = (args[place] for place in _PRODUCTS[name])
-        right = right.t() if name == "onednn_linear" else right
+        right = right.t() if name in _TURNED else right
         if product.of_weight:
             if product.is_turned:
                 return self._simulator.weight_gradient(right, left.t()).t().contiguous()

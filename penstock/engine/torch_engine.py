@@ -176,15 +176,15 @@ class TorchEngine:
         flows = []
         for offset, inputs in enumerate(batch.micro_batches):
             flow = Flow(batch.first + offset, batch.seed, batch.step)
-            check_inputs(self.program, inputs)
-            flow.put(self.memory, self._on_device(inputs), "inputs")
+            check_inputs(self.program, {**inputs, **batch.kept})
+            flow.put(self.memory, {**self._on_device(inputs), **batch.kept}, "inputs")
             flows.append(flow)
         return flows
 
     def _on_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the inputs that the program reads, copied."""
+        """Return those of the inputs that the program reads, copied."""
         read = [name for name in self.program.inputs if name in self.program.values]
-        return {name: on_device(inputs[name], self._device) for name in read}
+        return {name: on_device(inputs[name], self._device) for name in read if name in inputs}
 
     def _scales_of(self, batch: Batch) -> list[torch.Tensor]:
         """Return the gradients of the last stage's outputs, the same for each micro-batch."""

@@ -274,17 +274,15 @@ def _multiply_token(
     *,
     transposed: bool,
 ) -> torch.Tensor:
-    rows, ordered = layout.rows, flat(values)
-    if transposed:
-        rows = layout.transposed_rows
-        ordered = gather(ordered, rows.positions)
+    rows = layout.rows
     y = multiply_vector(
         rows.starts,
         rows.columns,
-        ordered,
+        flat(values),
         rows.shape[1],
         flat(x.float()),
         None if bias is None else flat(bias.float()),
+        transposed=transposed,
     )
     return torch.from_numpy(y).to(x.dtype).unsqueeze(0)
 

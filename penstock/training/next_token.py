@@ -57,11 +57,10 @@ class NextToken:
         # Attention is causal: padding after the text changes none of its logits.
         visible = list(tokens[-self._window :])
         if self._kept and len(tokens) <= self._window and visible[:-1] == self._tokens:
-            logits, *rows = self._run(self._decoding(), visible, self._kept)
-            for kept, row in zip(self._kept, rows, strict=True):
-                _write(kept, row, len(visible) - 1)
+            logits, *_ = self._run(self._decoding(), visible)
         else:
-            logits, *self._kept = self._run(self._prefill, visible, ())
+            self.forget()
+            logits, *self._kept = self._run(self._prefill, visible)
         self._tokens = visible
         return logits[0, -1]
 
@@ -70,22 +69,13 @@ class NextToken:
             self._decode = self._make_engine("decode")
         return self._decode
 
-    def _run(
-        self, engine: Engine, visible: list[int], kept: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def _run(self, engine: Engine, visible: list[int]) -> tuple[torch.Tensor, ...]:
         ids = torch.zeros((1, self._window), dtype=torch.int64)
         ids[0, : len(visible)] = torch.tensor(visible)
         inputs = {"input_ids": ids, POSITION: torch.tensor([len(visible) - 1])}
-        inputs.update({CACHE.format(number): value for number, value in enumerate(kept)})
-        engine.begin(Batch([inputs], 0, 1, 0, 0))
+        kept = {CACHE.format(number): value for number, value in enumerate(self._kept)}
+        engine.begin(Batch([inputs], 0, 1, 0, 0, kept=kept))
         for operation in StepSchedule.forward_only(engine.program).operations:
             engine.load(operation.stage, self._fetch(operation.weights))
             compute(engine, operation)
         return engine.results()[0]
-
-
-def _write(kept: torch.Tensor, row: torch.Tensor, position: int) -> None:
-    """Write the keys or values of a position; they differ in one dimension's size."""
-    pairs = zip(kept.shape, row.shape, strict=True)
-    (dim,) = (dim for dim, (size, one) in enumerate(pairs) if size != one)
-    kept.narrow(dim, position, 1).copy_(row)

@@ -1,0 +1,64 @@
+"""Attention of one position of a text over the kept keys and values of all (`decoding.py`).
+
+A traced graph adds a position to the kept keys or values by an operator without side effects.
+Executables write it into them: the engine's inputs with kept values are there to be written.
+"""
+
+import torch
+from torch import Tensor, fx
+
+
+def with_position(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
+    """Return kept keys or values with those of a position.
+
+    **Arguments:** `row` has one index in dimension `dim`, which counts positions; `position` int64
+    [1].
+    """
+    return kept.index_copy(dim, position, row)
+
+
+def write_position(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
+    """Write into kept keys or values those of a position; return all of them."""
+    return kept.index_copy_(dim, position, row)
+
+
+def lower_writes(graph: fx.Graph) -> None:
+    """Let nodes that add a position to kept keys or values write into them."""
+    operator = torch.ops.penstock.with_position.default
+    for node in graph.find_nodes(op="call_function", target=operator):
+        node.target = write_position
+
+
+def attention_at_position(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position: Tensor,
+    scale: float | None,
+    shares_keys: bool,
+) -> Tensor:
+    """Return the attention of a position to itself and those before it.
+
+    **Arguments:** `query` [..., heads, 1, size]; `key` and `value` [..., heads, window, size], of
+    fewer heads if groups of queries share them; `mask` broadcasts to [..., heads, 1, window], None
+    if every position before is visible; `position` int64 [1].
+    """
+    window = key.shape[-2]
+    if key.device.type == "cpu":  # a GPU would have to be waited for
+        visible = int(position) + 1
+        key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
+        if mask is not None and mask.shape[-1] == window:
+            mask = mask.narrow(-1, 0, visible)
+    elif mask is None:
+        mask = (torch.arange(window, device=key.device) <= position).unsqueeze(0)
+    *before, heads, _, size = query.shape
+    if shares_keys and heads != key.shape[-3]:  # queries that share keys are rows of one product
+        groups = key.shape[-3]
+        query = query.reshape(*before, groups, heads // groups, size)
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] == heads:
+            mask = mask.reshape(*mask.shape[:-3], groups, heads // groups, mask.shape[-1])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale
+    )
+    return out.reshape(*before, heads, 1, value.shape[-1])
