@@ -5,10 +5,12 @@ As a program (`python benchmarks/contract [--quick]`) it runs all benchmarks and
 
 from contract.limits import (
     PRODUCT_FLOPS,
+    READ_BYTES,
     Limit,
     limits_of_this_machine,
     print_limits,
     start_products,
+    start_reads,
 )
 from contract.machine import describe_machine, disk_of
 from contract.precisions import fastest_precision, plain_precisions
@@ -16,6 +18,7 @@ from contract.result import check_result, print_result
 
 __all__ = [
     "PRODUCT_FLOPS",
+    "READ_BYTES",
     "Limit",
     "check_result",
     "describe_machine",
@@ -26,4 +29,5 @@ __all__ = [
     "print_limits",
     "print_result",
     "start_products",
+    "start_reads",
 ]

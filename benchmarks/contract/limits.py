@@ -2,7 +2,7 @@
 
 A ratio to another program changes with the processor; the share of the machine's own limit says
 what is left to gain. As a program this file is a process that measures: all limits at once, or, as
-a worker (`side_by_side`), dense products in turns with the loops that a benchmark compares.
+a worker (`side_by_side`), one limit in turns with the loops that a benchmark compares.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _SIZES = ((1024, 2048, 2048), (2048, 1024, 2048), (2048, 2048, 1024))
 _PRODUCTS = 8
 PRODUCT_FLOPS = 2 * math.prod(_SIZES[0]) * _PRODUCTS
 """Floating-point operations of one step of the worker that multiplies."""
+READ_BYTES = 512 << 20
+"""Bytes of memory that one step of the worker that reads reads."""
 
 _COPY_BYTES, _DISK_BYTES = 256 << 20, 256 << 20
 _REPETITIONS = 5
@@ -39,9 +41,9 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What the worker measures: dense products in a precision."""
+    """What the worker measures: dense products in a precision, or reads of memory."""
 
-    precision: str
+    of: str
 
 
 def start_products(precision: str) -> Worker:
@@ -50,6 +52,11 @@ def start_products(precision: str) -> Worker:
     It takes the fastest of some sizes and, in fp32, of PyTorch's own library and oneDNN.
     """
     return Worker(Limit(precision), __file__)
+
+
+def start_reads() -> Worker:
+    """Start a worker whose step reads `READ_BYTES` of memory, more than caches hold."""
+    return Worker(Limit("reads"), __file__)
 
 
 def limits_of_this_machine(
@@ -155,6 +162,13 @@ def _copy_step() -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
+def _read_step() -> Callable[[], float]:
+    import torch
+
+    numbers = torch.ones(READ_BYTES // 4)
+    return lambda: float(numbers.sum())
+
+
 def _disk_rates(folder: str) -> dict[str, float | None]:
     from side_by_side.pace import Pace
     from side_by_side.plain_disk import NoDirectIO, PlainDisk
@@ -172,6 +186,7 @@ def _disk_rates(folder: str) -> dict[str, float | None]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        serve(_product_step(Limit(**json.loads(sys.argv[2])).precision))  # type: ignore[arg-type]
+        limit = Limit(**json.loads(sys.argv[2]))
+        serve(_read_step() if limit.of == "reads" else _product_step(limit.of))  # type: ignore[arg-type]
     else:
         print(json.dumps(_measure(**json.loads(sys.argv[1]))))

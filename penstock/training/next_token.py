@@ -26,7 +26,8 @@ class NextToken:
     tokens of longer ones.
 
     **Arguments:** `make_engine` returns the engine of one of the two programs, whose inputs are
-    `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name.
+    `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
+    `version` returns another number when they have changed.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class NextToken:
         make_engine: Callable[[Literal["prefill", "decode"]], Engine],
         fetch: FetchWeights,
         window: int,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
         self._window = window
+        self._version = version
+        self._of_version = version()
         self._prefill = make_engine("prefill")
         self._decode: Engine | None = None
         self._tokens: list[int] = []  # whose keys and values are kept
@@ -49,13 +53,16 @@ class NextToken:
         return [self._prefill] if self._decode is None else [self._prefill, self._decode]
 
     def forget(self) -> None:
-        """Drop the keys and values; necessary if weights have changed."""
+        """Drop the keys and values."""
         self._tokens, self._kept = [], []
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the logits [vocabulary] of the token after a text of at least one token."""
         # Attention is causal: padding after the text changes none of its logits.
         visible = list(tokens[-self._window :])
+        if self._of_version != self._version():
+            self.forget()
+            self._of_version = self._version()
         if self._kept and len(tokens) <= self._window and visible[:-1] == self._tokens:
             logits, *_ = self._run(self._decoding(), visible)
         else:

@@ -40,7 +40,6 @@ from penstock.training.checkpoint_scheduler import CheckpointScheduler
 from penstock.training.early_stop import EarlyStop, require_held_out
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
-from penstock.training.generation import TextGenerator, make_writer
 from penstock.training.gradient_check import GradientCheck
 from penstock.training.predicted_steps import keep_measured
 from penstock.training.read_only_store import no_training
@@ -54,6 +53,8 @@ from penstock.training.run_assembly import (
 from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.training.startup_notices import cautions
+from penstock.training.text_generation import TextGenerator
+from penstock.training.token_generation import TokenGenerator, make_token_generator
 
 if TYPE_CHECKING:
     from penstock.distributed.control import ClusterManager
@@ -152,7 +153,7 @@ class Trainer:
             self.fabric = self._here.fabric
         self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
-        self._writer: TextGenerator | None = None
+        self._tokens: TokenGenerator | None = None
         self._early_stop = EarlyStop.of_run(self.config, recorded, self.step)
         self._checkpoint_scheduler = CheckpointScheduler(
             self._checkpoints,
@@ -460,18 +461,27 @@ class Trainer:
 
         `temperature` 0 chooses the most likely token; `top_k` None samples from all tokens.
         """
-        if self._writer is None:
-            self._writer = make_writer(
-                self.config, self.model, self._layout, self.store, self._data.dataset, self.device
+        tokens, dataset = self.token_generator(), self._data.dataset
+        if dataset is None:
+            raise ConfigError(
+                "generate needs the data set's tokenizer; this run has none: "
+                "token_generator().generate takes token ids"
             )
-        yield from self._writer.write(
+        yield from TextGenerator(tokens, dataset.tokenizer()).write(
             prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             seed=seed,
         )
-        self.store.take_traffic()
+
+    def token_generator(self) -> TokenGenerator:
+        """Return what generates token ids after token ids, with the weights of the store."""
+        if self._tokens is None:
+            self._tokens = make_token_generator(
+                self.config, self.model, self._layout, self.store, self.device
+            )
+        return self._tokens
 
     # Notices to the user
 

@@ -164,9 +164,9 @@ def test_resumed_trainer_generates_the_same_text(trained):
 def test_new_text_reads_no_keys_of_an_older_one(trained):
     trainer, _ = trained
     "".join(trainer.generate("water", max_new_tokens=2))
-    window, used = next(iter(trainer._writer._windows.items()))
+    window, used = next(iter(trainer._tokens._windows.items()))
     used.logits([1, 2, 3])
     assert used._kept
-    again = trainer._writer._for_window(window)
+    again = trainer._tokens._for_window(window)
     assert again is used
     assert again._kept == []

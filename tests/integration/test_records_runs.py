@@ -317,6 +317,6 @@ def test_model_without_a_maximum_length_generates(folder, tmp_path):
         trainer.train()
         assert trainer.model.max_sequence_length is None
         "".join(trainer.generate("1 and 2 are", max_new_tokens=5, temperature=0))
-        assert list(trainer._writer._windows) == [16]
+        assert list(trainer._tokens._windows) == [16]
     finally:
         trainer.close()

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer as Library, decoders, models, normalizers, pre_
 
 from penstock.data import ByteTokenizer
 from penstock.data.tokenizers import FileTokenizer, train_bpe
-from penstock.training import generation
-from penstock.training.generation import TextGenerator
+from penstock.training import token_generation
+from penstock.training.text_generation import TextGenerator
+from penstock.training.token_generation import TokenGenerator
 
 WORDS = ["Once", "upon", "time", "a", "water"]
 PIECES = ["Once", "upon", " a", " ", "  ", "time", "é", "東京", "🚀", "\n", ", ", "water"]
@@ -85,11 +86,11 @@ def pieces(monkeypatch):
     """Return what generation yields if the model chooses these tokens."""
 
     def of(tokenizer, prompt, tokens):
-        monkeypatch.setattr(generation, "generate_tokens", lambda *_, **__: iter(tokens))
+        monkeypatch.setattr(token_generation, "generate_tokens", lambda *_, **__: iter(tokens))
         engine = SimpleNamespace(program=None)
-        generator = TextGenerator(lambda goal, window: engine, lambda names: [], tokenizer, 64)
+        generator = TokenGenerator(lambda goal, window: engine, lambda names: [], 64)
         options = {"max_new_tokens": len(tokens), "temperature": 0.0, "top_k": None, "seed": 0}
-        return list(generator.write(prompt, **options))
+        return list(TextGenerator(generator, tokenizer).write(prompt, **options))
 
     return of
 

@@ -5,7 +5,7 @@ import torch
 
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.training.evaluation import _exp
-from penstock.training.generation import generate_tokens
+from penstock.training.token_generation import generate_tokens
 
 INFINITE, NAN = float("inf"), float("nan")
 

@@ -1,4 +1,4 @@
-"""Text generation with a trained model: its weights are streamed once per token."""
+"""Generation of tokens with a trained model: its weights are streamed once per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.data import TokenDataset, Tokenizer
 from penstock.engine import Engine
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.models import ModelSource
@@ -24,24 +23,17 @@ from penstock.store import Store
 from penstock.training.next_token import FetchWeights, NextToken
 
 
-def make_writer(
-    config: Config,
-    model: ModelSource,
-    layout: ExecutionPlan,
-    store: Store,
-    dataset: TokenDataset | None,
-    device: str,
-) -> TextGenerator:
-    """Return a text generator over the weights of a store.
+def make_token_generator(
+    config: Config, model: ModelSource, layout: ExecutionPlan, store: Store, device: str
+) -> TokenGenerator:
+    """Return a generator of tokens over the weights of a store.
 
-    **Raises:** `ConfigError` if the model does not generate text, or has no tokenizer.
+    **Raises:** `ConfigError` if the model does not generate text.
     """
     if model.task != "causal_lm":
         raise ConfigError(
             f"{model.name} is trained for {model.task}; only causal language models generate text"
         )
-    if dataset is None:
-        raise ConfigError("generate needs the data set's tokenizer; this run has none")
 
     def make_engine(goal: Literal["prefill", "decode"], window: int) -> Engine:
         program = builders.compile_source(
@@ -57,68 +49,70 @@ def make_writer(
         )
         return make_inference_engine(layout, program)
 
-    return TextGenerator(
+    return TokenGenerator(
         make_engine,
         store.stream,
-        dataset.tokenizer(),
         config.data.sequence_length or model.max_sequence_length,
         prepare=lambda program: measure_current(layout, program, store),
+        version=lambda: store.step,
+        finish=store.take_traffic,
     )
 
 
-class TextGenerator:
-    """Generates text with a model; caches the engines of each window length.
+class TokenGenerator:
+    """Generates tokens with a model; caches the engines of each window length.
 
     **Arguments:** `make_engine` returns the engine of a program of incremental decoding for a
     window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
-    limit. `prepare` is called with each engine's program before each text.
+    limit. `prepare` is called with each engine's program before each text, `finish` after it.
+    `version` returns another number when the weights have changed.
     """
 
     def __init__(
         self,
         make_engine: Callable[[Literal["prefill", "decode"], int], Engine],
         fetch: FetchWeights,
-        tokenizer: Tokenizer,
         longest: int | None,
         prepare: Callable[[Program], None] = lambda program: None,
+        version: Callable[[], int] = lambda: 0,
+        finish: Callable[[], object] = lambda: None,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
-        self._tokenizer = tokenizer
         self._longest = longest
         self._prepare = prepare
+        self._version = version
+        self._finish = finish
         self._windows: dict[int, NextToken] = {}
 
-    def write(
+    def generate(
         self,
-        prompt: str,
+        prompt: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float,
-        top_k: int | None,
-        seed: int,
-    ) -> Iterator[str]:
-        """Yield the text after `prompt` piece by piece, whole characters only."""
-        tokenizer = self._tokenizer
-        encoded = tokenizer.encode_batch([prompt])[0].tolist()
-        tokens = encoded or [tokenizer.end_of_document]
-        window = _power_of_two(len(tokens) + max_new_tokens)
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+        stop: int | None = None,
+        vocabulary: int | None = None,
+    ) -> Iterator[int]:
+        """Yield new token ids after `prompt`; arguments as for `generate_tokens`."""
+        window = _power_of_two(len(prompt) + max_new_tokens)
         if self._longest is not None:
             window = min(self._longest, window)
-        following = self._for_window(window)
-        text = _ContinuedText(tokenizer, encoded)
-        for token in generate_tokens(
-            following.logits,
-            tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            stop=tokenizer.end_of_document,
-            vocabulary=tokenizer.vocab_size,
-        ):
-            if piece := text.add(token):
-                yield piece
+        try:
+            yield from generate_tokens(
+                self._for_window(window).logits,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                seed=seed,
+                stop=stop,
+                vocabulary=vocabulary,
+            )
+        finally:
+            self._finish()
 
     def _for_window(self, window: int) -> NextToken:
         """Return what computes the logits of a new text; training may have changed the weights
@@ -130,42 +124,13 @@ class TextGenerator:
             return engine
 
         if window not in self._windows:
-            self._windows[window] = NextToken(make_prepared, self._fetch, window)
+            self._windows[window] = NextToken(make_prepared, self._fetch, window, self._version)
             return self._windows[window]
         following = self._windows[window]
         following.forget()
         for engine in following.engines:
             self._prepare(engine.program)
         return following
-
-
-class _ContinuedText:
-    """The text of tokens that continue `prompt`, whole characters only.
-
-    The decoders of SentencePiece tokenizers remove the space before the first word of a text, so a
-    token is decoded together with the tokens before it. The tokens of the last piece suffice: the
-    work per token does not grow with the text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._before = list(prompt)
-        self._text_before = tokenizer.decode(prompt) if prompt else ""
-        self._tokens: list[int] = []  # of the piece that is not complete
-
-    def add(self, token: int) -> str:
-        """Return the piece of text that a token completes; empty if there is none."""
-        self._tokens.append(token)
-        text = self._tokenizer.decode([*self._before, *self._tokens])
-        if text.endswith("\ufffd"):  # the token ends within a character
-            return ""
-        piece = text.removeprefix(self._text_before)
-        if not text.startswith(self._text_before):  # bytes that are not UTF-8 change those before
-            piece = self._tokenizer.decode(self._tokens)
-        if piece:
-            self._before, self._tokens = self._tokens, []
-            self._text_before = self._tokenizer.decode(self._before)
-        return piece
 
 
 def generate_tokens(
@@ -210,7 +175,7 @@ def generate_tokens(
 def _choose(
     logits: torch.Tensor, temperature: float, top_k: int | None, generator: np.random.Generator
 ) -> int:
-    values = logits.detach().double().cpu().numpy()
+    values = logits.detach().float().cpu().numpy()
     if not np.isfinite(values.max()):  # tokens that a model rules out are -inf
         raise NonFiniteError(
             f"the largest logit of the next token is {values.max()}: the model's weights have "
@@ -218,10 +183,12 @@ def _choose(
         )
     if temperature == 0:
         return int(values.argmax())
+    tokens = np.arange(len(values))
     if top_k is not None and top_k < len(values):
-        values = np.where(values >= np.partition(values, -top_k)[-top_k], values, -np.inf)
-    weights = np.exp((values - values.max()) / temperature)
-    return int(generator.choice(len(values), p=weights / weights.sum()))
+        (tokens,) = np.nonzero(values >= np.partition(values, -top_k)[-top_k])
+    chosen = values[tokens].astype(np.float64)
+    weights = np.exp((chosen - chosen.max()) / temperature)
+    return int(generator.choice(tokens, p=weights / weights.sum()))
 
 
 def _power_of_two(count: int) -> int:
