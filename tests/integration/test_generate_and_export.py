@@ -170,3 +170,25 @@ def test_new_text_reads_no_keys_of_an_older_one(trained):
     again = trainer._tokens._for_window(window)
     assert again is used
     assert again._kept == []
+
+
+def test_tokens_are_those_of_the_text(trained):
+    trainer, _ = trained
+    tokenizer = trainer._data.dataset.tokenizer()
+    options = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3}
+    text = "".join(trainer.generate("str", **options))
+    prompt = tokenizer.encode_batch(["str"])[0].tolist()
+    tokens = list(
+        trainer.token_generator().generate(
+            prompt, stop=tokenizer.end_of_document, vocabulary=tokenizer.vocab_size, **options
+        )
+    )
+    assert tokenizer.decode(prompt + tokens) == "str" + text
+
+
+def test_abandoned_text_is_not_in_the_traffic_of_the_next_step(trained):
+    trainer, _ = trained
+    tokens = trainer.token_generator().generate([1, 2], max_new_tokens=8)
+    next(tokens)
+    tokens.close()
+    assert trainer.store.take_traffic().streamed_bytes == 0

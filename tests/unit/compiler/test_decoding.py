@@ -135,3 +135,42 @@ def test_another_text_does_not_see_the_last_one():
     for text in ([1, 2, 3], [1, 2, 3, 4], [9, 8, 7, 6, 5], [1, 2], list(range(LENGTH + 3))):
         fresh = NextToken(make_engine, fetch, LENGTH).logits(text)
         assert torch.allclose(used.logits(text), fresh, rtol=0, atol=2e-6), text
+
+
+def test_a_token_is_written_into_the_kept_keys_and_nothing_is_copied():
+    case = language_model("gpt2")
+    source, plain = case.source(0), case.plain(0).eval()
+    weights = weights_for(program_of(source, "logits"), plain)
+    following = NextToken(
+        lambda goal: TorchEngine(program_of(source, goal), EnginePlan()),
+        lambda names: [weights[n] for n in names],
+        LENGTH,
+    )
+    following.logits([1, 2, 3])
+    kept = [(tensor.data_ptr(), tensor.clone()) for tensor in following._kept]
+    assert len(kept) == 2 * 2
+    following.logits([1, 2, 3, 4])
+    for now, (address, before) in zip(following._kept, kept, strict=True):
+        assert now.data_ptr() == address
+        changed = (now != before).flatten(0, 1).any(dim=2).any(dim=0)
+        assert changed.nonzero().flatten().tolist() == [3]
+
+
+def test_weights_that_have_changed_between_two_tokens():
+    case = language_model("gpt2")
+    source, plain = case.source(0), case.plain(0).eval()
+    weights = weights_for(program_of(source, "logits"), plain)
+    version = 0
+
+    def make_engine(goal):
+        return TorchEngine(program_of(source, goal), EnginePlan())
+
+    def fetch(names):
+        return [weights[n] * (1 + version) for n in names]
+
+    used = NextToken(make_engine, fetch, LENGTH, lambda: version)
+    before = used.logits([1, 2, 3])
+    version = 1
+    fresh = NextToken(make_engine, fetch, LENGTH, lambda: version)
+    assert torch.equal(used.logits([1, 2, 3, 4]), fresh.logits([1, 2, 3, 4]))
+    assert not torch.allclose(before, fresh.logits([1, 2, 3]))

@@ -221,21 +221,6 @@ def test_a_band_that_is_not_in_the_matrix_is_refused():
             expand(starts, columns, values, NONE, 2, band, tile)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_the_product_with_one_token(dtype):
-    matrix = random_rows(4, 200, 77)
-    values = matrix.data.astype(np.float32)
-    if dtype == np.uint16:
-        values = (values.view(np.uint32) >> 16).astype(np.uint16)
-        matrix.data[:] = (values.astype(np.uint32) << 16).view(np.float32)
-    x, bias = numbers(5, 77, np.float32), numbers(6, 200, np.float32)
-    starts, columns = matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32)
-    found = multiply_vector(starts, columns, values, 77, x, bias)
-    np.testing.assert_allclose(found, matrix @ x.astype(np.float64) + bias, rtol=0, atol=1e-5)
-    found = multiply_vector(starts, columns, values, 77, x)
-    np.testing.assert_allclose(found, matrix @ x.astype(np.float64), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("given", [0, 3, 76, 78])
 def test_one_token_of_another_width_than_the_matrix_is_refused(given):
     starts, columns = np.array([0, 1]), np.array([76], np.int32)
