@@ -28,4 +28,5 @@ __all__ = [
     "sparse_vector_product",
     "split_master",
     "transposed_copy",
+    "vector_products",
 ]
