@@ -39,12 +39,12 @@ def attention(
     out = result if result.stride(-1) == 1 else torch.empty_like(query)
     logarithms = query.new_empty(batch, queries, heads, dtype=torch.float32).transpose(1, 2)
     kernels.attention(
-        _tokens(query),
-        _tokens(key),
-        _tokens(value),
-        _tokens(out),
-        _tokens(logarithms),
-        shape=_shape(query, key),
+        tokens_of(query),
+        tokens_of(key),
+        tokens_of(value),
+        tokens_of(out),
+        tokens_of(logarithms),
+        shape=shape_of(query, key),
         is_causal=is_causal,
         scale=size**-0.5 if scale is None else scale,
     )
@@ -72,16 +72,16 @@ def attention_backward(
         _with_contiguous_rows(tensor) for tensor in (gradient, query, key, value, out)
     )
     gradients = _empty_like(query), _empty_like(key), _empty_like(value)
-    of_query, of_key, of_value = (_tokens(tensor) for tensor in gradients)
+    of_query, of_key, of_value = (tokens_of(tensor) for tensor in gradients)
     kernels.attention_backward(
-        _tokens(gradient),
-        _tokens(query),
-        _tokens(key),
-        _tokens(value),
-        _tokens(out),
-        _tokens(logarithms),
+        tokens_of(gradient),
+        tokens_of(query),
+        tokens_of(key),
+        tokens_of(value),
+        tokens_of(out),
+        tokens_of(logarithms),
         (of_query, of_key, of_value),
-        shape=_shape(query, key),
+        shape=shape_of(query, key),
         is_causal=is_causal,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
     )
@@ -135,7 +135,7 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
         return 0
     given = arguments_by_name(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
-    held = memory_bytes(_shape(query, key), backward=node.target is _BACKWARD)
+    held = memory_bytes(shape_of(query, key), backward=node.target is _BACKWARD)
     operands = [value.meta["val"] for value in node.args if isinstance(value, fx.Node)]
     copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)
     if node.target is _OPERATOR and query.stride(-1) != 1:
@@ -143,7 +143,8 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
     return held + copied
 
 
-def _shape(query: Tensor, key: Tensor) -> Shape:
+def shape_of(query: Tensor, key: Tensor) -> Shape:
+    """Return the sizes of attention."""
     batch, heads, queries, size = query.shape
     return Shape(batch, heads, key.shape[1], queries, key.shape[2], size)
 
@@ -158,7 +159,7 @@ def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _tokens(tensor: Tensor) -> kernels.Tokens:
+def tokens_of(tensor: Tensor) -> kernels.Tokens:
     """Return a tensor's own memory, bfloat16 as patterns."""
     count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     flat = tensor.detach().as_strided((count,), (1,))

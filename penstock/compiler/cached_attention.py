@@ -2,10 +2,19 @@
 
 A traced graph adds a position to the kept keys or values by an operator without side effects.
 Executables write it into them: the engine's inputs with kept values are there to be written.
+
+For bfloat16 on a CPU the attention has a kernel of its own: PyTorch's takes up to six times as long
+for one query (`docs/decisions.md`).
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from penstock.compiler.attention_calls import shape_of, tokens_of
+from penstock.compiler.tensors import elements_of
+from penstock.kernels.attention_shape import has_kernel, token_memory_bytes
 
 
 def with_position(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
@@ -50,6 +59,8 @@ def attention_at_position(
         key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
         if mask is not None and mask.shape[-1] == window:
             mask = mask.narrow(-1, 0, visible)
+        if mask is None and _has_kernel(query, key, value):
+            return _attend(query, key, value, scale)
     elif mask is None:
         mask = (torch.arange(window, device=key.device) <= position).unsqueeze(0)
     *before, heads, _, size = query.shape
@@ -62,3 +73,36 @@ def attention_at_position(
         query, key, value, attn_mask=mask, scale=scale
     )
     return out.reshape(*before, heads, 1, value.shape[-1])
+
+
+def scratch_bytes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any) -> int:
+    """Return the bytes that the kernel for attention at a position allocates besides its result."""
+    if query.device.type != "cpu" or mask is not None or not _has_kernel(query, key, value):
+        return 0
+    return token_memory_bytes(shape_of(query, key))
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return (
+        query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.dim() == 4
+        and key.shape == value.shape
+        and query.shape[1] % key.shape[1] == 0
+        and key.stride(-1) == value.stride(-1) == 1
+        and has_kernel(query.shape[-1])
+    )
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    from penstock.kernels.token_attention import attend
+
+    scaled = query.float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    out = query.new_empty(query.shape)
+    attend(
+        elements_of(scaled.contiguous()),
+        tokens_of(key),
+        tokens_of(value),
+        elements_of(out),
+        shape=shape_of(query, key),
+    )
+    return out

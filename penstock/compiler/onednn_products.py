@@ -40,7 +40,7 @@ def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return _linear(_row_major(left), _row_major(right) if _is_copied(left, right) else right, bias)
 
 
-def scratch_bytes(left: Tensor, right: Tensor) -> int:
+def scratch_bytes(left: Tensor, right: Tensor, bias: Tensor | None = None) -> int:
     """Return the bytes of the copies that a product makes, and of the parts of its result."""
     rows, columns = left.shape[0], right.shape[0]
     if _is_banded(left, right):

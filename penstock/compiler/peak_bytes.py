@@ -1,12 +1,14 @@
 """The peak of the bytes that a graph allocates."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from penstock.compiler import (
+    cached_attention,
     onednn_products,
     ops,  # noqa: F401  (registers the penstock operators)
     recurrent_layer,
@@ -23,6 +25,12 @@ from penstock.compiler.sparse_lowering import (
 from penstock.compiler.tensors import storage_of, tensors_in
 
 penstock = torch.ops.penstock
+
+_SCRATCH_OF: dict[Any, Callable[..., int]] = {
+    penstock.onednn_linear.default: onednn_products.scratch_bytes,
+    penstock.token_linear.default: token_products.scratch_bytes,
+    penstock.attention_at_position.default: cached_attention.scratch_bytes,
+}
 
 
 def peak_bytes(graph: fx.Graph, products: Products = "torch") -> int:
@@ -89,10 +97,8 @@ def _scratch(node: fx.Node, products: Products) -> int:
     if node.target in layers:
         given = (_value(argument) for argument in node.args[:4])
         return recurrent_layer.scratch_bytes(*given, with_gradients=layers[node.target])
-    if node.target is penstock.onednn_linear.default:
-        return onednn_products.scratch_bytes(*(_value(argument) for argument in node.args[:2]))
-    if node.target is penstock.token_linear.default:
-        return token_products.scratch_bytes(*(_value(argument) for argument in node.args[:2]))
+    if node.target in _SCRATCH_OF:
+        return _SCRATCH_OF[node.target](*(_value(argument) for argument in node.args))
     if node.target not in heads:
         return sparse_scratch_bytes(node) + attention_scratch_bytes(node, products)
     hidden, weight = (_value(a) for a in node.args[heads[node.target] :][:2])

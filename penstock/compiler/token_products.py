@@ -40,7 +40,7 @@ def linear(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.to(left.dtype)
 
 
-def scratch_bytes(left: Tensor, right: Tensor) -> int:
+def scratch_bytes(left: Tensor, right: Tensor, bias: Tensor | None = None) -> int:
     """Return the most bytes that a product allocates besides its result."""
     from penstock.kernels.vector_products import PARTS
 

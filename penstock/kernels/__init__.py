@@ -27,6 +27,7 @@ __all__ = [
     "sparse_products",
     "sparse_vector_product",
     "split_master",
+    "token_attention",
     "transposed_copy",
     "vector_products",
 ]

@@ -6,6 +6,10 @@ from penstock.kernels.vectors import LANES
 
 TILE = 64
 """Queries and keys of a tile."""
+PART = 256
+"""Keys of a part, for one query per head."""
+PART_NUMBERS = PART + 2 * LANES * LANES
+"""Numbers of a part while it is computed: scores, and products of 16 keys, also transposed."""
 
 _CACHE_LINE = 64  # bytes
 
@@ -33,6 +37,14 @@ def memory_bytes(shape: Shape, *, backward: bool) -> int:
     counts = backward_counts(shape) if backward else forward_counts(shape)
     threads = shape.batch * (shape.key_heads if backward else shape.heads)
     return threads * sum(4 * count + _CACHE_LINE for count in counts)
+
+
+def token_memory_bytes(shape: Shape) -> int:
+    """Return the bytes that attention of one query per head allocates: for each part of each head
+    of keys its memory, for each part of each head a maximum, a sum and outputs; and the queries."""
+    parts = -(-shape.keys // PART)
+    of_keys = shape.key_heads * parts * PART_NUMBERS
+    return 4 * shape.batch * (of_keys + shape.heads * (parts * (shape.size + 2) + shape.size))
 
 
 def _tiles(length: int) -> int:
