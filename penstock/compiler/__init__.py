@@ -23,7 +23,11 @@ if TYPE_CHECKING:
         operator_costs as operator_costs,
         operator_of as operator_of,
     )
-    from penstock.compiler.decoding import CACHE as CACHE, POSITION as POSITION
+    from penstock.compiler.decoding import (
+        CACHE as CACHE,
+        POSITION as POSITION,
+        Decoding as Decoding,
+    )
     from penstock.compiler.fused_head import (
         ALL_ROWS as ALL_ROWS,
         GradientPart as GradientPart,

@@ -469,6 +469,7 @@ class _ProgramAssembly:
             inputs=tuple(self.values[n.name].tensor for n in inputs),
             inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
             sparse=tuple(sparse),
+            one_token=self.options.decoding is not None,
         )
         return graph, signature, first_dropout
 

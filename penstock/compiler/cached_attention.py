@@ -53,16 +53,40 @@ def attention_at_position(
     fewer heads if groups of queries share them; `mask` broadcasts to [..., heads, 1, window], None
     if every position before is visible; `position` int64 [1].
     """
-    window = key.shape[-2]
-    if key.device.type == "cpu":  # a GPU would have to be waited for
-        visible = int(position) + 1
-        key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
-        if mask is not None and mask.shape[-1] == window:
-            mask = mask.narrow(-1, 0, visible)
-        if mask is None and _has_kernel(query, key, value):
-            return _attend(query, key, value, scale)
-    elif mask is None:
-        mask = (torch.arange(window, device=key.device) <= position).unsqueeze(0)
+    if key.device.type != "cpu":  # would have to be waited for
+        return _over_window(query, key, value, mask, position, scale, shares_keys)
+    visible = int(position) + 1
+    if mask is not None and mask.shape[-1] == key.shape[-2]:
+        mask = mask.narrow(-1, 0, visible)
+    key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
+    if mask is None and _has_kernel(query, key, value):
+        return _attend(query, key, value, scale)
+    return _attention(query, key, value, mask, scale, shares_keys)
+
+
+def _over_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position: Tensor,
+    scale: float | None,
+    shares_keys: bool,
+) -> Tensor:
+    """Return the attention with the later positions masked."""
+    if mask is None:
+        mask = (torch.arange(key.shape[-2], device=key.device) <= position).unsqueeze(0)
+    return _attention(query, key, value, mask, scale, shares_keys)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    shares_keys: bool,
+) -> Tensor:
     *before, heads, _, size = query.shape
     if shares_keys and heads != key.shape[-3]:  # queries that share keys are rows of one product
         groups = key.shape[-3]
@@ -76,10 +100,17 @@ def attention_at_position(
 
 
 def scratch_bytes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any) -> int:
-    """Return the bytes that the kernel for attention at a position allocates besides its result."""
-    if query.device.type != "cpu" or mask is not None or not _has_kernel(query, key, value):
+    """Return the most bytes that attention at a position allocates besides its result."""
+    if query.device.type != "cpu":
         return 0
-    return token_memory_bytes(shape_of(query, key))
+    if mask is None and _has_kernel(query, key, value):
+        return token_memory_bytes(shape_of(query, key))
+    scores = 4 * query.numel() // query.shape[-1] * key.shape[-2]
+    mask_bytes = 0 if mask is None else 2 * scores  # added as numbers, of every head
+    if query.dim() == 4 and query.shape[-1] == value.shape[-1]:
+        return mask_bytes
+    # PyTorch then has no fused kernel, and computes in float32.
+    return mask_bytes + 4 * (query.numel() + 2 * (key.numel() + value.numel())) + 3 * scores
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:

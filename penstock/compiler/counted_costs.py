@@ -164,6 +164,8 @@ def _moved_bytes(node: fx.Node, name: str) -> int:
     written = sum(value.nbytes for value in results)
     if name in ("embedding", "index_select", "gather", "index"):
         return 2 * written
+    if name == "with_position":
+        return 2 * int(_value(node.args[1]).nbytes)
     if name in ("full", "zeros", "new_zeros", "fill"):
         return written
     return written + sum(value.nbytes for value in operands)

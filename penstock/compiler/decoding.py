@@ -1,13 +1,14 @@
-"""The two programs of incremental decoding, derived from a captured graph of a whole window.
+"""The programs of incremental decoding, derived from a captured graph of a whole window.
 
-`prefill` computes the keys and values of all positions of a window, and the results at one of them.
+`prefill` computes the keys and values of all positions of a window, and the result at one of them.
 `decode` computes one position: the keys and values of the positions before it are inputs, into
-which it writes its own. Both read which position to compute from the input `POSITION`.
+which it writes its own. `whole_window` computes the result at one position and keeps nothing. All
+read from the input `POSITION` which position it is.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -25,10 +26,13 @@ from penstock.compiler.position_forms import (
     position_forms,
     replaced,
 )
+from penstock.compiler.unsupported import first_line
+from penstock.errors import CompileError
 
 aten = torch.ops.aten
 
-Decoding = Literal["prefill", "decode"]
+Decoding = Literal["prefill", "decode", "whole_window"]
+DECODING: tuple[Decoding, ...] = get_args(Decoding)
 
 POSITION = "penstock_position"
 """The input that names the computed position, int64 [1]."""
@@ -41,15 +45,25 @@ def decoding_form(captured: Capture, decoding: Decoding) -> Capture:
     """Return the graph of one of the programs of incremental decoding.
 
     **Arguments:** `captured` is a rewritten graph of a causal language model, for one row of
-    tokens, whose results have positions in dimension 1.
+    tokens, whose only result has positions in dimension 1.
 
-    A model that mixes positions otherwise than attention (recurrent layers) keeps nothing: its
-    prefill has only the model's own results.
+    A model with an operator that may mix positions otherwise than attention (`position_forms.py`)
+    keeps nothing: its prefill has only the model's own result.
 
-    **Raises:** `MixedPositionsError` for the `decode` program of such a model.
+    **Raises:** `MixedPositionsError` for the `decode` program of such a model, `CompileError` for
+    a model with several results.
     """
+    if len(captured.results) != 1:
+        raise CompileError(
+            f"a model that generates text has one result, its logits; got {len(captured.results)}"
+        )
+    if decoding == "whole_window":
+        return _Derivation(captured, None, decoding).whole_window()
     try:
-        return _Derivation(captured, position_forms(captured), decoding).run()
+        forms = position_forms(captured)
+        decode = _Derivation(captured, forms, "decode").run()
+        # A prefill keeps keys and values only if there is a program that can use them.
+        return decode if decoding == "decode" else _Derivation(captured, forms, decoding).run()
     except MixedPositionsError:
         if decoding == "decode":
             raise
@@ -57,8 +71,8 @@ def decoding_form(captured: Capture, decoding: Decoding) -> Capture:
 
 
 class _Derivation:
-    """Builds the graph of one program; each node of the captured graph becomes what it is at one
-    position, what it is at all, or both."""
+    """Builds the graph of one program: copies of nodes of the captured graph for one position, for
+    all positions, or for both."""
 
     def __init__(self, captured: Capture, forms: PositionForms | None, decoding: Decoding) -> None:
         self._captured, self._decoding = captured, decoding
@@ -163,7 +177,13 @@ class _Derivation:
             return self._position if isinstance(value, Computed) else value
 
         args, kwargs = replaced(form.args, operand), replaced(form.kwargs, operand)
-        made = self._call(node, form.target or node.target, args, kwargs)  # type: ignore[arg-type]
+        try:
+            made = self._call(node, form.target or node.target, args, kwargs)  # type: ignore[arg-type]
+        except RuntimeError as error:  # sizes among its arguments are those of the whole window
+            raise MixedPositionsError(
+                f"{source_line(node)}: {node.target} cannot compute one position: "
+                f"{first_line(error)}"
+            ) from error
         expected = node.meta["val"]
         if isinstance(expected, torch.Tensor):
             shape = list(expected.shape)

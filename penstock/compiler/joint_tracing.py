@@ -27,8 +27,9 @@ aten = torch.ops.aten
 class StageSignature:
     """The inputs of a stage's graph: weights, then inputs, then the dropout key.
 
-    `sparse` are the sparse weights by position. `repr` omits them, so that a kind of dense weights
-    has the digest that it always had.
+    `sparse` are the sparse weights by position. `one_token` is whether the graph is one of
+    incremental decoding. `repr` omits both, so that other kinds have the digests that they always
+    had.
     """
 
     weights: tuple[TensorSpec, ...]
@@ -36,11 +37,13 @@ class StageSignature:
     inputs: tuple[TensorSpec, ...]
     inputs_grad: tuple[bool, ...]
     sparse: tuple[tuple[int, SparseUse], ...] = field(default=(), repr=False)
+    one_token: bool = field(default=False, repr=False)
 
     @property
     def lines(self) -> list[str]:
         """The signature as text, for a digest."""
-        return [repr(self), *(f"sparse {place} {use.capacity}" for place, use in self.sparse)]
+        sparse = (f"sparse {place} {use.capacity}" for place, use in self.sparse)
+        return [repr(self), *sparse, *(["one token"] if self.one_token else [])]
 
 
 def trace_joint(
@@ -88,7 +91,7 @@ def trace_joint(
         traced = without_writes(make_fx(joint)(*flat, key, *tangents).graph)
     leave_device_open(traced)
     _simplify(traced)
-    choose_products(traced, products)
+    choose_products(traced, products, one_token=signature.one_token)
     return traced, outputs, outputs_grad
 
 

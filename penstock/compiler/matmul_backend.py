@@ -13,7 +13,8 @@ operands are then widened to float32 and the product is rounded to bfloat16. The
 bfloat16 numbers are exact in float32 and are summed there in either case. PyTorch's fused attention
 has the same loops in its backward pass, so its operands are widened too.
 
-Products with one token are memory-bound and have a kernel of their own (`token_products.py`).
+In programs of incremental decoding, products with one token have a kernel of their own
+(`token_products.py`).
 
 A target chooses by the processor alone, never by a timing. A run records the choice, and all
 processes of the run and every resume compile with the recorded one.
@@ -104,9 +105,11 @@ def _widened(left: Tensor, right: Tensor, products: str) -> Tensor:
     return out
 
 
-def choose_products(graph: fx.Graph, products: Products) -> None:
-    """Make a traced graph's products those that are chosen."""
-    _choose(graph, penstock.token_linear.default, token_products.has_kernel)
+def choose_products(graph: fx.Graph, products: Products, *, one_token: bool = False) -> None:
+    """Make a traced graph's products those that are chosen; `one_token` is whether the graph is one
+    of incremental decoding."""
+    if one_token:
+        _choose(graph, penstock.token_linear.default, token_products.has_kernel)
     if products == "torch":
         return
     heads = (

@@ -43,6 +43,7 @@ def peak_bytes(graph: fx.Graph, products: Products = "torch") -> int:
     """
     nodes = list(graph.nodes)
     given: set[int] = set()
+    written = _written_in_place(nodes)
     last: dict[int, int] = {}
     size: dict[int, int] = {}
     born: dict[int, int] = {}
@@ -51,9 +52,11 @@ def peak_bytes(graph: fx.Graph, products: Products = "torch") -> int:
             given.update(s for s, _ in _storages(node))
         for source in node.all_input_nodes:
             for storage, _ in _storages(source):
-                last[storage] = position
+                last[written.get(storage, storage)] = position
         if node.op == "call_function" and node.target is not operator.getitem:
             for storage, amount in _storages(node):
+                if storage in written:
+                    continue
                 if storage not in given and storage not in born:
                     born[storage], size[storage] = position, amount
                 last.setdefault(storage, position)
@@ -70,6 +73,17 @@ def peak_bytes(graph: fx.Graph, products: Products = "torch") -> int:
         if node.op != "output":
             alive -= deaths.get(position, 0)
     return peak
+
+
+def _written_in_place(nodes: list[fx.Node]) -> dict[int, int]:
+    """Return, for the results of nodes that executables write into an operand, its storage."""
+    written: dict[int, int] = {}
+    for node in nodes:
+        if node.target is penstock.with_position.default:
+            kept: Any = node.args[0]
+            ((of_kept, _),), ((storage, _),) = _storages(kept), _storages(node)
+            written[storage] = written.get(of_kept, of_kept)
+    return written
 
 
 def _storages(node: fx.Node) -> list[tuple[int, int]]:

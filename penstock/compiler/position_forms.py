@@ -115,6 +115,14 @@ _MOVES: dict[Any, int | None] = {
         )
     ),
 }
+# Those that allocate their result when positions are moved, and how many elements they may have.
+_COPIES = {
+    *(aten.cat.default, aten.stack.default, aten.repeat.default, aten.repeat_interleave.self_int),
+    *(aten.flip.default, aten.roll.default, aten.index_select.default, aten.tile.default),
+}
+_MOST_MOVED = 1 << 26
+# Those whose arguments have the sizes of parts of a dimension.
+_SIZED = {aten.narrow.default, aten.split_with_sizes.default, aten.unflatten.int}
 # Operators along the dimensions that an argument names, which compute each other index by itself.
 _ALONG = {
     *(aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int),
@@ -217,6 +225,8 @@ class _Analysis:
         return Form(dim, (All(weight), One(indices, dim), *options), dict(node.kwargs))  # type: ignore[arg-type]
 
     def _by_element(self, node: fx.Node) -> Form | None:
+        if not isinstance(node.meta["val"], torch.Tensor):
+            return None
         rank = value_of(node).dim()
         dims = {
             rank - value_of(source).dim() + self._forms[source].dim
@@ -249,6 +259,8 @@ class _Analysis:
         beside = [source for source in node.all_input_nodes if source not in self._forms]
         if beside and node.target is not aten.cat.default:
             return None
+        if node.target in _SIZED and self._is_along_positions(node):
+            return None
 
         def described(value: Any) -> Any:
             known = isinstance(value, fx.Node)
@@ -269,6 +281,12 @@ class _Analysis:
             ones[place:] = [sizes, *ones[place + 1 :]]
         return Form(dim, tuple(ones), dict(node.kwargs))
 
+    def _is_along_positions(self, node: fx.Node) -> bool:
+        """Return whether the dimension that a view's arguments name counts positions."""
+        value: Any = node.args[0]
+        dim: Any = arguments_by_name(node).get("dim", 0)
+        return dim % value_of(value).dim() == self._forms[value].dim
+
     def _moved_dim(self, node: fx.Node) -> int | None:
         first = next(source for source in node.all_input_nodes if source in self._forms)
 
@@ -278,8 +296,16 @@ class _Analysis:
             dim = self._forms.get(value, self._forms[first]).dim
             return _positions(value_of(value).shape, dim)
 
+        if (
+            node.target in _COPIES
+            and max(t.numel() for t in _tensors(node.meta["val"])) > _MOST_MOVED
+        ):
+            return None
         args, kwargs = (replaced(part, positions) for part in _arguments(node))
-        moved = node.target(*args, **kwargs)  # type: ignore[operator]
+        try:
+            moved = node.target(*args, **kwargs)  # type: ignore[operator]
+        except RuntimeError:  # a view that merges positions with another dimension
+            return None
         dims = {_position_dim(each, self._window) for each in _tensors(moved)}
         return dims.pop() if len(dims) == 1 else None
 

@@ -189,6 +189,7 @@ class RecordingEngine(TorchEngine):
 
     def release(self) -> None:
         """Release the memory that is kept between steps; later steps are recorded again."""
+        super().release()
         with suppress(RuntimeError):  # a GPU that has failed has no memory to release
             self.drop_recording()
 

@@ -165,7 +165,9 @@ class TorchEngine:
         )
 
     def release(self) -> None:
-        """Do nothing: no memory is kept between steps but the slots."""
+        """Release the values of the last step."""
+        self._flows, self._losses, self._batch = [], [], None
+        self.memory.clear()
 
     def _compute(self, call: Call, weights: Sequence[Any], act: Callable[[], Result]) -> Result:
         """Execute a call; `weights` are all that it reads besides the engine's own values."""
@@ -173,6 +175,10 @@ class TorchEngine:
 
     def _new_flows(self, batch: Batch) -> list[Flow]:
         """Return the values of each micro-batch: its inputs, in memory of the device."""
+        if batch.kept and len(batch.micro_batches) != 1:
+            raise ValueError(
+                f"kept inputs are those of one micro-batch, got {len(batch.micro_batches)}"
+            )
         flows = []
         for offset, inputs in enumerate(batch.micro_batches):
             flow = Flow(batch.first + offset, batch.seed, batch.step)

@@ -39,7 +39,7 @@ from penstock.program import Program
 if TYPE_CHECKING:
     from penstock.planning.memory_budget import MemoryShares
 
-Goal = Literal["train", "evaluate", "logits", "prefill", "decode"]
+Goal = Literal["train", "evaluate", "logits", "prefill", "decode", "whole_window"]
 
 
 def compile_source(
@@ -62,13 +62,14 @@ def compile_source(
     """Compile a model for one micro-batch of sequences.
 
     The goal `evaluate` computes the loss without dropout and, for language models, the most likely
-    label of each token. The goal `logits` computes the logits, and the goals `prefill` and `decode`
-    are the two programs of incremental decoding (`compiler/decoding.py`). All but `train` run only
-    the forward sweep, with every module in eval mode. `products` is the library of matrix products
-    (None: the choice of a new run on this host). `bfloat16` are the weights that the store keeps as
-    bfloat16, `sparse` the sparse weights with the most entries that each has. `known` is returned
-    if its source graph equals the model's graph. Programs of presets and of Hugging Face
-    configurations and folders are kept on disk between processes (`program_cache`).
+    label of each token. The goal `logits` computes the logits, and the goals `prefill`, `decode`
+    and `whole_window` are the programs of incremental decoding (`compiler/decoding.py`). All but
+    `train` run only the forward sweep, with every module in eval mode. `products` is the library of
+    matrix products (None: the choice of a new run on this host). `bfloat16` are the weights that
+    the store keeps as bfloat16, `sparse` the sparse weights with the most entries that each has.
+    `known` is returned if its source graph equals the model's graph. Programs of
+    presets and of Hugging Face configurations and folders are kept on disk between processes
+    (`program_cache`).
     """
     target = target_of(device)
     inputs = source.input_specs(micro_batch, length)
@@ -86,7 +87,7 @@ def compile_source(
         slot_bytes=slot_bytes,
         weight_prefix=source.weight_prefix,
         training=goal == "train",
-        decoding=goal if goal in ("prefill", "decode") else None,
+        decoding=None if goal == "train" or goal == "evaluate" or goal == "logits" else goal,
     )
 
     def compile_now(module: nn.Module) -> Program:

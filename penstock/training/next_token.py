@@ -1,20 +1,20 @@
 """Logits of the token after a text, by incremental decoding.
 
 The keys and values of a text's positions are kept, so a further token costs one position of each
-layer. They are computed anew, all positions at once, if the text is longer than the model's window
-(each of its tokens then has another position), and for models whose layers keep nothing (recurrent
-layers, mixtures of experts).
+layer. All positions are computed for every token if the text is longer than the model's window
+(each of its tokens then has another position), for models whose layers keep nothing (recurrent
+layers, mixtures of experts), and where the engine has no memory for keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 
-from penstock.compiler import CACHE, POSITION
+from penstock.compiler import CACHE, POSITION, Decoding
 from penstock.engine import Batch, Engine, compute
+from penstock.errors import BudgetError
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 
@@ -25,14 +25,14 @@ class NextToken:
     """Computes logits of next tokens for texts of up to `window` tokens, and the last `window`
     tokens of longer ones.
 
-    **Arguments:** `make_engine` returns the engine of one of the two programs, whose inputs are
+    **Arguments:** `make_engine` returns the engine of one of the programs, whose inputs are
     `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
     `version` returns another number when they have changed.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[Literal["prefill", "decode"]], Engine],
+        make_engine: Callable[[Decoding], Engine],
         fetch: FetchWeights,
         window: int,
         version: Callable[[], int] = lambda: 0,
@@ -43,6 +43,7 @@ class NextToken:
         self._version = version
         self._of_version = version()
         self._prefill = make_engine("prefill")
+        self._keeps_nothing = False
         self._decode: Engine | None = None
         self._tokens: list[int] = []  # whose keys and values are kept
         self._kept: list[torch.Tensor] = []
@@ -53,8 +54,10 @@ class NextToken:
         return [self._prefill] if self._decode is None else [self._prefill, self._decode]
 
     def forget(self) -> None:
-        """Drop the keys and values."""
+        """Release the keys and values."""
         self._tokens, self._kept = [], []
+        for engine in self.engines:
+            engine.release()
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the logits [vocabulary] of the token after a text of at least one token."""
@@ -63,7 +66,19 @@ class NextToken:
         if self._of_version != self._version():
             self.forget()
             self._of_version = self._version()
-        if self._kept and len(tokens) <= self._window and visible[:-1] == self._tokens:
+        try:
+            return self._next(visible, is_whole=len(tokens) <= self._window)
+        except BudgetError:
+            if self._keeps_nothing:
+                raise
+            self.forget()
+            self._prefill, self._decode = self._make_engine("whole_window"), None
+            self._keeps_nothing = True
+            return self._next(visible, is_whole=False)
+
+    def _next(self, visible: list[int], *, is_whole: bool) -> torch.Tensor:
+        """Return the logits after a text, or after the end of one if it is not whole."""
+        if self._kept and is_whole and visible[:-1] == self._tokens:
             logits, *_ = self._run(self._decoding(), visible)
         else:
             self.forget()

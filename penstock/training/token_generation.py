@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 
+from penstock.compiler import Decoding
 from penstock.config import Config
 from penstock.engine import Engine
-from penstock.errors import ConfigError, NonFiniteError
+from penstock.errors import ConfigError, NonFiniteError, few
 from penstock.models import ModelSource
 from penstock.planning import (
     ExecutionPlan,
@@ -35,7 +37,7 @@ def make_token_generator(
             f"{model.name} is trained for {model.task}; only causal language models generate text"
         )
 
-    def make_engine(goal: Literal["prefill", "decode"], window: int) -> Engine:
+    def make_engine(goal: Decoding, window: int) -> Engine:
         program = builders.compile_source(
             model,
             micro_batch=1,
@@ -53,6 +55,7 @@ def make_token_generator(
         make_engine,
         store.stream,
         config.data.sequence_length or model.max_sequence_length,
+        vocabulary=model.vocab_size,
         prepare=lambda program: measure_current(layout, program, store),
         version=lambda: store.step,
         finish=store.take_traffic,
@@ -60,19 +63,23 @@ def make_token_generator(
 
 
 class TokenGenerator:
-    """Generates tokens with a model; caches the engines of each window length.
+    """Generates tokens with a model, one text at a time: a text that is continued after another one
+    of the same window length is computed anew.
 
     **Arguments:** `make_engine` returns the engine of a program of incremental decoding for a
     window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
-    limit. `prepare` is called with each engine's program before each text, `finish` after it.
-    `version` returns another number when the weights have changed.
+    limit; `vocabulary` is the number of its tokens, None if unknown. `prepare` is called with each
+    engine's program before each text, `finish` after it. `version` returns another number when the
+    weights have changed.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[Literal["prefill", "decode"], int], Engine],
+        make_engine: Callable[[Decoding, int], Engine],
         fetch: FetchWeights,
         longest: int | None,
+        *,
+        vocabulary: int | None = None,
         prepare: Callable[[Program], None] = lambda program: None,
         version: Callable[[], int] = lambda: 0,
         finish: Callable[[], object] = lambda: None,
@@ -80,6 +87,7 @@ class TokenGenerator:
         self._make_engine = make_engine
         self._fetch = fetch
         self._longest = longest
+        self._vocabulary = vocabulary
         self._prepare = prepare
         self._version = version
         self._finish = finish
@@ -89,20 +97,26 @@ class TokenGenerator:
         self,
         prompt: Sequence[int],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int = 200,
         temperature: float = 0.8,
         top_k: int | None = 50,
         seed: int = 0,
         stop: int | None = None,
         vocabulary: int | None = None,
     ) -> Iterator[int]:
-        """Yield new token ids after `prompt`; arguments as for `generate_tokens`."""
+        """Yield new token ids after `prompt`; arguments and errors as of `generate_tokens`.
+
+        A token of the prompt that the model does not have is a `ConfigError` too.
+        """
+        prompt = self._checked(prompt)
+        following: NextToken | None = None
         window = _power_of_two(len(prompt) + max_new_tokens)
         if self._longest is not None:
             window = min(self._longest, window)
         try:
+            following = self._for_window(window)
             yield from generate_tokens(
-                self._for_window(window).logits,
+                following.logits,
                 prompt,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
@@ -112,13 +126,33 @@ class TokenGenerator:
                 vocabulary=vocabulary,
             )
         finally:
+            if following is not None:
+                following.forget()
             self._finish()
 
-    def _for_window(self, window: int) -> NextToken:
-        """Return what computes the logits of a new text; training may have changed the weights
-        since the last one."""
+    def _checked(self, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens of a prompt as integers of Python.
 
-        def make_prepared(goal: Literal["prefill", "decode"]) -> Engine:
+        **Raises:** `ConfigError` for something else than tokens of the model.
+        """
+        if len(prompt) == 0:
+            raise ConfigError("the prompt is empty: give at least one token to start from")
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ConfigError(
+                f"expected token ids, whole numbers, got {few([*map(repr, prompt)])}"
+            ) from None
+        wrong = [t for t in tokens if t < 0 or (self._vocabulary or t + 1) <= t]
+        if wrong:
+            most = "" if self._vocabulary is None else f" to {self._vocabulary - 1:,}"
+            raise ConfigError(f"expected token ids from 0{most}, got {few([*map(str, wrong)])}")
+        return tokens
+
+    def _for_window(self, window: int) -> NextToken:
+        """Return the source of logits for a new text in a window."""
+
+        def make_prepared(goal: Decoding) -> Engine:
             engine = self._make_engine(goal, window)
             self._prepare(engine.program)
             return engine
@@ -127,7 +161,6 @@ class TokenGenerator:
             self._windows[window] = NextToken(make_prepared, self._fetch, window, self._version)
             return self._windows[window]
         following = self._windows[window]
-        following.forget()
         for engine in following.engines:
             self._prepare(engine.program)
         return following
@@ -157,7 +190,7 @@ def generate_tokens(
     """
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token to start from")
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")

@@ -476,7 +476,7 @@ class Trainer:
         )
 
     def token_generator(self) -> TokenGenerator:
-        """Return what generates token ids after token ids, with the weights of the store."""
+        """Return a generator of token ids, which continues token ids with the present weights."""
         if self._tokens is None:
             self._tokens = make_token_generator(
                 self.config, self.model, self._layout, self.store, self.device

@@ -7,6 +7,7 @@ import pytest
 import torch
 from grids import quick_first
 
+from penstock.errors import ConfigError
 from penstock.training.trainer import Trainer
 
 STEPS = 30
@@ -161,15 +162,14 @@ def test_resumed_trainer_generates_the_same_text(trained):
     assert "".join(again.generate("str", max_new_tokens=12, seed=5)) == first
 
 
-def test_new_text_reads_no_keys_of_an_older_one(trained):
+def test_keys_do_not_outlive_a_text(trained):
     trainer, _ = trained
-    "".join(trainer.generate("water", max_new_tokens=2))
-    window, used = next(iter(trainer._tokens._windows.items()))
-    used.logits([1, 2, 3])
-    assert used._kept
-    again = trainer._tokens._for_window(window)
-    assert again is used
-    assert again._kept == []
+    generator = trainer.token_generator()
+    tokens = generator.generate([1, 2], max_new_tokens=3)
+    next(tokens)
+    assert any(following._kept for following in generator._windows.values())
+    list(tokens)
+    assert not any(following._kept for following in generator._windows.values())
 
 
 def test_tokens_are_those_of_the_text(trained):
@@ -192,3 +192,19 @@ def test_abandoned_text_is_not_in_the_traffic_of_the_next_step(trained):
     next(tokens)
     tokens.close()
     assert trainer.store.take_traffic().streamed_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "the prompt is empty: give at least one token to start from"),
+        ([1, -1], r"expected token ids from 0 to \d+, got -1"),
+        ([10**6], r"expected token ids from 0 to \d+, got 1000000"),
+        ([1.5], r"expected token ids, whole numbers, got 1\.5"),
+        (["a"], "expected token ids, whole numbers, got 'a'"),
+    ],
+)
+def test_prompts_that_are_no_tokens(trained, prompt, said):
+    trainer, _ = trained
+    with pytest.raises(ConfigError, match=said):
+        next(trainer.token_generator().generate(prompt))

@@ -1,7 +1,10 @@
 """A program as bytes: the length of a JSON text, the text, and the values of constants."""
 
+from collections.abc import Collection
 from typing import Any
 
+from penstock.compiler.cached_attention import write_position
+from penstock.compiler.decoding import CACHE
 from penstock.compiler.serialization import fields
 from penstock.compiler.serialization.constants import read_constants, write_constants
 from penstock.compiler.serialization.fields import MalformedError, NotSerializableError
@@ -16,7 +19,7 @@ from penstock.compiler.serialization.parts import (
     write_weight,
 )
 from penstock.errors import ProgramError
-from penstock.program import Program, verify
+from penstock.program import Program, Stage, verify
 
 _KEYS = (
     "name",
@@ -100,9 +103,12 @@ def _program(have: dict[str, Any], data: memoryview) -> Program:
     takes = (0, 0) if prelude is None else arity(prelude.graph)
     if takes != (len(prelude_inputs), len(prelude_outputs)):
         raise MalformedError(f"the prelude has {takes} values")
+    read = tuple(read_stage(index, stage, kinds) for index, stage in stages)
+    for stage in read:
+        _require_writable(stage, set(fields.texts(have["inputs"])))
     return Program(
         name=fields.text(have["name"]),
-        stages=tuple(read_stage(index, stage, kinds) for index, stage in stages),
+        stages=read,
         weights={s.name: s for s in map(read_weight, fields.items(have["weights"]))},
         values={s.name: s for s in map(read_value, fields.items(have["values"]))},
         inputs=fields.texts(have["inputs"]),
@@ -113,3 +119,18 @@ def _program(have: dict[str, Any], data: memoryview) -> Program:
         results=fields.texts(have["results"]),
         graph_digest=fields.text(have["graph_digest"]),
     )
+
+
+def _require_writable(stage: Stage, inputs: Collection[str]) -> None:
+    """Reject an executable that writes into something else than kept keys or values."""
+    for name, graph in stage.kind.graphs.items():
+        given = graph.find_nodes(op="placeholder")
+        read = [] if name == "backward" else given[len(stage.kind.weights) :]
+        kept = {
+            node
+            for node, value in zip(read, stage.inputs, strict=False)
+            if value in inputs and value.startswith(CACHE.format(""))
+        }
+        for node in graph.find_nodes(op="call_function", target=write_position):
+            if node.args[0] not in kept:
+                raise MalformedError(f"stage {stage.name} writes into {node.args[0]}")

@@ -1,12 +1,18 @@
 """Incremental decoding: each position computed from the keys and values of those before it."""
 
+import math
+import weakref
+
 import pytest
 import torch
 from grids import quick_first
 from tiny_models import FIELDS, LENGTH, VOCABULARY, deepseek, language_model
 
 from penstock.compiler import CACHE, POSITION
+from penstock.compiler.cached_attention import write_position
+from penstock.compiler.serialization import NotSerializableError, deserialize, serialize
 from penstock.engine import Batch, EnginePlan, TorchEngine, compute
+from penstock.errors import BudgetError, DataError
 from penstock.models import ModelSource
 from penstock.planning import builders
 from penstock.step_schedule import StepSchedule
@@ -174,3 +180,94 @@ def test_weights_that_have_changed_between_two_tokens():
     fresh = NextToken(make_engine, fetch, LENGTH, lambda: version)
     assert torch.equal(used.logits([1, 2, 3, 4]), fresh.logits([1, 2, 3, 4]))
     assert not torch.allclose(before, fresh.logits([1, 2, 3]))
+
+
+def gpt2():
+    case = language_model("gpt2")
+    source, plain = case.source(0), case.plain(0).eval()
+    weights = weights_for(program_of(source, "logits"), plain)
+    return source, lambda names: [weights[n] for n in names]
+
+
+def test_without_memory_for_keys_the_window_is_computed_for_each_token():
+    source, fetch = gpt2()
+    programs = {goal: program_of(source, goal) for goal in ("prefill", "decode", "whole_window")}
+    peaks = {}
+    for goal in ("prefill", "whole_window"):
+        engine = TorchEngine(programs[goal], EnginePlan())
+        NextToken(lambda _: engine, fetch, LENGTH).logits([1, 2, 3])  # noqa: B023
+        peaks[goal] = engine.memory.peak_bytes
+    assert peaks["whole_window"] < peaks["prefill"]
+    goals = []
+
+    def make_engine(goal):
+        goals.append(goal)
+        return TorchEngine(programs[goal], EnginePlan(), budget_bytes=peaks["whole_window"])
+
+    small = NextToken(make_engine, fetch, LENGTH)
+    large = NextToken(lambda goal: TorchEngine(programs[goal], EnginePlan()), fetch, LENGTH)
+    for text in ([1, 2, 3], [1, 2, 3, 4]):
+        assert torch.allclose(small.logits(text), large.logits(text), atol=2e-6)
+    assert goals == ["prefill", "whole_window"]
+
+    def too_small(goal):
+        return TorchEngine(programs[goal], EnginePlan(), budget_bytes=peaks["whole_window"] // 2)
+
+    with pytest.raises(BudgetError, match=r"engine\.memory"):
+        NextToken(too_small, fetch, LENGTH).logits([1, 2, 3])
+
+
+def test_keys_are_released_at_the_end_of_a_text():
+    source, fetch = gpt2()
+    following = NextToken(
+        lambda goal: TorchEngine(program_of(source, goal), EnginePlan()), fetch, LENGTH
+    )
+    following.logits([1, 2, 3])
+    following.logits([1, 2, 3, 4])
+    kept = [weakref.ref(tensor) for tensor in following._kept]
+    following.forget()
+    assert all(reference() is None for reference in kept)
+    assert [engine.memory.current_bytes for engine in following.engines] == [0, 0]
+
+
+def test_kept_inputs_are_checked():
+    program = program_of(language_model("gpt2").source(0), "decode")
+    engine = TorchEngine(program, EnginePlan())
+    inputs = {
+        "input_ids": torch.zeros((1, LENGTH), dtype=torch.int64),
+        POSITION: torch.tensor([0]),
+    }
+    names = [name for name in program.inputs if name not in inputs]
+    kept = {name: torch.zeros(program.values[name].tensor.shape) for name in names}
+    engine.begin(Batch([inputs], 0, 1, 0, 0, kept=kept))
+    wrong = {**kept, names[1]: kept[names[1]][..., :1]}
+    with pytest.raises(DataError, match=r"'penstock_cache_1' must be float32"):
+        engine.begin(Batch([inputs], 0, 1, 0, 0, kept=wrong))
+    with pytest.raises(ValueError, match="kept inputs are those of one micro-batch, got 2"):
+        engine.begin(Batch([inputs, inputs], 0, 2, 0, 0, kept=kept))
+
+
+def test_written_program_decodes_and_may_write_into_kept_values_only():
+    program = deserialize(serialize(program_of(language_model("gpt2").source(0), "decode")))
+    block = next(stage for stage in program.stages if CACHE.format(0) in stage.inputs)
+    graph = block.kind.graphs["infer"]
+    (first, *_) = graph.find_nodes(op="call_function", target=write_position)
+    first.args = (graph.find_nodes(op="placeholder")[0], *first.args[1:])
+    with pytest.raises(NotSerializableError, match=f"stage {block.name} writes into"):
+        serialize(program)
+
+
+def test_kept_values_are_written_in_place_and_cost_a_row():
+    program = program_of(language_model("gpt2").source(0), "decode")
+    block = next(stage for stage in program.stages if CACHE.format(0) in stage.inputs)
+    shape = program.values[CACHE.format(0)].tensor.shape
+    (write,) = (cost for cost in block.kind.costs["infer"] if cost.name == "with_position")
+    assert write.calls == 2
+    assert write.bytes == 2 * 4 * math.prod(shape) // LENGTH
+    outputs = sum(math.prod(spec.shape) * 4 for spec in block.kind.outputs)
+    assert block.kind.forward_transient_bytes < 20 * outputs + scratch_of_products(block)
+
+
+def scratch_of_products(block):
+    widest = max(max(spec.shape) for spec in block.kind.weights)
+    return 4 * 20 * widest

@@ -68,7 +68,7 @@ def test_large_products_with_one_token_are_chosen(products, dtype):
     for tokens, is_chosen in ((1, True), (2, False)):
         x = torch.randn(tokens, INNER).to(dtype)
         graph = graph_of(layer, x, weight, bias)
-        choose_products(graph, products)
+        choose_products(graph, products, one_token=True)
         found = targets(graph).count(torch.ops.penstock.token_linear.default)
         assert found == (2 if is_chosen else 0)
         made = torch.fx.GraphModule(torch.nn.Module(), graph)(x, weight, bias)
@@ -85,7 +85,7 @@ def test_small_products_and_other_biases_stay():
         (torch.randn(INNER, COLUMNS), torch.randn(1)),
     ):
         graph = graph_of(layer, torch.randn(1, len(weight)), weight, bias)
-        choose_products(graph, "torch")
+        choose_products(graph, "torch", one_token=True)
         assert targets(graph) == [aten.addmm.default]
 
 

@@ -87,7 +87,7 @@ def pieces(monkeypatch):
 
     def of(tokenizer, prompt, tokens):
         monkeypatch.setattr(token_generation, "generate_tokens", lambda *_, **__: iter(tokens))
-        engine = SimpleNamespace(program=None)
+        engine = SimpleNamespace(program=None, release=lambda: None)
         generator = TokenGenerator(lambda goal, window: engine, lambda names: [], 64)
         options = {"max_new_tokens": len(tokens), "temperature": 0.0, "top_k": None, "seed": 0}
         return list(TextGenerator(generator, tokenizer).write(prompt, **options))
