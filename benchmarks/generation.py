@@ -23,7 +23,8 @@ import dataclasses
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from contract import READ_BYTES, describe_machine, plain_precisions, print_result, start_reads
@@ -75,6 +76,10 @@ def main() -> None:
             job = Job("", precision, layers, window, prompt, tokens)
             rows.append(compare(job, rounds))
     print_rows(rows)
+    products = {name: products_alone(name, options.quick) for name in plain_precisions()}
+    for name, ratios in products.items():
+        shown = ", ".join(f"{shape} {ratio:.2f}" for shape, ratio in ratios.items())
+        print(f"products of one token, {name}, PyTorch's time over ours: {shown}")
     print_result(
         "generation",
         value=round(min(row["ratio"][OTHER] for row in rows), 3),
@@ -83,6 +88,7 @@ def main() -> None:
         sparsity=SPARSITY,
         rounds=rounds,
         rows=rows,
+        products=products,
         machine=machine,
     )
 
@@ -140,6 +146,41 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     )
 
 
+def products_alone(precision: str, quick: bool) -> dict[str, float]:
+    """Return PyTorch's time over ours of GPT-2's products with one token, by shape.
+
+    Weights are `[inputs, outputs]` in memory, that of the head `[outputs, inputs]`. Each product
+    reads another weight, so that none is in a cache.
+    """
+    import torch
+
+    from penstock.compiler import token_products
+    from penstock.engine import set_threads
+
+    set_threads(None)
+    dtype, most = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision], 1 << (26 - 2 * quick)
+    found = {}
+    for inputs, outputs in ((768, 2304), (768, 768), (768, 3072), (3072, 768), (768, VOCABULARY)):
+        count = max(2, most // (inputs * outputs))
+        weights = [torch.randn(inputs, outputs).to(dtype) for _ in range(count)]
+        if outputs == VOCABULARY:
+            weights = [weight.t().contiguous().t() for weight in weights]
+        x = torch.randn(1, inputs).to(dtype)
+        forms: dict[str, Callable[[Any], Any]] = {
+            "torch": lambda weight, x=x: torch.mm(x, weight),
+            "ours": lambda weight, x=x: token_products.linear(x, weight.t()),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in forms}
+        for number in range(6):
+            for name in sorted(forms, reverse=bool(number % 2)):
+                began = time.perf_counter()
+                for weight in weights:
+                    forms[name](weight)
+                seconds[name].append(time.perf_counter() - began)
+        found[f"{inputs}x{outputs}"] = round(median_ratio(seconds["torch"], seconds["ours"]), 2)
+    return found
+
+
 class Loop:
     """Writes tokens after a prompt."""
 
@@ -188,6 +229,8 @@ class Ours(Loop):
         element = 2 if job.precision == "bf16" else 4
         self.bytes_per_token = 2 * job.layers * job.prompt * width * element
         for weight in trainer.program.weights.values():
+            if weight.name == "transformer.wpe.weight":
+                continue  # a token reads one row
             of_column = 4 if weight.is_sparse else 0
             self.bytes_per_token += weight.entries * (element + of_column)
 

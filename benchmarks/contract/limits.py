@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,7 +43,7 @@ PRECISIONS = ("fp32", "bf16")
 class Limit:
     """What the worker measures: dense products in a precision, or reads of memory."""
 
-    of: str
+    of: Literal["fp32", "bf16", "reads"]
 
 
 def start_products(precision: str) -> Worker:

@@ -17,7 +17,7 @@ from penstock.compiler.tensors import elements_of
 from penstock.kernels.attention_shape import has_kernel, token_memory_bytes
 
 
-def with_position(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
+def with_row(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
     """Return kept keys or values with those of a position.
 
     **Arguments:** `row` has one index in dimension `dim`, which counts positions; `position` int64
@@ -26,16 +26,16 @@ def with_position(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tens
     return kept.index_copy(dim, position, row)
 
 
-def write_position(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
+def write_row(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
     """Write into kept keys or values those of a position; return all of them."""
     return kept.index_copy_(dim, position, row)
 
 
 def lower_writes(graph: fx.Graph) -> None:
     """Let nodes that add a position to kept keys or values write into them."""
-    operator = torch.ops.penstock.with_position.default
+    operator = torch.ops.penstock.with_row.default
     for node in graph.find_nodes(op="call_function", target=operator):
-        node.target = write_position
+        node.target = write_row
 
 
 def attention_at_position(
@@ -45,7 +45,7 @@ def attention_at_position(
     mask: Tensor | None,
     position: Tensor,
     scale: float | None,
-    shares_keys: bool,
+    enable_gqa: bool,
 ) -> Tensor:
     """Return the attention of a position to itself and those before it.
 
@@ -54,14 +54,14 @@ def attention_at_position(
     if every position before is visible; `position` int64 [1].
     """
     if key.device.type != "cpu":  # would have to be waited for
-        return _over_window(query, key, value, mask, position, scale, shares_keys)
+        return _over_window(query, key, value, mask, position, scale, enable_gqa)
     visible = int(position) + 1
     if mask is not None and mask.shape[-1] == key.shape[-2]:
         mask = mask.narrow(-1, 0, visible)
     key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
     if mask is None and _has_kernel(query, key, value):
         return _attend(query, key, value, scale)
-    return _attention(query, key, value, mask, scale, shares_keys)
+    return _attention(query, key, value, mask, scale, enable_gqa)
 
 
 def _over_window(
@@ -71,12 +71,12 @@ def _over_window(
     mask: Tensor | None,
     position: Tensor,
     scale: float | None,
-    shares_keys: bool,
+    enable_gqa: bool,
 ) -> Tensor:
     """Return the attention with the later positions masked."""
     if mask is None:
         mask = (torch.arange(key.shape[-2], device=key.device) <= position).unsqueeze(0)
-    return _attention(query, key, value, mask, scale, shares_keys)
+    return _attention(query, key, value, mask, scale, enable_gqa)
 
 
 def _attention(
@@ -85,10 +85,10 @@ def _attention(
     value: Tensor,
     mask: Tensor | None,
     scale: float | None,
-    shares_keys: bool,
+    enable_gqa: bool,
 ) -> Tensor:
     *before, heads, _, size = query.shape
-    if shares_keys and heads != key.shape[-3]:  # queries that share keys are rows of one product
+    if enable_gqa and heads != key.shape[-3]:  # queries that share keys are rows of one product
         groups = key.shape[-3]
         query = query.reshape(*before, groups, heads // groups, size)
         if mask is not None and mask.dim() > 2 and mask.shape[-3] == heads:

@@ -32,7 +32,7 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "onednn_linear", "token_linear"}
 _OPERATORS: dict[Any, Any] = {
     **activation_calls.OPERATORS,
     **attention_calls.OPERATORS,
-    cached_attention.write_position: penstock.with_position.default,
+    cached_attention.write_row: penstock.with_row.default,
 }
 _WORK_OF_OPERATORS = {
     "norm": """
@@ -50,7 +50,7 @@ _WORK_OF_OPERATORS = {
     """,
     "copy": """
         _to_copy cat clone copy full zeros constant_pad_nd slice_scatter select_scatter new_zeros
-        stack fill with_position
+        stack fill with_row
     """,
 }
 _WORK = {name: work for work, names in _WORK_OF_OPERATORS.items() for name in names.split()}
@@ -164,7 +164,7 @@ def _moved_bytes(node: fx.Node, name: str) -> int:
     written = sum(value.nbytes for value in results)
     if name in ("embedding", "index_select", "gather", "index"):
         return 2 * written
-    if name == "with_position":
+    if name == "with_row":
         return 2 * int(_value(node.args[1]).nbytes)
     if name in ("full", "zeros", "new_zeros", "fill"):
         return written

@@ -15,7 +15,7 @@ from torch import fx
 
 from penstock.compiler.capture import Capture
 from penstock.compiler.nodes import source_line, value_of
-from penstock.compiler.ops import with_position
+from penstock.compiler.ops import with_row
 from penstock.compiler.position_forms import (
     All,
     Computed,
@@ -105,7 +105,7 @@ class _Derivation:
             self._one[node] = self._at_position(node, form)
             if node in caches:
                 written = (caches[node], self._one[node], form.dim, self._position)
-                self._all[node] = self._call(node, with_position, written)
+                self._all[node] = self._call(node, with_row, written)
         kept = [] if caches else [self._all[node] for node in self._kept]
         return self._finished([self._one[result] for result in self._captured.results] + kept)
 

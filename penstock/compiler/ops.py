@@ -45,7 +45,7 @@ linear_cross_entropy_turn = _registered(
 dropout = _registered("dropout", keyed_dropout.dropout)
 onednn_linear = _registered("onednn_linear", onednn_products.linear)
 token_linear = _registered("token_linear", token_products.linear)
-with_position = _registered("with_position", cached_attention.with_position)
+with_row = _registered("with_row", cached_attention.with_row)
 attention_at_position = _registered("attention_at_position", cached_attention.attention_at_position)
 recurrent_layer = _registered("recurrent_layer", recurrent.outputs)
 recurrent_layer_backward = _registered("recurrent_layer_backward", recurrent.gradients)
@@ -143,7 +143,7 @@ def _(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[0]))
 
 
-@torch.library.register_fake(with_position)
+@torch.library.register_fake(with_row)
 def _(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
     return torch.empty_like(kept)
 

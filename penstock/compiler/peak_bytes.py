@@ -79,7 +79,7 @@ def _written_in_place(nodes: list[fx.Node]) -> dict[int, int]:
     """Return, for the results of nodes that executables write into an operand, its storage."""
     written: dict[int, int] = {}
     for node in nodes:
-        if node.target is penstock.with_position.default:
+        if node.target is penstock.with_row.default:
             kept: Any = node.args[0]
             ((of_kept, _),), ((storage, _),) = _storages(kept), _storages(node)
             written[storage] = written.get(of_kept, of_kept)

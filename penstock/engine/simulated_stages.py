@@ -22,9 +22,13 @@ from penstock.program import Kind, Program
 from penstock.wafer.closed_form import stage_cycles
 
 EXECUTABLES = ("forward", "infer", "backward", "recompute", "turn")
-_TURNED = ("onednn_linear", "token_linear")  # take their right factor transposed
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), **dict.fromkeys(_TURNED, (0, 1))}  # the factors' places
-_BIAS = {"addmm": 0, **dict.fromkeys(_TURNED, 2)}
+_TRANSPOSED = ("onednn_linear", "token_linear")  # take their right factor transposed
+_PRODUCTS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    **dict.fromkeys(_TRANSPOSED, (0, 1)),
+}  # the factors' places
+_BIAS = {"addmm": 0, **dict.fromkeys(_TRANSPOSED, 2)}
 _SPARSE = ("sparse_linear", "sparse_weight_gradient")
 
 
@@ -109,7 +113,7 @@ class _Executable(fx.Interpreter):
         if name in _SPARSE:
             return super().run_node(n)
         left, right = (args[place] for place in _PRODUCTS[name])
-        right = right.t() if name in _TURNED else right
+        right = right.t() if name in _TRANSPOSED else right
         if product.of_weight:
             if product.is_turned:
                 return self._simulator.weight_gradient(right, left.t()).t().contiguous()

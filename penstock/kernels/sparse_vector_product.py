@@ -1,9 +1,9 @@
 """The product of a sparse matrix and the activations of one token: generation.
 
 The matrix is read once, in the order of the store, and decides the time; nothing is gathered into
-another order. By rows, the entries of a row are dealt out to four sums, which are then added in one
-order. By columns, as for a weight with a row per input, each part of the rows adds to sums of its
-own (`vector_products.py`).
+another order. By rows, every fourth entry of a row goes to one of four sums, which are then added
+in one order. By columns, as for a weight with a row per input, each part of the rows adds to sums
+of its own (`vector_products.py`).
 """
 
 import numpy as np

@@ -1,8 +1,7 @@
 """The product of a matrix and the activations of one token: generation.
 
-Each number of the matrix is read once, and memory decides the time. Libraries of dense products
-divide large results among threads and reach a third to two thirds of the memory's rate for one
-token (`benchmarks/generation.py`).
+Each number of the matrix is read once, and memory decides the time. Libraries of dense products are
+made for many tokens (`benchmarks/generation.py` compares them).
 
 A matrix by rows has a dot product per row. A matrix by columns, `[inner, columns]` in memory, is
 read in the same order: each part of its rows adds to sums of its own, and the parts are then added
@@ -30,8 +29,9 @@ from penstock.kernels.vectors import (
 )
 
 PARTS = 16
-"""Parts of the rows of a matrix by columns, at most."""
-_BLOCK = 64  # rows, or vectors of columns, of a unit of work
+"""Parts of the rows of a matrix by columns, at most; so many threads can read such a matrix."""
+_BLOCK = 64  # rows of a unit of work
+_BLOCK_COLUMNS = 1024  # columns whose sums are added by a unit of work
 _STRIDE = 4 * LANES
 _MEMORY = threading.local()
 
@@ -123,9 +123,9 @@ def _multiply_columns(matrix, x, bias, parts, part_rows, out):
             for column in range(0, whole, LANES):
                 _add_row(matrix, x, row, sums, columns, column, every_lane())
             _add_row(matrix, x, row, sums, columns, whole, left)
-    size = _BLOCK * LANES
-    for block in prange((columns + size - 1) // size):
-        add_parts(parts, bias, out, block * size, min((block + 1) * size, columns))
+    for block in prange((columns + _BLOCK_COLUMNS - 1) // _BLOCK_COLUMNS):
+        first = block * _BLOCK_COLUMNS
+        add_parts(parts, bias, out, first, min(first + _BLOCK_COLUMNS, columns))
 
 
 def multiply_rows(

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from penstock.compiler.cached_attention import write_position
+from penstock.compiler.cached_attention import write_row
 from penstock.compiler.decoding import CACHE
 from penstock.compiler.serialization import fields
 from penstock.compiler.serialization.constants import read_constants, write_constants
@@ -131,6 +131,6 @@ def _require_writable(stage: Stage, inputs: Collection[str]) -> None:
             for node, value in zip(read, stage.inputs, strict=False)
             if value in inputs and value.startswith(CACHE.format(""))
         }
-        for node in graph.find_nodes(op="call_function", target=write_position):
+        for node in graph.find_nodes(op="call_function", target=write_row):
             if node.args[0] not in kept:
                 raise MalformedError(f"stage {stage.name} writes into {node.args[0]}")

@@ -31,7 +31,7 @@ _FUNCTIONS: dict[str, Any] = {
     "attention_backward": attention_calls.attention_backward,
     "gelu_tanh": activation_calls.gelu_tanh,
     "gelu_tanh_backward": activation_calls.gelu_tanh_backward,
-    "write_position": cached_attention.write_position,
+    "write_row": cached_attention.write_row,
     "sparse_linear": sparse_calls.sparse_linear,
     "sparse_weight_gradient": sparse_calls.sparse_weight_gradient,
     "sparse_to_dense": sparse_calls.sparse_to_dense,

@@ -9,7 +9,7 @@ from grids import quick_first
 from tiny_models import FIELDS, LENGTH, VOCABULARY, deepseek, language_model
 
 from penstock.compiler import CACHE, POSITION
-from penstock.compiler.cached_attention import write_position
+from penstock.compiler.cached_attention import write_row
 from penstock.compiler.serialization import NotSerializableError, deserialize, serialize
 from penstock.engine import Batch, EnginePlan, TorchEngine, compute
 from penstock.errors import BudgetError, DataError
@@ -251,7 +251,7 @@ def test_written_program_decodes_and_may_write_into_kept_values_only():
     program = deserialize(serialize(program_of(language_model("gpt2").source(0), "decode")))
     block = next(stage for stage in program.stages if CACHE.format(0) in stage.inputs)
     graph = block.kind.graphs["infer"]
-    (first, *_) = graph.find_nodes(op="call_function", target=write_position)
+    (first, *_) = graph.find_nodes(op="call_function", target=write_row)
     first.args = (graph.find_nodes(op="placeholder")[0], *first.args[1:])
     with pytest.raises(NotSerializableError, match=f"stage {block.name} writes into"):
         serialize(program)
@@ -261,7 +261,7 @@ def test_kept_values_are_written_in_place_and_cost_a_row():
     program = program_of(language_model("gpt2").source(0), "decode")
     block = next(stage for stage in program.stages if CACHE.format(0) in stage.inputs)
     shape = program.values[CACHE.format(0)].tensor.shape
-    (write,) = (cost for cost in block.kind.costs["infer"] if cost.name == "with_position")
+    (write,) = (cost for cost in block.kind.costs["infer"] if cost.name == "with_row")
     assert write.calls == 2
     assert write.bytes == 2 * 4 * math.prod(shape) // LENGTH
     outputs = sum(math.prod(spec.shape) * 4 for spec in block.kind.outputs)
