@@ -49,8 +49,9 @@ def _multiply_columns(row_starts, columns, values, x, bias, parts, part_rows, ou
         for row in range(part * part_rows, min((part + 1) * part_rows, inner)):
             places = columns[row_starts[row] : row_starts[row + 1]]
             factors = values[row_starts[row] : row_starts[row + 1]]
+            number = x[row]
             for n in range(places.size):
-                sums[np.uint32(places[n])] += float_of(factors[n]) * x[row]
+                sums[np.uint32(places[n])] += float_of(factors[n]) * number
     for block in prange((width + _COLUMNS - 1) // _COLUMNS):
         add_parts(parts, bias, out, block * _COLUMNS, min((block + 1) * _COLUMNS, width))
 
