@@ -190,6 +190,8 @@ def generate_tokens(
     """
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one token to start from")
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     if not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:

@@ -35,6 +35,17 @@ def test_top_k_without_meaning_is_refused(top_k):
         tokens_of([0.0, 1.0], top_k=top_k)
 
 
+@pytest.mark.parametrize("temperature", [-0.1, NAN, INFINITE])
+def test_temperature_without_meaning_is_refused(temperature):
+    with pytest.raises(ConfigError, match=f"temperature must be 0 or more, got {temperature}"):
+        tokens_of([0.0, 1.0], temperature=temperature)
+
+
+def test_negative_number_of_tokens_is_refused():
+    with pytest.raises(ConfigError, match="max_new_tokens must be 0 or more, got -1"):
+        tokens_of([0.0, 1.0], -1)
+
+
 def test_perplexity_of_nan_is_nan():
     assert str(_exp(NAN)) == "nan"
     assert (_exp(0.0), _exp(1e4)) == (1.0, INFINITE)
