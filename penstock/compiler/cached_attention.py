@@ -53,7 +53,7 @@ def attention_at_position(
     fewer heads if groups of queries share them; `mask` broadcasts to [..., heads, 1, window], None
     if every position before is visible; `position` int64 [1].
     """
-    if key.device.type != "cpu":  # would have to be waited for
+    if key.device.type != "cpu":  # reading the position would wait for it
         return _over_window(query, key, value, mask, position, scale, enable_gqa)
     visible = int(position) + 1
     if mask is not None and mask.shape[-1] == key.shape[-2]:

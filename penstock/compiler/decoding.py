@@ -8,7 +8,7 @@ read from the input `POSITION` which position it is.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -32,7 +32,6 @@ from penstock.errors import CompileError
 aten = torch.ops.aten
 
 Decoding = Literal["prefill", "decode", "whole_window"]
-DECODING: tuple[Decoding, ...] = get_args(Decoding)
 
 POSITION = "penstock_position"
 """The input that names the computed position, int64 [1]."""
