@@ -16,6 +16,8 @@ from penstock.compiler.attention_calls import shape_of, tokens_of
 from penstock.compiler.tensors import elements_of
 from penstock.kernels.attention_shape import has_kernel, token_memory_bytes
 
+_BLOCK_OF_KEYS = 512  # whose scores a thread of PyTorch's fused attention holds
+
 
 def with_row(kept: Tensor, row: Tensor, dim: int, position: Tensor) -> Tensor:
     """Return kept keys or values with those of a position.
@@ -108,7 +110,8 @@ def scratch_bytes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     scores = 4 * query.numel() // query.shape[-1] * key.shape[-2]
     mask_bytes = 0 if mask is None else 2 * scores  # added as numbers, of every head
     if query.dim() == 4 and query.shape[-1] == value.shape[-1]:
-        return mask_bytes
+        heads = query.numel() // query.shape[-1]
+        return mask_bytes + 4 * heads * (_BLOCK_OF_KEYS + query.shape[-1])
     # PyTorch then has no fused kernel, and computes in float32.
     return mask_bytes + 4 * (query.numel() + 2 * (key.numel() + value.numel())) + 3 * scores
 
