@@ -259,6 +259,8 @@ class _Analysis:
         beside = [source for source in node.all_input_nodes if source not in self._forms]
         if beside and node.target is not aten.cat.default:
             return None
+        if node.target is aten.roll.default and not arguments_by_name(node).get("dims"):
+            return None  # the shift is that of the flattened window
         if node.target in _SIZED and self._is_along_positions(node):
             return None
 
@@ -356,6 +358,8 @@ class _Analysis:
         dim, rank = self._dim(left), value_of(left).dim()
         if dim is None or dim == rank - 1 or rank < 2 or left is right:
             return None
+        if value_of(right).dim() < 2:
+            return None
         if node.target is aten.linear.default and right in self._forms:
             return None
         if right in self._forms:
@@ -384,6 +388,8 @@ class _Analysis:
         if any(self._dim(n) != value_of(n).dim() - 2 for n in (query, key, value)):
             return None
         mask: Any = given.get("attn_mask")
+        if mask is None and not given.get("is_causal", False):
+            return None  # every position reads all
         if mask is not None:
             mask = self._aligned(rank, rank - 2)(mask)
             if isinstance(mask, One) and mask.dim != value_of(mask.node).dim() - 2:

@@ -15,6 +15,7 @@ import torch
 from penstock.compiler import CACHE, POSITION, Decoding
 from penstock.engine import Batch, Engine, compute
 from penstock.errors import BudgetError
+from penstock.program import Program
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 
@@ -27,7 +28,8 @@ class NextToken:
 
     **Arguments:** `make_engine` returns the engine of one of the programs, whose inputs are
     `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
-    `version` returns another number when they have changed.
+    `version` returns another number when they have changed. `prepare` is then called with the
+    program of each engine.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class NextToken:
         fetch: FetchWeights,
         window: int,
         version: Callable[[], int] = lambda: 0,
+        prepare: Callable[[Program], None] = lambda program: None,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
         self._window = window
         self._version = version
+        self._prepare = prepare
         self._of_version = version()
         self._prefill = make_engine("prefill")
         self._keeps_nothing = False
@@ -66,6 +70,8 @@ class NextToken:
         if self._of_version != self._version():
             self.forget()
             self._of_version = self._version()
+            for engine in self.engines:
+                self._prepare(engine.program)
         try:
             return self._next(visible, is_whole=len(tokens) <= self._window)
         except BudgetError:

@@ -30,6 +30,10 @@ def make_token_generator(
 ) -> TokenGenerator:
     """Return a generator of tokens over the weights of a store.
 
+    Only models that `transformers` builds are decoded incrementally. Code of the user's may be
+    causal as a whole while a layer reads later positions (summaries of blocks, prefix masks), which
+    the analysis of single operators does not find: it computes the window for each token.
+
     **Raises:** `ConfigError` if the model does not generate text.
     """
     if model.task != "causal_lm":
@@ -47,7 +51,7 @@ def make_token_generator(
             products=layout.products,
             bfloat16=layout.program.bfloat16,
             sparse=layout.program.capacities,
-            goal=goal,
+            goal=goal if model.from_library else "whole_window",
         )
         return make_inference_engine(layout, program)
 
@@ -158,7 +162,9 @@ class TokenGenerator:
             return engine
 
         if window not in self._windows:
-            self._windows[window] = NextToken(make_prepared, self._fetch, window, self._version)
+            self._windows[window] = NextToken(
+                make_prepared, self._fetch, window, self._version, self._prepare
+            )
             return self._windows[window]
         following = self._windows[window]
         for engine in following.engines:
