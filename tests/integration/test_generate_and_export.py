@@ -7,7 +7,9 @@ import pytest
 import torch
 from grids import quick_first
 
+from penstock.data import ArraySource
 from penstock.errors import ConfigError
+from penstock.models import ModelSource
 from penstock.training.trainer import Trainer
 
 STEPS = 30
@@ -208,3 +210,48 @@ def test_prompts_that_are_no_tokens(trained, prompt, said):
     trainer, _ = trained
     with pytest.raises(ConfigError, match=said):
         next(trainer.token_generator().generate(prompt))
+
+
+class BothWays(torch.nn.Module):
+    """Causal as a whole; pairs of tokens are summed, and only later pairs read the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 16)
+        self.query, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 64)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        places = torch.arange(input_ids.shape[1])
+        pairs = places // 2
+        inside = pairs[:, None] == pairs
+        summed = (x @ x.mT).masked_fill(~inside, -1e9).softmax(-1) @ x
+        scores = (self.query(x) @ summed.mT).masked_fill(pairs[:, None] <= pairs, -1e9)
+        read = scores.softmax(-1) @ summed
+        return self.head(x + torch.where((pairs > 0)[:, None], read, 0.0))
+
+
+def test_module_whose_layers_read_later_positions_writes_its_own_text(tmp_path):
+    torch.manual_seed(0)
+    module = BothWays()
+    ids = torch.randint(64, (16, 17)).numpy()
+    arrays = {"input_ids": ids[:, :-1].copy(), "labels": ids[:, 1:].copy()}
+    trainer = Trainer(
+        {
+            "batch": {"size": 4},
+            "data": {"sequence_length": 16},
+            "run": {"dir": tmp_path / "run", "steps": 1},
+        },
+        model=ModelSource.from_module(module, task="causal_lm"),
+        source=ArraySource(arrays),
+        quiet=True,
+    )
+    text = [1, 2, 3]
+    written = trainer.token_generator().generate(text, max_new_tokens=9, temperature=0)
+    for token in written:
+        with torch.no_grad():
+            padded = torch.tensor([text + [0] * (16 - len(text))])
+            assert token == int(module(padded)[0, len(text) - 1].argmax()), text
+        text.append(token)
+    assert len(text) == 12
+    trainer.close()
