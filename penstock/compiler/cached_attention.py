@@ -55,30 +55,21 @@ def attention_at_position(
     fewer heads if groups of queries share them; `mask` broadcasts to [..., heads, 1, window], None
     if every position before is visible; `position` int64 [1].
     """
-    if key.device.type != "cpu":  # reading the position would wait for it
-        return _over_window(query, key, value, mask, position, scale, enable_gqa)
-    visible = int(position) + 1
-    if mask is not None and mask.shape[-1] == key.shape[-2]:
-        mask = mask.narrow(-1, 0, visible)
-    key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
-    if mask is None and _has_kernel(query, key, value):
-        return _attend(query, key, value, scale)
+    if key.device.type == "cpu":
+        visible = int(position) + 1
+        if mask is not None and mask.shape[-1] == key.shape[-2]:
+            mask = mask.narrow(-1, 0, visible)
+        key, value = key.narrow(-2, 0, visible), value.narrow(-2, 0, visible)
+        if mask is None and _has_kernel(query, key, value):
+            return _attend(query, key, value, scale)
+    elif mask is None:  # reading the position would wait for the device
+        mask = visible_positions(key, position)
     return _attention(query, key, value, mask, scale, enable_gqa)
 
 
-def _over_window(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    position: Tensor,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Return the attention with the later positions masked."""
-    if mask is None:
-        mask = (torch.arange(key.shape[-2], device=key.device) <= position).unsqueeze(0)
-    return _attention(query, key, value, mask, scale, enable_gqa)
+def visible_positions(key: Tensor, position: Tensor) -> Tensor:
+    """Return the mask of a position over the window, bool [1, window]."""
+    return (torch.arange(key.shape[-2], device=key.device) <= position).unsqueeze(0)
 
 
 def _attention(

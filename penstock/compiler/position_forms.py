@@ -7,7 +7,8 @@ attention are read at all positions, and their node is `kept`: computed once per
 (Pope et al. 2022, "Efficiently scaling transformer inference", section 3.3). What depends on no
 weight is computed for the whole window, as in the graph.
 
-An operator without a rule here makes the analysis fail: its result may mix positions.
+An operator without a rule here makes the analysis fail: its result may mix positions. That masks
+hide later positions is not proved: it holds for models that `transformers` builds.
 """
 
 from __future__ import annotations

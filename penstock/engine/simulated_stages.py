@@ -23,11 +23,8 @@ from penstock.wafer.closed_form import stage_cycles
 
 EXECUTABLES = ("forward", "infer", "backward", "recompute", "turn")
 _TRANSPOSED = ("onednn_linear", "token_linear")  # take their right factor transposed
-_PRODUCTS = {
-    "mm": (0, 1),
-    "addmm": (1, 2),
-    **dict.fromkeys(_TRANSPOSED, (0, 1)),
-}  # the factors' places
+# The places of the factors.
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), **dict.fromkeys(_TRANSPOSED, (0, 1))}
 _BIAS = {"addmm": 0, **dict.fromkeys(_TRANSPOSED, 2)}
 _SPARSE = ("sparse_linear", "sparse_weight_gradient")
 

@@ -3,7 +3,8 @@
 The keys and values of a text's positions are kept, so a further token costs one position of each
 layer. All positions are computed for every token if the text is longer than the model's window
 (each of its tokens then has another position), for models whose layers keep nothing (recurrent
-layers, mixtures of experts), and where the engine has no memory for keys and values.
+layers, mixtures of experts, modules of one's own), and where the engine has no memory for keys and
+values.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class NextToken:
         if self._kept and is_whole and visible[:-1] == self._tokens:
             logits, *_ = self._run(self._decoding(), visible)
         else:
-            self.forget()
+            if self._kept:
+                self.forget()
             logits, *self._kept = self._run(self._prefill, visible)
         self._tokens = visible
         return logits[0, -1]

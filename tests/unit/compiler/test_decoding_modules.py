@@ -13,7 +13,7 @@ from tiny_models import LENGTH, VOCABULARY
 from torch import nn
 from torch.nn import functional as F
 
-from penstock.compiler.cached_attention import _over_window, attention_at_position
+from penstock.compiler.cached_attention import _attention, attention_at_position, visible_positions
 from penstock.models import ModelSource
 
 WIDTH = 8
@@ -183,7 +183,9 @@ def test_attention_over_the_window_is_that_over_visible_positions(position, has_
         mask = torch.randn(1, 4, 1, 12).masked_fill(torch.arange(12) > position, LOWEST)
         mask = mask.to(dtype)
     given = (query.to(dtype), key.to(dtype), value.to(dtype), mask, at, 0.3, True)
-    found, other = attention_at_position(*given), _over_window(*given)
+    found = attention_at_position(*given)
+    over_window = visible_positions(given[1], at) if mask is None else mask
+    other = _attention(*given[:3], over_window, 0.3, True)
     repeated = (t.double().repeat_interleave(2, 1)[:, :, : position + 1] for t in (key, value))
     of_mask = None if mask is None else mask.double()[..., : position + 1]
     exact = F.scaled_dot_product_attention(query.double(), *repeated, of_mask, scale=0.3)
