@@ -311,6 +311,15 @@ def _gather(values, positions, gathered):
 
 
 @kernel
+def _gather_patterns(values, positions, gathered):
+    for block in prange((positions.size + _BLOCK - 1) // _BLOCK):
+        first, end = block * _BLOCK, min((block + 1) * _BLOCK, positions.size)
+        places, target = positions[first:end], gathered[first:end]
+        for n in range(places.size):
+            target[n] = values[np.uint32(places[n])]
+
+
+@kernel
 def _scatter(totals, positions, scattered):
     for block in prange((positions.size + _BLOCK - 1) // _BLOCK):
         first, end = block * _BLOCK, min((block + 1) * _BLOCK, positions.size)
@@ -319,17 +328,20 @@ def _scatter(totals, positions, scattered):
             scattered[np.uint32(places[n])] = source[n]
 
 
-def gather(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return values in another order, float32 `[entries]`.
+def gather(values: np.ndarray, positions: np.ndarray, bfloat16: Bfloat16) -> np.ndarray:
+    """Return values in another order `[entries]`, as `multiply` takes them: float32, or patterns
+    (uint16) of bfloat16 values that are multiplied by dot products.
 
     Args:
         values: float32, or uint16 for bfloat16 patterns, `[entries]`.
         positions: int32 `[entries]`, where each of the result's values is.
+        bfloat16: how bfloat16 is multiplied.
     """
     require_flat("values", values, positions.size, np.float32, np.uint16)
     require_flat("positions", positions, positions.size, np.int32)
-    gathered = np.empty(positions.size, np.float32)
-    _gather(values, positions, gathered)
+    kept = values.dtype == np.uint16 and bfloat16 == "dots"
+    gathered = np.empty(positions.size, np.uint16 if kept else np.float32)
+    (_gather_patterns if kept else _gather)(values, positions, gathered)
     return gathered
 
 
@@ -347,8 +359,7 @@ def multiply(
 
     Args:
         matrix: the matrix, `[rows, columns]`.
-        values: float32 `[entries]` in the order of the matrix; with activations of bfloat16,
-            bfloat16 values.
+        values: `[entries]` in the order of the matrix, as `gather` returns them.
         x: float32, or uint16 for bfloat16 patterns, `[tokens * columns]`.
         out: of the same type, `[tokens * rows]`, rounded once.
         panel_tokens: a multiple of 16; of 32 for bfloat16.
@@ -361,7 +372,8 @@ def multiply(
     """
     rows, columns = matrix.shape
     width, tokens = _check(matrix, x, panel_tokens, bfloat16)
-    require_flat("values", values, matrix.columns.size, np.float32)
+    by_dots = x.dtype == np.uint16 and bfloat16 == "dots"
+    require_flat("values", values, matrix.columns.size, np.uint16 if by_dots else np.float32)
     require_flat("out", out, tokens * rows, x.dtype.type, write=True)
     bias = np.zeros(rows, np.float32) if bias is None else bias
     require_flat("bias", bias, rows, np.float32)
@@ -374,7 +386,7 @@ def multiply(
     panels = cache_lines(held[0] * panel_tokens, x.dtype.type)
     sums = cache_lines(held[1] * panel_tokens, np.float32)
     outputs = sums if is_float else cache_lines(held[1] * panel_tokens, x.dtype.type)
-    run = _multiply_by_dots if bfloat16 == "dots" else _multiply_unpacked
+    run = _multiply_by_dots if by_dots else _multiply_unpacked
     run = _multiply_floats if is_float else run
     arrays = (x, out, values, bias, panels, sums, outputs)
     if is_shared:

@@ -2,8 +2,13 @@
 
 A panel holds some tokens of all features, feature after feature: `[feature][token]`. The sums of a
 row of outputs stay in registers while the row's entries pass by: one load of 16 tokens of a feature
-and one multiply-add per 16 tokens. A vector of bfloat16 has 32 tokens, of which the even and the
-odd ones are summed apart, in float32.
+and one multiply-add per 16 tokens. A vector of bfloat16 has 32 tokens, in two vectors of float32
+sums: the even and the odd ones or, for dot products of pairs, the first and the last four of every
+eight.
+
+The processor's dot product multiplies the features of two entries of a row at once. It adds the
+higher product of a pair first, each rounded once. So the earlier entry is the higher one, and
+pairing changes no sum.
 
 The tokens of a panel are a constant of the compiled code, so that the sums are registers. They are
 the length of the tuple `width`, one element per 16 tokens: a part of the signature, by which Numba
@@ -36,12 +41,25 @@ from penstock.kernels.vectors import (
     uint32s,
 )
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
 _HIGH_HALF = ir.Constant(_WORDS, [-65536] * LANES)
 _SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
+_NO_WORDS = ir.Constant(_WORDS, [0] * LANES)
+# Of two vectors of shorts: those of the first in the lower halves of words, of the second in the
+# higher, for the first and for the last four of every eight.
+_PAIRS = [
+    [vector + eight + n for eight in range(0, 32, 8) for n in four for vector in (0, 32)]
+    for four in (range(4), range(4, 8))
+]
+# Of two vectors of words, which have those fours: the higher halves, in the order of tokens.
+_HIGHER_HALVES = [
+    vector + 2 * (four + n) + 1 for four in range(0, 16, 4) for vector in (0, 32) for n in range(4)
+]
 
-Step = Callable[[Any, Any, Any, Sums], Sums]
+_Scale = Callable[[Any, Any, list[Any], Sums], Sums]
+_Join = Callable[[Any, Any, Any], Any]
 
 
 def has_bfloat16_dot() -> bool:
@@ -58,6 +76,13 @@ def even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
     return even, builder.bitcast(builder.and_(words, _HIGH_HALF), _FLOATS)
 
 
+def _shuffled(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    """The shorts at some places of two vectors of words."""
+    shorts = (builder.bitcast(words, _SHORTS) for words in (a, b))
+    chosen = builder.shuffle_vector(*shorts, ir.Constant(ir.VectorType(_I32, len(places)), places))
+    return builder.bitcast(chosen, _WORDS)
+
+
 def dot_of_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
     """Generate `total` plus, lane by lane, the products of two pairs of bfloat16 patterns."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -65,21 +90,20 @@ def dot_of_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 
 def column_offsets(builder: Any, columns: Any, count: int, vectors: int) -> list[Any]:
-    """Generate the vector offsets of the features of `count` (4 or 1) consecutive entries.
+    """Generate the vector offsets of the features of `count` (4, 2 or 1) consecutive entries.
 
     Args:
         columns: the address of the first entry's column, uint16.
         vectors: of a feature in a panel.
     """
-    if count == 1:
-        numbers = [builder.zext(builder.load(columns, align=2), _I64)]
-    else:
-        words = builder.bitcast(columns, _I64.as_pointer())
-        four = builder.load(words, align=2)  # of little-endian memory: the first is the lowest
-        mask = ir.Constant(_I64, 0xFFFF)
-        numbers = [
-            builder.and_(builder.lshr(four, ir.Constant(_I64, 16 * n)), mask) for n in range(count)
-        ]
+    word = ir.IntType(16 * count)
+    # Of little-endian memory: the first is the lowest.
+    together = builder.load(builder.bitcast(columns, word.as_pointer()), align=2)
+    together = builder.zext(together, _I64) if count < 4 else together
+    mask = ir.Constant(_I64, 0xFFFF)
+    numbers = [
+        builder.and_(builder.lshr(together, ir.Constant(_I64, 16 * n)), mask) for n in range(count)
+    ]
     return [builder.mul(number, ir.Constant(_I64, vectors)) for number in numbers]
 
 
@@ -99,37 +123,58 @@ def _rounded(builder: Any, values: Any) -> Any:
 # --- the sum of scaled features (Y = W X) --------------------------------------------------------
 
 
-def _scale_floats(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
-    factor = splat_scalar(builder, weight)
-    return [
-        multiply_add(builder, factor, load_vector(builder, feature, v, 4), total)
-        for v, total in enumerate(sums)
-    ]
-
-
-def _scale_unpacked(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
-    factor = splat_scalar(builder, weight)
-    added = []
-    for v in range(len(sums) // 2):
-        halves = even_and_odd(builder, load_vector(builder, feature, v))
-        added += [
-            multiply_add(builder, factor, half, total)
-            for half, total in zip(halves, sums[2 * v : 2 * v + 2], strict=True)
+def _scale_floats(builder: Any, values: Any, features: list[Any], sums: Sums) -> Sums:
+    for n, feature in enumerate(features):
+        factor = _splat_value(builder, values, n)
+        sums = [
+            multiply_add(builder, factor, load_vector(builder, feature, v, 4), total)
+            for v, total in enumerate(sums)
         ]
-    return added
+    return sums
 
 
-def _scale_by_dots(builder: Any, weight: Any, feature: Any, sums: Sums) -> Sums:
-    # The weight is a bfloat16 value: its pattern is the high half. As the pair (0, w) it multiplies
-    # the odd tokens, as (w, 0) the even ones, without unpacking them.
-    odd = builder.bitcast(splat_scalar(builder, weight), _WORDS)
-    even = builder.lshr(odd, _SIXTEEN)
+def _scale_unpacked(builder: Any, values: Any, features: list[Any], sums: Sums) -> Sums:
+    for n, feature in enumerate(features):
+        factor = _splat_value(builder, values, n)
+        added = []
+        for v in range(len(sums) // 2):
+            halves = even_and_odd(builder, load_vector(builder, feature, v))
+            added += [
+                multiply_add(builder, factor, half, total)
+                for half, total in zip(halves, sums[2 * v : 2 * v + 2], strict=True)
+            ]
+        sums = added
+    return sums
+
+
+def _scale_by_dots(builder: Any, values: Any, features: list[Any], sums: Sums) -> Sums:
+    # Values are patterns, of which the earlier is the lower half of a word in memory.
+    if len(features) == 2:
+        together = builder.load(builder.bitcast(values, _I32.as_pointer()), align=2)
+    else:
+        together = builder.zext(builder.load(values, align=2), _I32)
+    words = splat_scalar(builder, together)
+    factors = builder.or_(builder.shl(words, _SIXTEEN), builder.lshr(words, _SIXTEEN))
     added = []
     for v in range(len(sums) // 2):
-        pairs = load_vector(builder, feature, v)
-        added.append(dot_of_pairs(builder, sums[2 * v], pairs, even))
-        added.append(dot_of_pairs(builder, sums[2 * v + 1], pairs, odd))
+        first, *second = (load_vector(builder, feature, v) for feature in features)
+        for places, total in zip(_PAIRS, sums[2 * v : 2 * v + 2], strict=True):
+            pairs = _shuffled(builder, second[0] if second else _NO_WORDS, first, places)
+            added.append(dot_of_pairs(builder, total, pairs, factors))
     return added
+
+
+def _splat_value(builder: Any, values: Any, number: int) -> Any:
+    place = builder.gep(values, [ir.Constant(_I64, number)])
+    return splat_scalar(builder, builder.load(place, align=4))
+
+
+def _join_even_and_odd(builder: Any, even: Any, odd: Any) -> Any:
+    return builder.or_(builder.lshr(even, _SIXTEEN), odd)
+
+
+def _join_fours(builder: Any, first: Any, last: Any) -> Any:
+    return _shuffled(builder, first, last, _HIGHER_HALVES)
 
 
 def _start_sums(builder: Any, is_first: Any, start: Any, sums: Any, count: int) -> Sums:
@@ -143,24 +188,31 @@ def _start_sums(builder: Any, is_first: Any, start: Any, sums: Any, count: int) 
 
 
 def _finish_sums(
-    builder: Any, is_last: Any, totals: Sums, sums: Any, outputs: Any, is_bfloat16: bool
+    builder: Any, is_last: Any, totals: Sums, sums: Any, outputs: Any, join: _Join | None
 ) -> None:
-    if not is_bfloat16:
+    if join is None:
         for v, total in enumerate(totals):
             store_vector(builder, total, sums, v, 4)
         return
     with builder.if_else(is_last) as (then, otherwise):
         with then:
             for v in range(len(totals) // 2):
-                even, odd = (_rounded(builder, total) for total in totals[2 * v : 2 * v + 2])
-                words = builder.or_(builder.lshr(even, _SIXTEEN), odd)
-                store_vector(builder, words, outputs, v)
+                rounded = (_rounded(builder, total) for total in totals[2 * v : 2 * v + 2])
+                store_vector(builder, join(builder, *rounded), outputs, v)
         with otherwise:
             for v, total in enumerate(totals):
                 store_vector(builder, total, sums, v, 4)
 
 
-def _scaling(step: Step) -> Any:
+def _scaling(scale: _Scale, together: int, values_type: Any, join: _Join | None = None) -> Any:
+    """Generate the sum of scaled features.
+
+    Args:
+        scale: adds `together` entries, or one, to sums, from the address of their values and those
+            of their features.
+        join: 32 patterns, in the order of tokens, of two vectors of rounded sums; None for float32.
+    """
+
     @intrinsic
     def add_scaled(
         typing_context,
@@ -182,6 +234,8 @@ def _scaling(step: Step) -> Any:
         is_bfloat16 = inputs.dtype == types.uint16
         if outputs.dtype != inputs.dtype or (is_bfloat16 and width.count % 2):
             return None
+        if is_bfloat16 != (join is not None) or values.dtype != values_type:
+            return None
         kind = _WORDS if is_bfloat16 else _FLOATS
         vectors = width.count // 2 if is_bfloat16 else width.count
 
@@ -190,22 +244,28 @@ def _scaling(step: Step) -> Any:
                 array, index = arguments[number : number + 2]
                 return vectors_at(context, builder, of, signature.args[number], array, index)
 
-            def scalar(number: int, index: Any) -> Any:
+            def address(number: int, entry: Any) -> Any:
                 kind, array = signature.args[number], arguments[number]
-                return builder.load(element_pointer(context, builder, kind, array, index))
+                return element_pointer(context, builder, kind, array, entry)
 
             panel = at(7, kind)
 
-            def body(entry: Any, totals: Sums) -> Sums:
-                column = builder.zext(scalar(9, entry), _I64)
-                offset = builder.mul(column, ir.Constant(_I64, vectors))
-                feature = builder.gep(panel, [offset])
-                return step(builder, scalar(10, entry), feature, totals)
+            def body(count: int) -> Callable[[Any, Sums], Sums]:
+                def step(entry: Any, totals: Sums) -> Sums:
+                    offsets = column_offsets(builder, address(9, entry), count, vectors)
+                    features = [builder.gep(panel, [offset]) for offset in offsets]
+                    return scale(builder, address(10, entry), features, totals)
+
+                return step
 
             start, is_first, is_last = arguments[4:7]
-            first = _start_sums(builder, is_first, start, at(2, _FLOATS), width.count)
-            totals = for_entries(builder, arguments[11], arguments[12], first, body)
-            _finish_sums(builder, is_last, totals, at(2, _FLOATS), at(0, kind), is_bfloat16)
+            begin, end = arguments[11:13]
+            totals = _start_sums(builder, is_first, start, at(2, _FLOATS), width.count)
+            groups = builder.and_(builder.sub(end, begin), ir.Constant(_I64, -together))
+            whole = builder.add(begin, groups)
+            totals = for_entries(builder, begin, whole, totals, body(together), together)
+            totals = for_entries(builder, whole, end, totals, body(1))
+            _finish_sums(builder, is_last, totals, at(2, _FLOATS), at(0, kind), join)
             return context.get_dummy_value()
 
         places = (outputs, types.intp, sums, types.intp, types.float32, types.boolean)
@@ -215,7 +275,7 @@ def _scaling(step: Step) -> Any:
     return add_scaled
 
 
-add_scaled_floats = _scaling(_scale_floats)
+add_scaled_floats = _scaling(_scale_floats, 4, types.float32)
 """In a kernel: add to the sums of a row of outputs its entries times the features of their columns.
 
 Arguments: outputs and where the row begins there; float32 sums and where (the outputs themselves,
@@ -223,12 +283,12 @@ if these are float32); the start of the sums; whether they start here; whether t
 to the outputs, rounded; inputs and where the columns begin there; local columns, uint16; float32
 values; the first entry and the end; `width`.
 """
-add_scaled_unpacked = _scaling(_scale_unpacked)
+add_scaled_unpacked = _scaling(_scale_unpacked, 4, types.float32, _join_even_and_odd)
 """The same for panels of bfloat16 patterns, on any processor."""
-add_scaled_by_dots = _scaling(_scale_by_dots)
-"""The same with the processor's dot product of bfloat16 pairs; values must be bfloat16 values.
+add_scaled_by_dots = _scaling(_scale_by_dots, 2, types.uint16, _join_fours)
+"""The same with the processor's dot product of bfloat16 pairs; values are bfloat16 patterns too.
 
-It takes denormals for 0, and an infinite or undefined token makes its neighbour undefined too.
+It takes denormals for 0.
 """
 
 

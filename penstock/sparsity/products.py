@@ -175,7 +175,7 @@ def _multiply(
     out = torch.empty(x.shape[0], matrix.shape[0], dtype=x.dtype)
     sparse_products.multiply(
         matrix,
-        gather(flat(values), matrix.positions),
+        gather(flat(values), matrix.positions, product.bfloat16),
         flat(x),
         flat(out),
         panel_tokens=product.panel_tokens,

@@ -158,13 +158,18 @@ def test_a_product_of_other_arrays_is_refused():
         entry_gradient(matrix, x, out[64:], panel_tokens=32)
 
 
+@pytest.mark.parametrize("method", ["unpacked", "dots"])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
-def test_values_are_gathered_as_float32(dtype):
+def test_values_are_gathered_as_a_product_takes_them(dtype, method):
     values = numbers(1, 40_000, dtype)
     positions = np.random.default_rng(2).permutation(values.size).astype(np.int32)
-    found = gather(values, positions).view(np.uint32)
+    found = gather(values, positions, method)
+    if dtype == np.uint16 and method == "dots":
+        assert found.dtype == np.uint16
+        np.testing.assert_array_equal(found, values[positions])
+        return
     bits = values.view(np.uint32) if dtype == np.float32 else values.astype(np.uint32) << 16
-    np.testing.assert_array_equal(found, bits[positions])
+    np.testing.assert_array_equal(found.view(np.uint32), bits[positions])
 
 
 def random_rows(seed: int, rows: int, columns: int) -> scipy.sparse.csr_array:

@@ -132,6 +132,28 @@ def test_products_by_the_dot_product_of_bfloat16(kind):
         case.check(sparse(block, bfloat16="dots"))
 
 
+@pytest.mark.skipif(not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16")
+@pytest.mark.parametrize("block", [1024, 16, 7])
+def test_dot_products_add_entry_after_entry(block):
+    """They have the bits of the sums that are made one entry at a time."""
+    case = Case("random", (70, 133), 100, torch.bfloat16)
+    by_dots = case.products(sparse(block, panel=64, bfloat16="dots"))
+    one_by_one = case.products(sparse(block, panel=64))
+    for a, b in zip(by_dots[:2], one_by_one[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16")
+def test_dot_products_keep_tokens_apart():
+    case = Case("dense", (9, 20), 70, torch.bfloat16)
+    expected = case.products(sparse(16, bfloat16="dots"))[0]
+    case.x[33, 4] = torch.inf
+    found = case.products(sparse(16, bfloat16="dots"))[0]
+    others = torch.arange(70) != 33
+    assert torch.equal(found[others], expected[others])
+    assert not torch.isfinite(found[33]).any()
+
+
 def test_a_processor_without_the_dot_product_refuses_it(monkeypatch):
     monkeypatch.setattr("penstock.kernels.sparse_products.has_bfloat16_dot", lambda: False)
     case = Case("random", (8, 8), 32, torch.bfloat16)
