@@ -12,7 +12,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from penstock.kernels.sparse_vectors import column_offsets, dot_of_pairs, even_and_odd
+from penstock.kernels.pair_code import dot_of_pairs, even_and_odd
+from penstock.kernels.sparse_vectors import column_offsets
 from penstock.kernels.vector_code import Sums, for_entries, load_vector, multiply_add, vectors_at
 from penstock.kernels.vectors import LANES, element_pointer, float32s, intrinsic, uint32s
 

@@ -17,6 +17,7 @@ from numba import prange
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.memory import cache_lines
+from penstock.kernels.pair_code import has_bfloat16_dot
 from penstock.kernels.sparse_dots import (
     add_products_by_dots,
     add_products_of_floats,
@@ -34,7 +35,6 @@ from penstock.kernels.sparse_vectors import (
     add_scaled_floats,
     add_scaled_unpacked,
     float_of,
-    has_bfloat16_dot,
 )
 from penstock.kernels.vectors import LANES
 

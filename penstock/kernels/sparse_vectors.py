@@ -21,19 +21,18 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
+from penstock.kernels.pair_code import dot_of_pairs, even_and_odd, joined, rounded, shuffled
 from penstock.kernels.vector_code import (
     Sums,
     for_entries,
     load_vector,
     multiply_add,
-    processor_features,
     started_sums,
     store_vector,
     vectors_at,
 )
 from penstock.kernels.vectors import (
     LANES,
-    call_llvm,
     element_pointer,
     float32s,
     intrinsic,
@@ -41,10 +40,8 @@ from penstock.kernels.vectors import (
     uint32s,
 )
 
-_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
-_SHORTS = ir.VectorType(_I16, 2 * LANES)
-_HIGH_HALF = ir.Constant(_WORDS, [-65536] * LANES)
 _SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
 _NO_WORDS = ir.Constant(_WORDS, [0] * LANES)
 # Of two vectors of shorts: those of the first in the lower halves of words, of the second in the
@@ -62,31 +59,7 @@ _Scale = Callable[[Any, Any, list[Any], Sums], Sums]
 _Join = Callable[[Any, Any, Any], Any]
 
 
-def has_bfloat16_dot() -> bool:
-    """Whether the processor has the dot product of bfloat16 pairs."""
-    return "+avx512bf16" in processor_features()
-
-
 # --- building blocks of code generation ----------------------------------------------------------
-
-
-def even_and_odd(builder: Any, words: Any) -> tuple[Any, Any]:
-    """Generate the float32 values of the even and of the odd ones of 32 bfloat16 patterns."""
-    even = builder.bitcast(builder.shl(words, _SIXTEEN), _FLOATS)
-    return even, builder.bitcast(builder.and_(words, _HIGH_HALF), _FLOATS)
-
-
-def _shuffled(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
-    """The shorts at some places of two vectors of words."""
-    shorts = (builder.bitcast(words, _SHORTS) for words in (a, b))
-    chosen = builder.shuffle_vector(*shorts, ir.Constant(ir.VectorType(_I32, len(places)), places))
-    return builder.bitcast(chosen, _WORDS)
-
-
-def dot_of_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Generate `total` plus, lane by lane, the products of two pairs of bfloat16 patterns."""
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return call_llvm(builder, name, _FLOATS, [total, a, b])
 
 
 def column_offsets(builder: Any, columns: Any, count: int, vectors: int) -> list[Any]:
@@ -105,19 +78,6 @@ def column_offsets(builder: Any, columns: Any, count: int, vectors: int) -> list
         builder.and_(builder.lshr(together, ir.Constant(_I64, 16 * n)), mask) for n in range(count)
     ]
     return [builder.mul(number, ir.Constant(_I64, vectors)) for number in numbers]
-
-
-def _rounded(builder: Any, values: Any) -> Any:
-    """The bfloat16 patterns nearest to float32 values, in the high halves of words.
-
-    Ties go to even, every NaN to 0x7FC0, as in `penstock.kernels.bfloat16`.
-    """
-    bits = builder.bitcast(values, _WORDS)
-    odd = builder.and_(builder.lshr(bits, _SIXTEEN), ir.Constant(_WORDS, [1] * LANES))
-    up = builder.add(builder.add(bits, ir.Constant(_WORDS, [0x7FFF] * LANES)), odd)
-    no_number = builder.fcmp_unordered("uno", values, values)
-    nan = ir.Constant(_WORDS, [0x7FC00000] * LANES)
-    return builder.and_(builder.select(no_number, nan, up), _HIGH_HALF)
 
 
 # --- the sum of scaled features (Y = W X) --------------------------------------------------------
@@ -159,7 +119,7 @@ def _scale_by_dots(builder: Any, values: Any, features: list[Any], sums: Sums) -
     for v in range(len(sums) // 2):
         first, *second = (load_vector(builder, feature, v) for feature in features)
         for places, total in zip(_PAIRS, sums[2 * v : 2 * v + 2], strict=True):
-            pairs = _shuffled(builder, second[0] if second else _NO_WORDS, first, places)
+            pairs = shuffled(builder, second[0] if second else _NO_WORDS, first, places)
             added.append(dot_of_pairs(builder, total, pairs, factors))
     return added
 
@@ -169,12 +129,8 @@ def _splat_value(builder: Any, values: Any, number: int) -> Any:
     return splat_scalar(builder, builder.load(place, align=4))
 
 
-def _join_even_and_odd(builder: Any, even: Any, odd: Any) -> Any:
-    return builder.or_(builder.lshr(even, _SIXTEEN), odd)
-
-
 def _join_fours(builder: Any, first: Any, last: Any) -> Any:
-    return _shuffled(builder, first, last, _HIGHER_HALVES)
+    return shuffled(builder, first, last, _HIGHER_HALVES)
 
 
 def _start_sums(builder: Any, is_first: Any, start: Any, sums: Any, count: int) -> Sums:
@@ -197,8 +153,8 @@ def _finish_sums(
     with builder.if_else(is_last) as (then, otherwise):
         with then:
             for v in range(len(totals) // 2):
-                rounded = (_rounded(builder, total) for total in totals[2 * v : 2 * v + 2])
-                store_vector(builder, join(builder, *rounded), outputs, v)
+                halves = (rounded(builder, total) for total in totals[2 * v : 2 * v + 2])
+                store_vector(builder, join(builder, *halves), outputs, v)
         with otherwise:
             for v, total in enumerate(totals):
                 store_vector(builder, total, sums, v, 4)
@@ -283,7 +239,7 @@ if these are float32); the start of the sums; whether they start here; whether t
 to the outputs, rounded; inputs and where the columns begin there; local columns, uint16; float32
 values; the first entry and the end; `width`.
 """
-add_scaled_unpacked = _scaling(_scale_unpacked, 4, types.float32, _join_even_and_odd)
+add_scaled_unpacked = _scaling(_scale_unpacked, 4, types.float32, joined)
 """The same for panels of bfloat16 patterns, on any processor."""
 add_scaled_by_dots = _scaling(_scale_by_dots, 2, types.uint16, _join_fours)
 """The same with the processor's dot product of bfloat16 pairs; values are bfloat16 patterns too.

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 import torch
 
-from penstock.kernels.sparse_vectors import has_bfloat16_dot
+from penstock.kernels.pair_code import has_bfloat16_dot
 from penstock.sparsity.layout import SparseLayout
 from penstock.sparsity.product_choice import (
     LEAST_BLOCK_COLUMNS,

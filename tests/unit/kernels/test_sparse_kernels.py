@@ -250,7 +250,7 @@ def test_tile_of_another_width_than_the_matrix_is_refused(given):
 
 OTHER_PROCESSOR = """
 import numpy as np, torch
-from penstock.kernels.sparse_vectors import has_bfloat16_dot
+from penstock.kernels.pair_code import has_bfloat16_dot
 from penstock.sparsity import Choice, SparseKernel, forward, input_gradient, weight_gradient
 from sparse_masks import layout_of, mask_of, random_tensor
 assert not has_bfloat16_dot()

@@ -17,7 +17,7 @@ from sparse_masks import (
     random_tensor,
 )
 
-from penstock.kernels.sparse_vectors import has_bfloat16_dot
+from penstock.kernels.pair_code import has_bfloat16_dot
 from penstock.sparsity import (
     Choice,
     DenseTiles,
