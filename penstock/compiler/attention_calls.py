@@ -135,7 +135,11 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
         return 0
     given = arguments_by_name(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
-    held = memory_bytes(shape_of(query, key), backward=node.target is _BACKWARD)
+    held = memory_bytes(
+        shape_of(query, key),
+        backward=node.target is _BACKWARD,
+        is_bfloat16=query.dtype == torch.bfloat16,
+    )
     operands = [value.meta["val"] for value in node.args if isinstance(value, fx.Node)]
     copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)
     if node.target is _OPERATOR and query.stride(-1) != 1:

@@ -31,12 +31,20 @@ def has_kernel(size: int) -> bool:
     return size > 0 and size % LANES == 0
 
 
-def memory_bytes(shape: Shape, *, backward: bool) -> int:
-    """Return the most bytes that the threads allocate. There are at most as many threads as heads,
-    backward as heads of keys."""
-    counts = backward_counts(shape) if backward else forward_counts(shape)
+def can_pair(size: int) -> bool:
+    """Return whether pairs of the numbers of a head are whole vectors."""
+    return size % (2 * LANES) == 0
+
+
+def memory_bytes(shape: Shape, *, backward: bool, is_bfloat16: bool) -> int:
+    """Return the most bytes that the threads allocate, whatever the processor. There are at most as
+    many threads as heads, backward as heads of keys."""
+    counts = backward_counts if backward else forward_counts
     threads = shape.batch * (shape.key_heads if backward else shape.heads)
-    return threads * sum(4 * count + _CACHE_LINE for count in counts)
+    forms = [counts(shape, 1)]
+    if is_bfloat16 and can_pair(shape.size):
+        forms.append(counts(shape, 2))
+    return threads * max(sum(4 * n + _CACHE_LINE for own in form for n in own) for form in forms)
 
 
 def token_memory_bytes(shape: Shape) -> int:
@@ -51,17 +59,37 @@ def _tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def forward_counts(shape: Shape) -> tuple[int, ...]:
-    """Return the numbers that a thread holds forward: keys (transposed) and values of a head; a
-    tile as it is read, of queries, scores and outputs; maxima and sums of a tile's queries."""
-    head, tile = _tiles(shape.keys) * TILE * shape.size, TILE * shape.size
-    return head, head, tile, tile, TILE * TILE, tile, TILE, TILE * LANES
+def forward_counts(shape: Shape, numbers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the elements that a thread holds forward, in tiles for products and in float32.
+
+    In tiles: keys (transposed) and values of a head; a tile as it is read and one of queries;
+    weights, of pairs. In float32: scores, outputs, maxima, factors and sums of a tile's queries.
+
+    Args:
+        numbers: of an element of tiles for products: 1, or 2 for pairs.
+    """
+    tile = TILE * shape.size
+    head = _tiles(shape.keys) * tile // numbers
+    in_tiles = (head, head, 2 * tile // numbers, _packed(numbers))
+    return in_tiles, (TILE * TILE, tile, 2 * TILE, TILE * LANES)
 
 
-def backward_counts(shape: Shape) -> tuple[int, ...]:
-    """Return the numbers that a thread holds backward: queries, gradients of outputs and of queries
-    of a head; four tiles of keys and values; gradients of keys and values, of a tile or, where
-    several heads add to them, of all; scores and their gradients; two numbers of each query."""
+def backward_counts(shape: Shape, numbers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the elements that a thread holds backward, as `forward_counts`.
+
+    In tiles: queries and gradients of outputs of a head, and both paired; four tiles of keys and
+    values; weights and, in two forms, gradients of scores, of pairs. In float32: gradients of
+    queries; gradients of keys and values, of a tile or, where several heads add to them, of all;
+    scores; their gradients; two numbers of each query.
+    """
     padded, tile = _tiles(shape.queries) * TILE, TILE * shape.size
+    rows = 2 * padded * shape.size // numbers
     held = tile if shape.heads == shape.key_heads else _tiles(shape.keys) * tile
-    return 3 * padded * shape.size, 4 * tile, 2 * held, 2 * TILE * TILE, 2 * padded
+    packed = _packed(numbers)
+    in_tiles = (rows, rows if numbers == 2 else 0, 4 * tile // numbers, packed, packed, packed)
+    in_floats = (padded * shape.size, 2 * held, TILE * TILE, TILE * TILE, 2 * padded)
+    return in_tiles, in_floats
+
+
+def _packed(numbers: int) -> int:
+    return TILE * TILE // 2 if numbers == 2 else 0

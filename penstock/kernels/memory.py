@@ -93,7 +93,7 @@ def page_lock(memory: np.ndarray) -> bool:
     return True
 
 
-def cache_lines(count: int, dtype: type[np.float32] | type[np.uint16]) -> np.ndarray:
+def cache_lines(count: int, dtype: type[np.generic]) -> np.ndarray:
     """Return memory for `count` numbers that begins with a cache line: no vector lies in two."""
     itemsize = np.dtype(dtype).itemsize
     memory = np.empty(count + 64 // itemsize, dtype)

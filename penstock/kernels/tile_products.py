@@ -5,6 +5,9 @@ passes by: a step loads the vectors of one row of the right factor, and multipli
 element of each row of the left one. Every element of the result is the sum of its products in the
 order of the depth, by fused multiply-adds. So the shape of tiles changes no bit.
 
+Factors are float32, or words of two bfloat16 patterns, of which the processor makes dot products.
+Pairs lie along the depth, and the higher product of a pair is added first.
+
 The shape is a constant of the compiled code: it is the lengths of two tuples, `rows` and `width`.
 """
 
@@ -12,8 +15,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
+from numba.extending import overload
 
 from penstock.kernels.compilation import inlined
+from penstock.kernels.pair_code import dot_of_pairs
 from penstock.kernels.vector_code import (
     Sums,
     for_entries,
@@ -24,7 +29,14 @@ from penstock.kernels.vector_code import (
     store_vector,
     vectors_at,
 )
-from penstock.kernels.vectors import LANES, element_pointer, float32s, intrinsic, splat_scalar
+from penstock.kernels.vectors import (
+    LANES,
+    element_pointer,
+    float32s,
+    intrinsic,
+    splat_scalar,
+    uint32s,
+)
 
 TILE_ROWS = 4
 """Rows of a tile."""
@@ -43,6 +55,25 @@ def tile_width(vectors: int) -> int:
     if "+avx512f" not in processor_features():
         return 1
     return max(width for width in (1, 2, 3, 4, 5) if vectors % width == 0)
+
+
+def numbers_per_element(factor: Any) -> int:
+    """In a kernel: return the numbers of an element of a factor: 1 or, of a word, 2."""
+    raise TypeError("numbers_per_element works only inside a kernel")
+
+
+@overload(numbers_per_element, jit_options={"forceinline": True})
+def _numbers_per_element(factor):
+    count = 2 if factor.dtype == types.uint32 else 1
+    return lambda factor: count
+
+
+def _add_numbers(builder: Any, factor: Any, vector: Any, total: Any) -> Any:
+    return multiply_add(builder, factor, vector, total)
+
+
+def _add_pairs(builder: Any, factor: Any, vector: Any, total: Any) -> Any:
+    return dot_of_pairs(builder, total, factor, vector)
 
 
 @intrinsic
@@ -64,6 +95,11 @@ def _add_tile(
     width,
 ):
     """Add a tile's products to `c`, or write them there if `is_fresh`."""
+    is_paired = a.dtype == types.uint32
+    if a.dtype != b.dtype or not (is_paired or a.dtype == types.float32):
+        return None
+    kind = uint32s.ir if is_paired else _FLOATS
+    add = _add_pairs if is_paired else _add_numbers
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         c_at, c_stride = arguments[1:3]
@@ -85,7 +121,7 @@ def _add_tile(
 
         def step(entry: Any, totals: Sums) -> Sums:
             right_at = builder.add(b_at, builder.mul(entry, b_stride))
-            right = vectors_at(context, builder, _FLOATS, signature.args[7], arguments[7], right_at)
+            right = vectors_at(context, builder, kind, signature.args[7], arguments[7], right_at)
             loaded = [load_vector(builder, right, v, 4) for v in range(vectors)]
             added: Sums = []
             for row in range(count):
@@ -95,7 +131,7 @@ def _add_tile(
                 factor = splat_scalar(builder, builder.load(pointer))
                 own = totals[row * vectors : (row + 1) * vectors]
                 added += [
-                    multiply_add(builder, factor, vector, total)
+                    add(builder, factor, vector, total)
                     for vector, total in zip(loaded, own, strict=True)
                 ]
             return added
@@ -117,17 +153,21 @@ def add_product(c, c_at, a, a_at, a_row, a_depth, b, b_at, sizes, is_fresh, tria
 
     Args:
         c: float32, flat; the result `[rows, columns]` begins at `c_at`.
-        a: float32, flat; element (r, d) of the left factor is at `a_at + r * a_row + d * a_depth`.
-        b: float32, flat; the right factor `[depth, columns]` begins at `b_at`.
-        sizes: rows, a multiple of those of a tile; columns, a multiple of those of a tile; depth.
+        a: float32 or words, flat; element (r, d) of the left factor is at
+            `a_at + r * a_row + d * a_depth`.
+        b: of the same type, flat; the right factor begins at `b_at`, `[depth, columns]` or, in
+            words, `[depth / 2, columns]`.
+        sizes: rows, a multiple of those of a tile; columns, a multiple of those of a tile; depth,
+            in numbers.
         triangle: 1 if the left factor is 0 where d > r, -1 if where d < r, else 0. A triangle is
             square.
         rows, width: tuples whose lengths are the rows and the vectors of a tile.
     """
     row_count, columns, depth = sizes
+    numbers = numbers_per_element(a)
     for row in range(0, row_count, len(rows)):
-        begin = row if triangle < 0 else 0
-        end = row + len(rows) if triangle > 0 else depth
+        begin = row // numbers if triangle < 0 else 0
+        end = (row + len(rows) if triangle > 0 else depth) // numbers
         left, right = a_at + row * a_row + begin * a_depth, b_at + begin * columns
         for column in range(0, columns, LANES * len(width)):
             _add_tile(

@@ -261,7 +261,7 @@ def test_default_type_of_pytorch_does_not_matter():
 def test_peak_counts_what_a_kernel_takes_for_every_head():
     graph = traced(heads())
     without = peak_bytes(traced(heads(size=20)))
-    held = memory_bytes(Shape(1, 2, 2, 5, 5, 16), backward=False)
+    held = memory_bytes(Shape(1, 2, 2, 5, 5, 16), backward=False, is_bfloat16=False)
     assert without < held / 2
     counted = peak_bytes(graph, "onednn")
     lower_attention(graph, "onednn")
@@ -281,13 +281,18 @@ def test_peak_of_the_backward_counts_what_its_kernel_takes(key_heads):
         graph = make_fx(lambda *given: BACKWARD(*given, 0.0, True))(
             *(mode.from_tensor(tensor) for tensor in given)
         ).graph
-    held = memory_bytes(Shape(3, 2, key_heads, 5, 5, 16), backward=True)
+    held = memory_bytes(Shape(3, 2, key_heads, 5, 5, 16), backward=True, is_bfloat16=False)
     results = query.nbytes + key.nbytes + value.nbytes
     assert peak_bytes(graph, "onednn") == held + results
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
-def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(key_heads, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 64)]
+)
+def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
+    dtype, size, key_heads, monkeypatch
+):
     taken = []
     original = attention_calls.kernels.cache_lines
 
@@ -297,8 +302,8 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(key_he
         return memory
 
     monkeypatch.setattr(attention_calls.kernels, "cache_lines", counted)
-    query, key, value = heads(keys=70, key_heads=key_heads, batch=3)
-    shape = Shape(3, 2, key_heads, 5, 70, 16)
+    query, key, value = heads(keys=70, key_heads=key_heads, batch=3, size=size, dtype=dtype)
+    shape = Shape(3, 2, key_heads, 5, 70, size)
     for threads in (1, 64):
         monkeypatch.setattr(
             attention_calls.kernels.numba, "get_num_threads", lambda threads=threads: threads
@@ -308,7 +313,9 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(key_he
         forward, taken[:] = sum(taken), []
         attention_backward(query, query, key, value, *results, False, None)
         for bytes_taken, backward in ((forward, False), (sum(taken), True)):
-            of_all = memory_bytes(shape, backward=backward)
+            of_all = memory_bytes(shape, backward=backward, is_bfloat16=dtype == torch.bfloat16)
             of_these = of_all * threads // (3 * (key_heads if backward else 2))
             expected = min(of_all, of_these)
-            assert expected - 4096 <= bytes_taken <= expected  # a line per array and thread
+            # A line per array and thread; pairs take less than what is planned for any processor.
+            least = expected / 2 if size == 64 else expected - 4096
+            assert least <= bytes_taken <= expected

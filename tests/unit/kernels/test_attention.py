@@ -8,6 +8,7 @@ import torch
 from penstock.kernels import attention as kernels
 from penstock.kernels.attention import Tokens, attention, attention_backward
 from penstock.kernels.attention_shape import Shape, has_kernel
+from penstock.kernels.pair_code import has_bfloat16_dot
 
 # batch, heads, heads of keys, queries, keys, size; causal
 SHAPES = [
@@ -104,6 +105,29 @@ def test_outputs_and_gradients_are_those_of_float64(shape, dtype, seed):
         assert_close(actual, expected, dtype)
 
 
+@pytest.mark.skipif(not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16")
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5], SHAPES[13]], ids=str)
+def test_dot_products_of_pairs_are_as_near_as_float32(shape, monkeypatch):
+    """Weights are rounded to bfloat16 before they are multiplied, which costs about as much as the
+    rounding of the results."""
+    tensors, is_causal, scale = case(shape, torch.bfloat16), shape[-1], shape[5] ** -0.5
+    exact, _, exact_gradients = reference(*tensors, is_causal, scale)
+
+    def errors():
+        out, _, gradients = computed(*tensors, is_causal, scale)
+        pairs = zip([out, *gradients], [exact, *exact_gradients], strict=True)
+        return torch.stack(
+            [(found.double() - other).norm() / other.norm() for found, other in pairs]
+        )
+
+    by_pairs = errors()
+    monkeypatch.setattr(kernels, "has_bfloat16_dot", lambda: False)
+    in_floats = errors()
+    assert not torch.equal(by_pairs, in_floats)
+    assert (by_pairs < 2 * in_floats).all()
+    assert (by_pairs < 2**-7).all()
+
+
 def test_large_scores_neither_overflow_nor_lose_the_greatest():
     shape = (1, 1, 1, 150, 150, 16, True)
     tensors = case(shape, torch.float32)
@@ -173,17 +197,22 @@ def test_operands_that_repeat_in_memory_are_read_like_others():
             assert torch.equal(first, second)
 
 
-def test_scores_without_a_maximum_give_no_undefined_output():
-    query, key, value, gradient = case((1, 1, 1, 130, 130, 16, True), torch.float32)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_scores_without_a_maximum_give_no_undefined_output(dtype):
+    query, key, value, gradient = case((1, 1, 1, 130, 130, 32, True), dtype)
     key[:, :, :64], query = -torch.inf, query.abs()  # all scores of the first tile are -inf
     out, _, _ = computed(query, key, value, gradient, True, 1.0)
     assert out[:, :, 64:].isfinite().all()
 
 
 @pytest.mark.parametrize("pattern", [0x7FC00000, 0x7F9A3B71, 0x7FFFFFFF], ids=hex)
-def test_nan_of_any_payload_in_a_query_is_in_its_outputs_and_gradients(pattern):
-    query, key, value, gradient = case((1, 2, 2, 130, 130, 16, True), torch.float32)
-    query.view(torch.int32)[0, 1, 70, 3] = pattern
+@pytest.mark.parametrize("dtype", TYPES)
+def test_nan_of_any_payload_in_a_query_is_in_its_outputs_and_gradients(dtype, pattern):
+    query, key, value, gradient = case((1, 2, 2, 130, 130, 32, True), dtype)
+    if dtype == torch.float32:
+        query.view(torch.int32)[0, 1, 70, 3] = pattern
+    else:
+        query.view(torch.int16)[0, 1, 70, 3] = pattern >> 16
     out, logarithms, gradients = computed(query, key, value, gradient, True, 0.25)
     for found in (out, logarithms[..., None], gradients[0]):
         assert found.isnan().all(-1).nonzero().tolist() == [[0, 1, 70]]
@@ -192,14 +221,15 @@ def test_nan_of_any_payload_in_a_query_is_in_its_outputs_and_gradients(pattern):
         assert found[0, 0].isfinite().all()
 
 
-def test_later_tokens_change_no_earlier_output_of_causal_attention():
-    tensors = case((1, 2, 2, 200, 200, 32, True), torch.float32)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_later_tokens_change_no_earlier_output_of_causal_attention(dtype):
+    tensors = case((1, 2, 2, 200, 200, 32, True), dtype)
     out, _, _ = computed(*tensors, True, 0.2)
     for changed in tensors[1:3]:
         changed[:, :, 130:] *= -3
     again, _, _ = computed(*tensors, True, 0.2)
     assert torch.equal(out[:, :, :130], again[:, :, :130])
-    assert (out[:, :, 130:] != again[:, :, 130:]).all()
+    assert (out[:, :, 130:] != again[:, :, 130:]).any(-1).all()
 
 
 def test_shared_heads_have_the_bits_of_repeated_ones_and_the_sum_of_their_gradients():
