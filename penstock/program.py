@@ -244,7 +244,8 @@ class Program:
     values named prelude_outputs` runs once per micro-batch, before the first stage, and depends on
     no weight. `results` are the values that the model returns: the scalar loss of a training
     program, the logits of an inference program. `graph_digest` distinguishes the captured graphs of
-    two programs; it is empty if there was no captured graph.
+    two programs; it is empty if there was no captured graph. `whole_window_reason` says why a
+    program of incremental decoding computes the whole window for each token; it is empty otherwise.
     """
 
     name: str
@@ -258,6 +259,7 @@ class Program:
     prelude_outputs: tuple[str, ...]
     results: tuple[str, ...]
     graph_digest: str = ""
+    whole_window_reason: str = ""
 
     def home(self, weight: str) -> int:
         """Return the index of the first stage that uses a weight: the weight's home stage in the

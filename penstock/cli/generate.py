@@ -25,16 +25,27 @@ def generate(
     """Generate text with the newest checkpoint of RUN, and print each token at once."""
     from penstock.config import load_run
     from penstock.errors import ConfigError
+    from penstock.progress import SilentView, View, view_for_command
 
     if any("\ud800" <= each <= "\udfff" for each in prompt):
         raise ConfigError(f"--prompt: expected text in UTF-8, got {prompt!a}")
     settings = load_run(run)
 
+    from rich.console import Console
+
     from penstock.training import Trainer
 
-    trainer = Trainer(settings, must_exist=True, cluster="none", quiet=True, best=best)
+    view: View = SilentView()  # `penstock train` shows the notices about the run
+    trainer = Trainer(
+        settings,
+        must_exist=True,
+        cluster="none",
+        on_event=lambda event: view(event),
+        quiet=True,
+        best=best,
+    )
+    view = view_for_command(Console(stderr=True), settings.logging.every, quiet=True)
     with closing(trainer):
-        typer.echo(prompt, nl=False)
         pieces = trainer.generate(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -42,6 +53,8 @@ def generate(
             top_k=top_k or None,
             seed=seed,
         )
+        # Errors and notices come before the first token: text and notes do not share a line.
+        typer.echo(prompt + next(pieces, ""), nl=False)
         for piece in pieces:
             typer.echo(piece, nl=False)
         typer.echo()

@@ -90,7 +90,8 @@ def _compile(
     fold_custom_gradients(captured.graph)
     key = key_of(captured.graph)
     assembly = _ProgramAssembly(module, captured, key, options, name, buffers, names, trainable)
-    return verify(replace(assembly.program(), graph_digest=digest))
+    reason = captured.whole_window_reason
+    return verify(replace(assembly.program(), graph_digest=digest, whole_window_reason=reason))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class Capture:
     `weights` maps placeholder names to parameter names, `buffers` to names of buffers and of
     tensors that are plain attributes of modules, `inputs` to the keyword arguments of the module's
     forward; `constants` maps placeholder names to tensors that the forward creates from literals.
-    `differentiable` are the placeholders of weights that require a gradient.
+    `differentiable` are the placeholders of weights that require a gradient. `whole_window_reason`
+    is that of `Program`.
     """
 
     graph: fx.Graph
@@ -53,6 +54,7 @@ class Capture:
     inputs: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
     differentiable: frozenset[str]
+    whole_window_reason: str = ""
 
     @property
     def results(self) -> tuple[fx.Node, ...]:

@@ -47,7 +47,8 @@ def decoding_form(captured: Capture, decoding: Decoding) -> Capture:
     tokens, whose only result has positions in dimension 1.
 
     A model with an operator that may mix positions otherwise than attention (`position_forms.py`)
-    keeps nothing: its prefill has only the model's own result.
+    keeps nothing: its prefill has only the model's own result, and names the operator as the
+    reason.
 
     **Raises:** `MixedPositionsError` for the `decode` program of such a model, `CompileError` for
     a model with several results.
@@ -63,10 +64,11 @@ def decoding_form(captured: Capture, decoding: Decoding) -> Capture:
         decode = _Derivation(captured, forms, "decode").run()
         # A prefill keeps keys and values only if there is a program that can use them.
         return decode if decoding == "decode" else _Derivation(captured, forms, decoding).run()
-    except MixedPositionsError:
+    except MixedPositionsError as error:
         if decoding == "decode":
             raise
-        return _Derivation(captured, None, decoding).whole_window()
+        whole = _Derivation(captured, None, decoding).whole_window()
+        return replace(whole, whole_window_reason=str(error))
 
 
 class _Derivation:

@@ -20,6 +20,8 @@ from penstock.program import Program
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 
+_SLOW = "every token computes the whole window, which is slow, because"
+
 FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
 
 
@@ -30,7 +32,8 @@ class NextToken:
     **Arguments:** `make_engine` returns the engine of one of the programs, whose inputs are
     `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
     `version` returns another number when they have changed. `prepare` is then called with the
-    program of each engine.
+    program of each engine. `notice` is told why all positions are computed for every token, if the
+    reason is the model or the engine's memory.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class NextToken:
         window: int,
         version: Callable[[], int] = lambda: 0,
         prepare: Callable[[Program], None] = lambda program: None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
         self._window = window
         self._version = version
         self._prepare = prepare
+        self._notice = notice
         self._of_version = version()
         self._prefill = make_engine("prefill")
         self._keeps_nothing = False
@@ -75,13 +80,15 @@ class NextToken:
                 self._prepare(engine.program)
         try:
             return self._next(visible, is_whole=len(tokens) <= self._window)
-        except BudgetError:
-            if self._keeps_nothing:
+        except BudgetError as error:
+            if self._keeps_nothing or self._prefill.program.whole_window_reason:
                 raise
             self.forget()
             self._prefill, self._decode = self._make_engine("whole_window"), None
             self._keeps_nothing = True
-            return self._next(visible, is_whole=False)
+            logits = self._next(visible, is_whole=False)
+            self._notice(f"{_SLOW} the engine has no memory for keys and values: {error}")
+            return logits
 
     def _next(self, visible: list[int], *, is_whole: bool) -> torch.Tensor:
         """Return the logits after a text, or after the end of one if it is not whole."""
@@ -91,6 +98,8 @@ class NextToken:
             if self._kept:
                 self.forget()
             logits, *self._kept = self._run(self._prefill, visible)
+            if reason := self._prefill.program.whole_window_reason:
+                self._notice(f"{_SLOW} the model cannot be decoded incrementally: {reason}")
         self._tokens = visible
         return logits[0, -1]
 

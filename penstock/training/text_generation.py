@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.data import Tokenizer
+from penstock.errors import ConfigError
 from penstock.training.token_generation import TokenGenerator
 
 
@@ -24,11 +25,19 @@ class TextGenerator:
         top_k: int | None,
         seed: int,
     ) -> Iterator[str]:
-        """Yield the text after `prompt` piece by piece, whole characters only."""
+        """Yield the text after `prompt` piece by piece, whole characters only.
+
+        **Raises:** `ConfigError` as `TokenGenerator.generate`, or if `prompt` is no text.
+        """
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f"prompt: expected a text, got {prompt!r}; token_generator().generate takes token "
+                "ids"
+            )
         tokenizer = self._tokenizer
         encoded = tokenizer.encode_batch([prompt])[0].tolist()
         text = _ContinuedText(tokenizer, encoded)
-        for token in self._tokens.generate(
+        tokens = self._tokens.generate(
             encoded or [tokenizer.end_of_document],
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -36,9 +45,8 @@ class TextGenerator:
             seed=seed,
             stop=tokenizer.end_of_document,
             vocabulary=tokenizer.vocab_size,
-        ):
-            if piece := text.add(token):
-                yield piece
+        )
+        return (piece for token in tokens if (piece := text.add(token)))
 
 
 class _ContinuedText:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,10 +25,16 @@ from penstock.planning import (
 from penstock.program import Program
 from penstock.store import Store
 from penstock.training.next_token import FetchWeights, NextToken
+from penstock.training.sampling import Sampling
 
 
 def make_token_generator(
-    config: Config, model: ModelSource, layout: ExecutionPlan, store: Store, device: str
+    config: Config,
+    model: ModelSource,
+    layout: ExecutionPlan,
+    store: Store,
+    device: str,
+    notice: Callable[[str], None],
 ) -> TokenGenerator:
     """Return a generator of tokens over the weights of a store.
 
@@ -53,6 +61,9 @@ def make_token_generator(
             sparse=layout.program.capacities,
             goal=goal if model.from_library else "whole_window",
         )
+        if not model.from_library:
+            reason = f"{model.name} is a module of your own, whose layers may read later positions"
+            program = replace(program, whole_window_reason=reason)
         return make_inference_engine(layout, program)
 
     return TokenGenerator(
@@ -63,6 +74,15 @@ def make_token_generator(
         prepare=lambda program: measure_current(layout, program, store),
         version=lambda: store.step,
         finish=store.take_traffic,
+        notice=notice,
+    )
+
+
+def closed() -> ConfigError:
+    """Return the error for generation after the end of a trainer."""
+    return ConfigError(
+        "the trainer was closed, so it generates no further token; create a new Trainer of the "
+        "run, and close it after the last token"
     )
 
 
@@ -70,11 +90,14 @@ class TokenGenerator:
     """Generates tokens with a model, one text at a time: a text that is continued after another one
     of the same window length is computed anew.
 
+    Threads may share a generator: they compute one token at a time, and each text is the same as
+    alone.
+
     **Arguments:** `make_engine` returns the engine of a program of incremental decoding for a
     window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
     limit; `vocabulary` is the number of its tokens, None if unknown. `prepare` is called with each
     engine's program before each text, `finish` after it. `version` returns another number when the
-    weights have changed.
+    weights have changed. `notice` is told once why each token costs the whole window, if it does.
     """
 
     def __init__(
@@ -87,6 +110,7 @@ class TokenGenerator:
         prepare: Callable[[Program], None] = lambda program: None,
         version: Callable[[], int] = lambda: 0,
         finish: Callable[[], object] = lambda: None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
@@ -95,7 +119,12 @@ class TokenGenerator:
         self._prepare = prepare
         self._version = version
         self._finish = finish
+        self._notice = notice
+        self._noticed: set[str] = set()
         self._windows: dict[int, NextToken] = {}
+        # The garbage collector may end an abandoned text while its thread computes another one.
+        self._lock = threading.RLock()
+        self._is_computing = self._is_closed = False
 
     def generate(
         self,
@@ -108,49 +137,80 @@ class TokenGenerator:
         stop: int | None = None,
         vocabulary: int | None = None,
     ) -> Iterator[int]:
-        """Yield new token ids after `prompt`; arguments and errors as of `generate_tokens`.
+        """Yield new token ids after `prompt`; the options are those of `Sampling`.
 
-        A token of the prompt that the model does not have is a `ConfigError` too.
+        Raises:
+            ConfigError: an option or the prompt cannot be used, or the trainer was closed.
+            NonFiniteError: the logits of the next token are NaN or infinite.
         """
-        prompt = self._checked(prompt)
+        sampling = Sampling(max_new_tokens, temperature, top_k, seed, stop, vocabulary)
+        tokens = self._checked(prompt)
+        if self._is_closed:
+            raise closed()
+        return self._text(tokens, sampling)
+
+    def close(self) -> None:
+        """Release the engines; a text that is not complete ends with a `ConfigError`."""
+        with self._lock:
+            self._is_closed = True
+            for following in self._windows.values():
+                following.forget()
+            self._windows.clear()
+
+    def _text(self, prompt: list[int], sampling: Sampling) -> Iterator[int]:
         following: NextToken | None = None
-        window = _power_of_two(len(prompt) + max_new_tokens)
+        window = _power_of_two(len(prompt) + int(sampling.max_new_tokens))
         if self._longest is not None:
             window = min(self._longest, window)
         try:
-            following = self._for_window(window)
-            yield from generate_tokens(
-                following.logits,
-                prompt,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                seed=seed,
-                stop=stop,
-                vocabulary=vocabulary,
-            )
+            with self._computing():
+                following = self._for_window(window)
+
+            def logits(tokens: Sequence[int]) -> torch.Tensor:
+                with self._computing():
+                    return following.logits(tokens)
+
+            yield from generate_tokens(logits, prompt, sampling)
         finally:
-            if following is not None:
-                following.forget()
-            self._finish()
+            with self._lock:
+                if not (self._is_computing or self._is_closed):
+                    if following is not None:
+                        following.forget()
+                    self._finish()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Keep other threads out while a token is computed."""
+        with self._lock:
+            if self._is_closed:
+                raise closed()
+            self._is_computing = True
+            try:
+                yield
+            finally:
+                self._is_computing = False
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         """Return the tokens of a prompt as integers of Python.
 
         **Raises:** `ConfigError` for something else than tokens of the model.
         """
-        if len(prompt) == 0:
-            raise ConfigError("the prompt is empty: give at least one token to start from")
         try:
-            tokens = [operator.index(token) for token in prompt]
-        except TypeError:
-            raise ConfigError(
-                f"expected token ids, whole numbers, got {few([*map(repr, prompt)])}"
-            ) from None
+            given = list(prompt)
+        except TypeError:  # no sequence
+            raise _no_token_ids([prompt]) from None
+        if not given:
+            raise ConfigError("the prompt is empty: give at least one token to start from")
+        if no_ids := [token for token in given if not _is_whole(token)]:
+            raise _no_token_ids(no_ids)
+        tokens = [operator.index(token) for token in given]
         wrong = [t for t in tokens if t < 0 or (self._vocabulary or t + 1) <= t]
         if wrong:
             most = "" if self._vocabulary is None else f" to {self._vocabulary - 1:,}"
-            raise ConfigError(f"expected token ids from 0{most}, got {few([*map(str, wrong)])}")
+            raise ConfigError(
+                f"prompt: expected token ids from 0{most}, got {few([*map(str, wrong)])}; encode "
+                "the text with the tokenizer of the run"
+            )
         return tokens
 
     def _for_window(self, window: int) -> NextToken:
@@ -163,7 +223,7 @@ class TokenGenerator:
 
         if window not in self._windows:
             self._windows[window] = NextToken(
-                make_prepared, self._fetch, window, self._version, self._prepare
+                make_prepared, self._fetch, window, self._version, self._prepare, self._notice_once
             )
             return self._windows[window]
         following = self._windows[window]
@@ -171,51 +231,50 @@ class TokenGenerator:
             self._prepare(engine.program)
         return following
 
+    def _notice_once(self, text: str) -> None:
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self._notice(text)
+
+
+def _no_token_ids(given: Sequence[object]) -> ConfigError:
+    return ConfigError(
+        f"prompt: expected token ids, whole numbers, got {few([*map(repr, given)])}; encode a text "
+        "with the tokenizer, or give it to Trainer.generate"
+    )
+
+
+def _is_whole(token: object) -> bool:
+    """Tell whether an object of Python, NumPy or PyTorch is a whole number."""
+    try:
+        operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return not isinstance(token, bool)
+
 
 def generate_tokens(
-    logits_after: Callable[[Sequence[int]], torch.Tensor],
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 0,
-    stop: int | None = None,
-    vocabulary: int | None = None,
+    logits_after: Callable[[Sequence[int]], torch.Tensor], prompt: Sequence[int], sampling: Sampling
 ) -> Iterator[int]:
     """Yield new token ids after `prompt`, one at a time.
 
-    **Arguments:** `logits_after` returns the logits [vocabulary] of the token after a text.
-    `temperature` 0 chooses the most likely token. `top_k` None samples from all tokens. `stop` ends
-    the text and is not yielded. Ids from `vocabulary` on are never chosen (a model's vocabulary may
-    be padded beyond the tokenizer's).
+    **Arguments:** `logits_after` returns the logits [vocabulary] of the token after a text of at
+    least one token.
 
-    Raises:
-        ConfigError: the prompt is empty, or an option has no meaning.
-        NonFiniteError: the logits of the next token are NaN or infinite.
+    **Raises:** `NonFiniteError` if the logits of the next token are NaN or infinite.
     """
-    if not prompt:
-        raise ConfigError("the prompt is empty: give at least one token to start from")
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(sampling.seed)
     tokens = list(prompt)
-    for _ in range(max_new_tokens):
-        logits = logits_after(tokens)[:vocabulary]
-        token = _choose(logits, temperature, top_k, generator)
-        if token == stop:
+    for _ in range(sampling.max_new_tokens):
+        token = _choose(logits_after(tokens)[: sampling.vocabulary], sampling, generator)
+        if token == sampling.stop:
             return
         tokens.append(token)
         yield token
 
 
-def _choose(
-    logits: torch.Tensor, temperature: float, top_k: int | None, generator: np.random.Generator
-) -> int:
+def _choose(logits: torch.Tensor, sampling: Sampling, generator: np.random.Generator) -> int:
+    temperature, top_k = float(sampling.temperature), sampling.top_k
     values = logits.detach().float().cpu().numpy()
     if not np.isfinite(values.max()):  # tokens that a model rules out are -inf
         raise NonFiniteError(
@@ -228,7 +287,8 @@ def _choose(
     if top_k is not None and top_k < len(values):
         (tokens,) = np.nonzero(values >= np.partition(values, -top_k)[-top_k])
     chosen = values[tokens].astype(np.float64)
-    weights = np.exp((chosen - chosen.max()) / temperature)
+    with np.errstate(over="ignore"):  # a temperature close to 0 chooses as 0 does
+        weights = np.exp((chosen - chosen.max()) / temperature)
     return int(generator.choice(tokens, p=weights / weights.sum()))
 
 

@@ -7,6 +7,7 @@ model (export, generation). Notebooks use the same class.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,7 +55,7 @@ from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.training.startup_notices import cautions
 from penstock.training.text_generation import TextGenerator
-from penstock.training.token_generation import TokenGenerator, make_token_generator
+from penstock.training.token_generation import TokenGenerator, closed, make_token_generator
 
 if TYPE_CHECKING:
     from penstock.distributed.control import ClusterManager
@@ -126,6 +127,8 @@ class Trainer:
         )
         self._stop_reason: str | None = None
         self._here: LocalEngines | None = None  # the engines of this process
+        self._tokens: TokenGenerator | None = None
+        self._tokens_lock, self._is_closed = threading.Lock(), False
         self._lock: FolderLock | None = None  # held from the start of the first process to `close`
         self._manager = self._open_cluster()
         try:
@@ -153,7 +156,6 @@ class Trainer:
             self.fabric = self._here.fabric
         self._gradient_check = GradientCheck(self._notice)
         self._evaluator = self._make_evaluator()
-        self._tokens: TokenGenerator | None = None
         self._early_stop = EarlyStop.of_run(self.config, recorded, self.step)
         self._checkpoint_scheduler = CheckpointScheduler(
             self._checkpoints,
@@ -418,6 +420,10 @@ class Trainer:
 
     def close(self) -> None:
         """Abandon a pending checkpoint, and release files, threads and devices."""
+        with self._tokens_lock:
+            self._is_closed = True
+        if self._tokens is not None:
+            self._tokens.close()
         if self._here is not None:
             self._here.close()
         try:
@@ -460,6 +466,8 @@ class Trainer:
         """Yield the generated text after `prompt`, piece by piece.
 
         `temperature` 0 chooses the most likely token; `top_k` None samples from all tokens.
+
+        **Raises:** `ConfigError` if an argument cannot be used, or after `close`.
         """
         tokens, dataset = self.token_generator(), self._data.dataset
         if dataset is None:
@@ -467,7 +475,7 @@ class Trainer:
                 "generate needs the data set's tokenizer; this run has none: "
                 "token_generator().generate takes token ids"
             )
-        yield from TextGenerator(tokens, dataset.tokenizer()).write(
+        return TextGenerator(tokens, dataset.tokenizer()).write(
             prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -477,11 +485,14 @@ class Trainer:
 
     def token_generator(self) -> TokenGenerator:
         """Return a generator of token ids, which continues token ids with the present weights."""
-        if self._tokens is None:
-            self._tokens = make_token_generator(
-                self.config, self.model, self._layout, self.store, self.device
-            )
-        return self._tokens
+        with self._tokens_lock:
+            if self._is_closed:
+                raise closed()
+            if self._tokens is None:
+                self._tokens = make_token_generator(
+                    *(self.config, self.model, self._layout, self.store, self.device, self._notice)
+                )
+            return self._tokens
 
     # Notices to the user
 

@@ -204,12 +204,29 @@ def test_abandoned_text_is_not_in_the_traffic_of_the_next_step(trained):
         ([10**6], r"expected token ids from 0 to \d+, got 1000000"),
         ([1.5], r"expected token ids, whole numbers, got 1\.5"),
         (["a"], "expected token ids, whole numbers, got 'a'"),
+        ([1, True], "expected token ids, whole numbers, got True"),
+        (5, "expected token ids, whole numbers, got 5"),
+        (torch.tensor([1.0]), r"expected token ids, whole numbers, got tensor\(1\.\)"),
     ],
 )
 def test_prompts_that_are_no_tokens(trained, prompt, said):
     trainer, _ = trained
     with pytest.raises(ConfigError, match=said):
-        next(trainer.token_generator().generate(prompt))
+        trainer.token_generator().generate(prompt)
+
+
+def test_prompt_that_is_no_text(trained):
+    trainer, _ = trained
+    with pytest.raises(ConfigError, match=r"prompt: expected a text, got \[1\]; token_generator"):
+        trainer.generate([1])
+
+
+def test_options_are_checked_at_the_call(trained):
+    trainer, _ = trained
+    with pytest.raises(ConfigError, match="max_new_tokens: expected a whole number"):
+        trainer.generate("a", max_new_tokens=2.5)
+    with pytest.raises(ConfigError, match="vocabulary: expected a whole number from 1 up"):
+        trainer.token_generator().generate([1], vocabulary=0)
 
 
 class BothWays(torch.nn.Module):

@@ -33,6 +33,7 @@ _KEYS = (
     "prelude_outputs",
     "results",
     "graph_digest",
+    "whole_window_reason",
     "kinds",
     "tables",
 )
@@ -86,6 +87,7 @@ def _written(program: Program) -> bytes:
         "prelude_outputs": list(program.prelude_outputs),
         "results": list(program.results),
         "graph_digest": program.graph_digest,
+        "whole_window_reason": program.whole_window_reason,
         "kinds": [write_kind(kind, graphs) for kind in distinct],
     }
     content["tables"] = graphs.tables()
@@ -118,6 +120,7 @@ def _program(have: dict[str, Any], data: memoryview) -> Program:
         prelude_outputs=prelude_outputs,
         results=fields.texts(have["results"]),
         graph_digest=fields.text(have["graph_digest"]),
+        whole_window_reason=fields.text(have["whole_window_reason"]),
     )
 
 

@@ -119,6 +119,14 @@ def test_recurrent_layers_compute_the_window_for_each_token():
     assert check(source, plain, tolerance=1e-5) == ["prefill"]
 
 
+def test_program_that_keeps_nothing_names_the_operator():
+    program = program_of(plain_and_source("mamba", {"state_size": 4})[1], "prefill")
+    assert "aten.conv1d.default may mix positions" in program.whole_window_reason
+    written = deserialize(serialize(program))
+    assert written.whole_window_reason == program.whole_window_reason
+    assert not program_of(language_model("gpt2").source(0), "prefill").whole_window_reason
+
+
 def test_keys_are_kept_once_for_the_heads_that_share_them():
     program = program_of(language_model("llama").source(0), "decode")
     shape = program.values[CACHE.format(0)].tensor.shape
@@ -204,11 +212,15 @@ def test_without_memory_for_keys_the_window_is_computed_for_each_token():
         goals.append(goal)
         return TorchEngine(programs[goal], EnginePlan(), budget_bytes=peaks["whole_window"])
 
-    small = NextToken(make_engine, fetch, LENGTH)
+    told = []
+    small = NextToken(make_engine, fetch, LENGTH, notice=told.append)
     large = NextToken(lambda goal: TorchEngine(programs[goal], EnginePlan()), fetch, LENGTH)
     for text in ([1, 2, 3], [1, 2, 3, 4]):
         assert torch.allclose(small.logits(text), large.logits(text), atol=2e-6)
     assert goals == ["prefill", "whole_window"]
+    (notice,) = told
+    assert "the engine has no memory for keys and values" in notice
+    assert "raise engine.memory" in notice
 
     def too_small(goal):
         return TorchEngine(programs[goal], EnginePlan(), budget_bytes=peaks["whole_window"] // 2)

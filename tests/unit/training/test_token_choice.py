@@ -1,10 +1,12 @@
 """Which token continues a text, and logits that choose none."""
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.training.evaluation import _exp
+from penstock.training.sampling import Sampling
 from penstock.training.token_generation import generate_tokens
 
 INFINITE, NAN = float("inf"), float("nan")
@@ -12,9 +14,8 @@ INFINITE, NAN = float("inf"), float("nan")
 
 def tokens_of(logits, count=1, **options):
     """Return the tokens that are chosen by the same logits after every text."""
-    return list(
-        generate_tokens(lambda text: torch.tensor(logits), [0, 0], max_new_tokens=count, **options)
-    )
+    sampling = Sampling(max_new_tokens=count, **options)
+    return list(generate_tokens(lambda text: torch.tensor(logits), [0, 0], sampling))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -29,21 +30,35 @@ def test_tokens_that_the_model_rules_out_are_never_chosen():
     assert set(tokens_of([-INFINITE, 1.0, 1.0], 40, top_k=None)) == {1, 2}
 
 
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_top_k_without_meaning_is_refused(top_k):
-    with pytest.raises(ConfigError, match=f"top_k must be 1 or more, .* got {top_k}"):
-        tokens_of([0.0, 1.0], top_k=top_k)
+WRONG = [
+    *(("max_new_tokens", value, "a whole number from 0 up") for value in (2.5, -1, True, None)),
+    *(
+        ("temperature", value, "a finite number from 0 up")
+        for value in (-0.1, NAN, INFINITE, None, "1", True, 10**400)
+    ),
+    *(("top_k", value, "a whole number from 1 up") for value in (2.5, 0, -1, True, "5")),
+    *(("seed", value, "a whole number from 0 up") for value in (1.5, -1, True, None)),
+    *(("stop", value, "a whole number from 0 up") for value in (2.5, -1, True)),
+    *(("vocabulary", value, "a whole number from 1 up") for value in (2.5, 0, -1, True)),
+]
 
 
-@pytest.mark.parametrize("temperature", [-0.1, NAN, INFINITE])
-def test_temperature_without_meaning_is_refused(temperature):
-    with pytest.raises(ConfigError, match=f"temperature must be 0 or more, got {temperature}"):
-        tokens_of([0.0, 1.0], temperature=temperature)
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG)
+def test_option_without_meaning_is_refused(name, value, expected):
+    said = f"^{name}: expected {expected}, got {value!r}; give "
+    with pytest.raises(ConfigError, match=said):
+        Sampling(**{name: value})
 
 
-def test_negative_number_of_tokens_is_refused():
-    with pytest.raises(ConfigError, match="max_new_tokens must be 0 or more, got -1"):
-        tokens_of([0.0, 1.0], -1)
+def test_options_of_numpy_are_those_of_python():
+    options = {"temperature": 0.5, "top_k": 2, "seed": 3, "vocabulary": 3}
+    of_numpy = {name: np.asarray(value)[()] for name, value in options.items()}
+    logits = [0.0, 1.0, 2.0, 3.0]
+    assert tokens_of(logits, np.int64(8), **of_numpy) == tokens_of(logits, 8, **options)
+
+
+def test_temperature_close_to_0_chooses_as_0_does():
+    assert tokens_of([0.0, 1.0, 0.5], temperature=1e-320) == [1]
 
 
 def test_perplexity_of_nan_is_nan():
