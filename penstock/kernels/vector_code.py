@@ -3,6 +3,7 @@
 They generate LLVM's code for vectors of 16 float32 numbers in flat arrays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,10 @@ _FLOATS = float32s.ir
 Sums = list[Any]
 
 
-def processor_features() -> list[str]:
-    """The instruction sets of the processor that Numba compiles for, as LLVM names them."""
-    return cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Return the instruction sets of the processor that Numba compiles for, as LLVM names them."""
+    return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
 
 def vectors_at(context: Any, builder: Any, kind: Any, array_type: Any, array: Any, at: Any) -> Any:
