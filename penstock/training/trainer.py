@@ -489,9 +489,8 @@ class Trainer:
             if self._is_closed:
                 raise closed()
             if self._tokens is None:
-                self._tokens = make_token_generator(
-                    *(self.config, self.model, self._layout, self.store, self.device, self._notice)
-                )
+                parts = (self.config, self.model, self._layout, self.store, self.device)
+                self._tokens = make_token_generator(*parts, self._notice)
             return self._tokens
 
     # Notices to the user
