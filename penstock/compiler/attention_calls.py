@@ -4,9 +4,10 @@ PyTorch's fused attention reaches a fifth to a half of the rate of dense float32
 (`benchmarks/attention.py`). A traced graph has PyTorch's operators. They are replaced in
 executables, and costs are counted as those of the operators.
 
-The kernels compute bfloat16 in float32. bfloat16 stays with PyTorch where the recorded library of
-products is "torch", as on processors from Intel, whose AMX multiplies bfloat16 many times faster
-than float32. The record decides, never a timing, so a resumed run has the same bits.
+bfloat16 stays with PyTorch where the recorded library of products is "torch", as on processors from
+Intel, whose AMX multiplies bfloat16 many times faster. Elsewhere the kernels multiply pairs of
+bfloat16 if the processor can, else in float32. The record and the processor decide, never a timing,
+so a run that is resumed on such a processor has the same bits.
 """
 
 from typing import Any

@@ -12,12 +12,12 @@ a head of keys and values (grouped-query attention, Ainslie et al. 2023, arXiv:2
 a thread then computes all of them, and their gradients of keys and values are added head after
 head.
 
-Everything is computed in float32 and rounded once. Where the processor has a dot product of
-bfloat16 pairs, and heads of bfloat16 are multiples of 32, products are made of them: then attention
-weights and gradients of scores are rounded to bfloat16 too, as is usual, and all sums are float32.
-The order of each sum depends on the number of tokens and of sharing heads alone, so the number of
-threads changes no bit. Neither does the processor, as long as it has or has not that product, and
-its C library computes the same logarithms.
+Everything is computed in float32 and rounded once. But where the processor has a dot product of
+bfloat16 pairs, products of bfloat16 heads of a multiple of 32 multiply pairs: attention weights and
+gradients of scores are then rounded to bfloat16 too, as is usual, and all sums are float32. The
+order of each sum depends on the number of tokens and of sharing heads alone, so the number of
+threads changes no bit. Processors with that instruction give equal bits, and so do those without
+it, if their C libraries compute the same logarithms.
 """
 
 from typing import Any, NamedTuple

@@ -54,7 +54,7 @@ def _gradients_of_scores(scores, gradients, scale, numbers, first, keys, triangl
 @inlined
 def _read_numbers(x, at, stride, length, out):
     """Write a number of each query; pad with infinity, which makes the attention weights of padded
-    queries 0."""
+    queries 0 (undefined for an infinite key, whose gradients are then undefined too)."""
     for token in range(out.size):
         out[token] = x[at + token * stride] if token < length else _HIGHEST
 

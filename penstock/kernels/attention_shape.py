@@ -37,8 +37,9 @@ def can_pair(size: int) -> bool:
 
 
 def memory_bytes(shape: Shape, *, backward: bool, is_bfloat16: bool) -> int:
-    """Return the most bytes that the threads allocate, whatever the processor. There are at most as
-    many threads as heads, backward as heads of keys."""
+    """Return the most bytes that the threads allocate, whatever the processor: pairs take less than
+    float32, but for heads of 32 backward. There are at most as many threads as heads, backward as
+    heads of keys."""
     counts = backward_counts if backward else forward_counts
     threads = shape.batch * (shape.key_heads if backward else shape.heads)
     forms = [counts(shape, 1)]

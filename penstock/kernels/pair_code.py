@@ -59,5 +59,6 @@ def rounded(builder: Any, values: Any) -> Any:
 
 
 def joined(builder: Any, lower: Any, higher: Any) -> Any:
-    """Generate the pairs of what `rounded` returns for lower and for higher halves."""
+    """Generate the pairs of two results of `rounded`, one for the lower and one for the higher
+    halves."""
     return builder.or_(builder.lshr(lower, _SIXTEEN), higher)

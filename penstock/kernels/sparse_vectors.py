@@ -44,6 +44,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
 _NO_WORDS = ir.Constant(_WORDS, [0] * LANES)
+_NEGATIVE_ZEROS = ir.Constant(_WORDS, [0x8000] * LANES)  # in the lower halves
 # Of two vectors of shorts: those of the first in the lower halves of words, of the second in the
 # higher, for the first and for the last four of every eight.
 _PAIRS = [
@@ -114,12 +115,14 @@ def _scale_by_dots(builder: Any, values: Any, features: list[Any], sums: Sums) -
     else:
         together = builder.zext(builder.load(values, align=2), _I32)
     words = splat_scalar(builder, together)
-    factors = builder.or_(builder.shl(words, _SIXTEEN), builder.lshr(words, _SIXTEEN))
+    # A single entry is followed by -0 times 0, since any sum plus -0 is that sum, also -0.
+    second = builder.lshr(words, _SIXTEEN) if len(features) == 2 else _NEGATIVE_ZEROS
+    factors = builder.or_(builder.shl(words, _SIXTEEN), second)
     added = []
     for v in range(len(sums) // 2):
-        first, *second = (load_vector(builder, feature, v) for feature in features)
+        first, *other = (load_vector(builder, feature, v) for feature in features)
         for places, total in zip(_PAIRS, sums[2 * v : 2 * v + 2], strict=True):
-            pairs = shuffled(builder, second[0] if second else _NO_WORDS, first, places)
+            pairs = shuffled(builder, other[0] if other else _NO_WORDS, first, places)
             added.append(dot_of_pairs(builder, total, pairs, factors))
     return added
 

@@ -164,7 +164,8 @@ class _Case:
 
     @property
     def bfloat16(self) -> Bfloat16:
-        """How bfloat16 is multiplied: dot products take half as many operations."""
+        """How bfloat16 is multiplied: not measured, since dot products take half as many
+        operations."""
         has_dots = self.dtype == torch.bfloat16 and has_bfloat16_dot()
         return "dots" if has_dots else "unpacked"
 

@@ -37,7 +37,7 @@ class Sampling:
             )
         if self.top_k is not None:
             _require_whole("top_k", self.top_k, 1, "give None to sample from all tokens")
-        _require_whole("seed", self.seed, 0, "give 0 or another number")
+        _require_whole("seed", self.seed, 0, "give another seed")
         if self.stop is not None:
             _require_whole("stop", self.stop, 0, "give a token id, or None for no end")
         if self.vocabulary is not None:

@@ -78,7 +78,7 @@ def make_token_generator(
     )
 
 
-def closed() -> ConfigError:
+def closed_error() -> ConfigError:
     """Return the error for generation after the end of a trainer."""
     return ConfigError(
         "the trainer was closed, so it generates no further token; create a new Trainer of the "
@@ -90,8 +90,8 @@ class TokenGenerator:
     """Generates tokens with a model, one text at a time: a text that is continued after another one
     of the same window length is computed anew.
 
-    Threads may share a generator: they compute one token at a time, and each text is the same as
-    alone.
+    Threads may share a generator: they compute one token at a time. Each text is the same as alone,
+    but in bfloat16 up to rounding, if other texts of its window came between its tokens.
 
     **Arguments:** `make_engine` returns the engine of a program of incremental decoding for a
     window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
@@ -120,11 +120,12 @@ class TokenGenerator:
         self._version = version
         self._finish = finish
         self._notice = notice
-        self._noticed: set[str] = set()
+        self._was_noticed, self._untold = False, ""
         self._windows: dict[int, NextToken] = {}
-        # The garbage collector may end an abandoned text while its thread computes another one.
-        self._lock = threading.RLock()
-        self._is_computing = self._is_closed = False
+        self._texts: dict[int, object] = {}  # of which a window keeps keys and values
+        self._ended: list[tuple[int, object]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def generate(
         self,
@@ -146,7 +147,7 @@ class TokenGenerator:
         sampling = Sampling(max_new_tokens, temperature, top_k, seed, stop, vocabulary)
         tokens = self._checked(prompt)
         if self._is_closed:
-            raise closed()
+            raise closed_error()
         return self._text(tokens, sampling)
 
     def close(self) -> None:
@@ -158,37 +159,54 @@ class TokenGenerator:
             self._windows.clear()
 
     def _text(self, prompt: list[int], sampling: Sampling) -> Iterator[int]:
-        following: NextToken | None = None
-        window = _power_of_two(len(prompt) + int(sampling.max_new_tokens))
+        window = _power_of_two(len(prompt) + sampling.max_new_tokens)
         if self._longest is not None:
             window = min(self._longest, window)
+        text = object()
         try:
             with self._computing():
                 following = self._for_window(window)
 
             def logits(tokens: Sequence[int]) -> torch.Tensor:
                 with self._computing():
-                    return following.logits(tokens)
+                    self._texts[window] = text
+                    found = following.logits(tokens)
+                    notice, self._untold = self._untold, ""
+                if notice:
+                    self._notice(notice)  # may generate, too
+                return found
 
             yield from generate_tokens(logits, prompt, sampling)
         finally:
-            with self._lock:
-                if not (self._is_computing or self._is_closed):
-                    if following is not None:
-                        following.forget()
-                    self._finish()
+            # The garbage collector may end a text in any thread, also in one for which the thread
+            # that computes a token waits: this one must not wait in turn.
+            self._ended.append((window, text))
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._release_ended()
+                finally:
+                    self._lock.release()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Keep other threads out while a token is computed."""
         with self._lock:
             if self._is_closed:
-                raise closed()
-            self._is_computing = True
+                raise closed_error()
             try:
                 yield
             finally:
-                self._is_computing = False
+                self._release_ended()
+
+    def _release_ended(self) -> None:
+        """Release the keys and values of texts that have ended."""
+        while self._ended:
+            window, text = self._ended.pop()
+            if self._is_closed:
+                continue
+            if self._texts.get(window) is text:
+                self._windows[window].forget()
+            self._finish()
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         """Return the tokens of a prompt as integers of Python.
@@ -232,9 +250,8 @@ class TokenGenerator:
         return following
 
     def _notice_once(self, text: str) -> None:
-        if text not in self._noticed:
-            self._noticed.add(text)
-            self._notice(text)
+        if not self._was_noticed:
+            self._was_noticed, self._untold = True, text
 
 
 def _no_token_ids(given: Sequence[object]) -> ConfigError:

@@ -55,7 +55,7 @@ from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.training.startup_notices import cautions
 from penstock.training.text_generation import TextGenerator
-from penstock.training.token_generation import TokenGenerator, closed, make_token_generator
+from penstock.training.token_generation import TokenGenerator, closed_error, make_token_generator
 
 if TYPE_CHECKING:
     from penstock.distributed.control import ClusterManager
@@ -422,11 +422,11 @@ class Trainer:
         """Abandon a pending checkpoint, and release files, threads and devices."""
         with self._tokens_lock:
             self._is_closed = True
-        if self._tokens is not None:
-            self._tokens.close()
         if self._here is not None:
             self._here.close()
         try:
+            if self._tokens is not None:
+                self._tokens.close()
             if self.config.cluster.shards == "apart":
                 self.store.close()  # while the remote shards are still running
         finally:
@@ -487,7 +487,7 @@ class Trainer:
         """Return a generator of token ids, which continues token ids with the present weights."""
         with self._tokens_lock:
             if self._is_closed:
-                raise closed()
+                raise closed_error()
             if self._tokens is None:
                 parts = (self.config, self.model, self._layout, self.store, self.device)
                 self._tokens = make_token_generator(*parts, self._notice)

@@ -69,16 +69,52 @@ def test_texts_that_take_turns_are_those_written_alone(trainer):
     assert [list(text) for text in zip(*turns, strict=True)] == alone
 
 
-def test_text_that_ends_within_the_token_of_another_one_leaves_its_keys(trainer, monkeypatch):
-    """As the garbage collector ends an abandoned text."""
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_text_that_ends_within_the_token_of_another_one_leaves_its_keys(
+    trainer, monkeypatch, in_thread
+):
+    """As the garbage collector ends an abandoned text, also in a thread that a token waits for."""
     generator = trainer.token_generator()
     alone = list(generator.generate([1], max_new_tokens=9))
     abandoned, text = (generator.generate([first], max_new_tokens=9) for first in (2, 1))
     next(abandoned)
     fetch = trainer.store.stream
     following = next(iter(generator._windows.values()))
-    monkeypatch.setattr(following, "_fetch", lambda names: abandoned.close() or fetch(names))
+
+    def end_and_fetch(names):
+        ending = threading.Thread(target=abandoned.close)
+        ending.start() if in_thread else abandoned.close()
+        if in_thread:
+            ending.join(20)
+            assert not ending.is_alive()
+        return fetch(names)
+
+    monkeypatch.setattr(following, "_fetch", end_and_fetch)
+    runs = []
+    run = following._run
+    monkeypatch.setattr(
+        following, "_run", lambda engine, visible: runs.append(engine) or run(engine, visible)
+    )
     assert list(text) == alone
+    assert runs[1:] == [following._decode] * 8  # none computes the prompt again
+    assert not generator._ended
+    assert not following._kept
+
+
+def test_event_handler_may_generate_in_another_thread(tmp_path):
+    texts = []
+
+    def handle(event):
+        if isinstance(event, Notice):
+            write = threading.Thread(target=lambda: texts.append(list(generator.generate([2]))))
+            write.start()
+            write.join(60)
+            assert texts
+
+    trainer = trainer_of(tmp_path, own_module(), on_event=handle, quiet=True)
+    generator = trainer.token_generator()
+    assert len(list(generator.generate([1], max_new_tokens=2))) == 2
+    trainer.close()
 
 
 def test_closed_trainer_generates_no_token(trainer):
@@ -94,6 +130,7 @@ def test_closed_trainer_generates_no_token(trainer):
         trainer.token_generator,
         lambda: trainer.generate("a"),
     ):
+        assert not generator._windows
         with pytest.raises(ConfigError, match=r"the trainer was closed, .* create a new Trainer"):
             generate()
 
@@ -118,7 +155,7 @@ def own_module():
         (own_module, "Own is a module of your own, whose layers may read later positions"),
     ],
 )
-def test_model_without_incremental_decoding_is_told_once(tmp_path, source, reason):
+def test_slow_decoding_is_a_notice_once(tmp_path, source, reason):
     events = []
     trainer = trainer_of(tmp_path, source(), on_event=events.append, quiet=True)
     generator = trainer.token_generator()

@@ -12,6 +12,7 @@ from penstock.compiler import attention_calls, lower_attention, operator_costs
 from penstock.compiler.attention_calls import attention, attention_backward, has_kernel
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.kernels.attention_shape import Shape, memory_bytes
+from penstock.kernels.pair_code import has_bfloat16_dot
 
 aten = torch.ops.aten
 OPERATOR = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -288,7 +289,8 @@ def test_peak_of_the_backward_counts_what_its_kernel_takes(key_heads):
 
 @pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 64)]
+    ("dtype", "size"),
+    [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32), (torch.bfloat16, 64)],
 )
 def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
     dtype, size, key_heads, monkeypatch
@@ -316,6 +318,8 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
             of_all = memory_bytes(shape, backward=backward, is_bfloat16=dtype == torch.bfloat16)
             of_these = of_all * threads // (3 * (key_heads if backward else 2))
             expected = min(of_all, of_these)
-            # A line per array and thread; pairs take less than what is planned for any processor.
-            least = expected / 2 if size == 64 else expected - 4096
+            # A line per array and thread. Pairs of longer heads take less than float32, which is
+            # what is planned; those of 32 take more, backward.
+            is_less = size == 64 or (size == 32 and not backward)
+            least = expected / 2 if is_less and has_bfloat16_dot() else expected - 4096
             assert least <= bytes_taken <= expected

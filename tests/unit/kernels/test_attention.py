@@ -105,6 +105,16 @@ def test_outputs_and_gradients_are_those_of_float64(shape, dtype, seed):
         assert_close(actual, expected, dtype)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[5], SHAPES[11]], ids=str)
+def test_bfloat16_without_dot_products_is_computed_in_float32(shape, monkeypatch):
+    monkeypatch.setattr(kernels, "has_bfloat16_dot", lambda: False)
+    tensors, scale = case(shape, torch.bfloat16), shape[5] ** -0.5
+    found = computed(*tensors, shape[-1], scale)
+    in_floats = computed(*(tensor.float() for tensor in tensors), shape[-1], scale)
+    assert torch.equal(found[0], in_floats[0].bfloat16())
+    assert torch.equal(found[1], in_floats[1])
+
+
 @pytest.mark.skipif(not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16")
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[5], SHAPES[13]], ids=str)
 def test_dot_products_of_pairs_are_as_near_as_float32(shape, monkeypatch):
@@ -172,9 +182,10 @@ def test_number_of_threads_and_shape_of_tiles_change_no_bit(shape, dtype, monkey
             assert torch.equal(first, second)
 
 
-def test_strides_change_no_bit():
+@pytest.mark.parametrize("dtype", TYPES)
+def test_strides_change_no_bit(dtype):
     shape = (2, 3, 3, 100, 100, 64, True)
-    tensors = case(shape, torch.float32)
+    tensors = case(shape, dtype)
     joined = torch.cat(tensors[:3], -1)  # the three parts of one projection
     parts = [*joined.split(64, -1), tensors[3]]
     assert not any(part.is_contiguous() for part in parts[:3])
@@ -186,8 +197,9 @@ def test_strides_change_no_bit():
         assert torch.equal(first, second)
 
 
-def test_operands_that_repeat_in_memory_are_read_like_others():
-    tensors = case((2, 3, 3, 70, 70, 32, True), torch.float32)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_operands_that_repeat_in_memory_are_read_like_others(dtype):
+    tensors = case((2, 3, 3, 70, 70, 32, True), dtype)
     for place in range(4):
         repeated = [tensor.clone() for tensor in tensors]
         repeated[place] = repeated[place][:, :1, :1].expand(2, 3, 70, 32)
@@ -199,10 +211,10 @@ def test_operands_that_repeat_in_memory_are_read_like_others():
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_scores_without_a_maximum_give_no_undefined_output(dtype):
-    query, key, value, gradient = case((1, 1, 1, 130, 130, 32, True), dtype)
-    key[:, :, :64], query = -torch.inf, query.abs()  # all scores of the first tile are -inf
+    query, key, value, gradient = case((1, 1, 1, 200, 200, 32, True), dtype)
+    key[:, :, :128], query = -torch.inf, query.abs()  # all scores of two tiles are -inf
     out, _, _ = computed(query, key, value, gradient, True, 1.0)
-    assert out[:, :, 64:].isfinite().all()
+    assert out[:, :, 128:].isfinite().all()
 
 
 @pytest.mark.parametrize("pattern", [0x7FC00000, 0x7F9A3B71, 0x7FFFFFFF], ids=hex)
