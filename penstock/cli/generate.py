@@ -53,7 +53,7 @@ def generate(
             top_k=top_k or None,
             seed=seed,
         )
-        # Errors and notices come before the first token: text and notes do not share a line.
+        # Most errors and notices come with the first token: then text and notes share no line.
         typer.echo(prompt + next(pieces, ""), nl=False)
         for piece in pieces:
             typer.echo(piece, nl=False)

@@ -43,7 +43,8 @@ def _gradients_of_scores(scores, gradients, scale, numbers, first, keys, triangl
         logarithm, dot = splat(-logarithms[first + row]), splat(dots[first + row])
         for key in range(0, TILE, LANES):
             at = row * TILE + key
-            weight = exponential(fma(load(scores, at, every_lane()), splat(scale), logarithm))
+            # Rounded as forward: a fused product would differ by more than 1 for huge scores.
+            weight = exponential(load(scores, at, every_lane()) * splat(scale) + logarithm)
             if kept < key + LANES:
                 weight = masked(weight, kept, key, _ZERO)
             store(scores, at, weight, every_lane())

@@ -68,10 +68,6 @@ def _numbers_per_element(factor):
     return lambda factor: count
 
 
-def _add_numbers(builder: Any, factor: Any, vector: Any, total: Any) -> Any:
-    return multiply_add(builder, factor, vector, total)
-
-
 def _add_pairs(builder: Any, factor: Any, vector: Any, total: Any) -> Any:
     return dot_of_pairs(builder, total, factor, vector)
 
@@ -99,7 +95,7 @@ def _add_tile(
     if a.dtype != b.dtype or not (is_paired or a.dtype == types.float32):
         return None
     kind = uint32s.ir if is_paired else _FLOATS
-    add = _add_pairs if is_paired else _add_numbers
+    add = _add_pairs if is_paired else multiply_add
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         c_at, c_stride = arguments[1:3]

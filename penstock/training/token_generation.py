@@ -159,7 +159,7 @@ class TokenGenerator:
             self._windows.clear()
 
     def _text(self, prompt: list[int], sampling: Sampling) -> Iterator[int]:
-        window = _power_of_two(len(prompt) + sampling.max_new_tokens)
+        window = _power_of_two(len(prompt) + int(sampling.max_new_tokens))
         if self._longest is not None:
             window = min(self._longest, window)
         text = object()
@@ -178,35 +178,36 @@ class TokenGenerator:
 
             yield from generate_tokens(logits, prompt, sampling)
         finally:
-            # The garbage collector may end a text in any thread, also in one for which the thread
-            # that computes a token waits: this one must not wait in turn.
             self._ended.append((window, text))
-            if self._lock.acquire(blocking=False):
-                try:
-                    self._release_ended()
-                finally:
-                    self._lock.release()
+            self._release_ended()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Keep other threads out while a token is computed."""
-        with self._lock:
-            if self._is_closed:
-                raise closed_error()
-            try:
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise closed_error()
                 yield
-            finally:
-                self._release_ended()
+        finally:
+            self._release_ended()
 
     def _release_ended(self) -> None:
-        """Release the keys and values of texts that have ended."""
-        while self._ended:
-            window, text = self._ended.pop()
-            if self._is_closed:
-                continue
-            if self._texts.get(window) is text:
-                self._windows[window].forget()
-            self._finish()
+        """Release the keys and values of texts that have ended, unless a token is being computed:
+        then its thread releases them.
+
+        The garbage collector may end a text in any thread, also in one for which the thread that
+        computes a token waits. So this one must not wait in turn.
+        """
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                window, text = self._ended.pop()
+                if self._texts.get(window) is text and not self._is_closed:
+                    self._windows[window].forget()
+                if not self._is_closed:
+                    self._finish()
+            finally:
+                self._lock.release()
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
         """Return the tokens of a prompt as integers of Python.

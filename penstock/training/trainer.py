@@ -422,11 +422,11 @@ class Trainer:
         """Abandon a pending checkpoint, and release files, threads and devices."""
         with self._tokens_lock:
             self._is_closed = True
-        if self._here is not None:
-            self._here.close()
         try:
             if self._tokens is not None:
                 self._tokens.close()
+            if self._here is not None:
+                self._here.close()
             if self.config.cluster.shards == "apart":
                 self.store.close()  # while the remote shards are still running
         finally:

@@ -101,6 +101,13 @@ def test_text_that_ends_within_the_token_of_another_one_leaves_its_keys(
     assert not following._kept
 
 
+def test_options_may_be_numbers_of_numpy(trainer):
+    generator = trainer.token_generator()
+    expected = list(generator.generate([1], max_new_tokens=4, top_k=3))
+    options = {"max_new_tokens": np.int64(4), "top_k": np.int32(3)}
+    assert list(generator.generate(np.array([1]), **options)) == expected
+
+
 def test_event_handler_may_generate_in_another_thread(tmp_path):
     texts = []
 

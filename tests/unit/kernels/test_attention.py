@@ -155,6 +155,27 @@ def test_large_scores_neither_overflow_nor_lose_the_greatest():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [16, 32])
+def test_backward_makes_the_scores_of_forward(size, dtype):
+    """With one key all weights are 1, and the gradient of the value is that of the output."""
+    query, key, value, gradient = case((1, 1, 1, 1, 1, size, True), dtype)
+    query.zero_()[..., 0], key.zero_()[..., 0] = 3 * 2**14, 2**15
+    out, _, gradients = computed(query, key, value, gradient, True, 0.1)
+    assert torch.equal(out, value)
+    assert torch.equal(gradients[2], gradient)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_scale_may_be_zero_or_negative(dtype, scale):
+    tensors = case((1, 2, 2, 100, 100, 32, True), dtype)
+    out, _, gradients = computed(*tensors, True, scale)
+    exact, _, exact_gradients = reference(*tensors, True, scale)
+    for actual, expected in zip([out, *gradients], [exact, *exact_gradients], strict=True):
+        assert_close(actual, expected, dtype)
+
+
 def flattened(tensors, is_causal=True):
     out, logarithms, gradients = computed(*tensors, is_causal, 0.3)
     return [out, logarithms, *gradients]
