@@ -15,7 +15,7 @@ from penstock.kernels.attention_tiles import (
     transpose_rows,
     write_rows,
 )
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.compilation import called, inlined, kernel
 from penstock.kernels.exponential import exponential
 from penstock.kernels.gradients import load_gradient
 from penstock.kernels.tile_products import add_product, numbers_per_element
@@ -72,7 +72,7 @@ def _dots_of_rows(x, x_at, x_stride, y, y_at, y_stride, size, length, dots):
         dots[row] = np.float32(sum_lanes(widened(total)))
 
 
-@inlined
+@called
 def _read_keys(k, v, places, strides, first, keys, size, tiles):
     """Write a tile of keys, transposed and paired, and of values, transposed."""
     kt, vt, ks, raw = tiles
@@ -83,7 +83,7 @@ def _read_keys(k, v, places, strides, first, keys, size, tiles):
     pair_rows(raw, 0, size, ks, 0)
 
 
-@inlined
+@called
 def _read_queries(x, at, stride, tiles, queries, size, rows, paired):
     """Write all rows of a head, as they are and paired."""
     width = size // numbers_per_element(rows)
