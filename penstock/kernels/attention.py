@@ -14,10 +14,10 @@ head.
 
 Everything is computed in float32 and rounded once. But where the processor has a dot product of
 bfloat16 pairs, products of bfloat16 heads of a multiple of 32 multiply pairs: attention weights and
-gradients of scores are then rounded to bfloat16 too, as is usual, and all sums are float32. The
-order of each sum depends on the number of tokens and of sharing heads alone, so the number of
-threads changes no bit. Processors with that instruction give equal bits, and so do those without
-it, if their C libraries compute the same logarithms.
+gradients of scores are then rounded to bfloat16 too, as is usual, denormals of bfloat16 are taken
+for 0, and all sums are float32. The order of each sum depends on the number of tokens and of
+sharing heads alone, so the number of threads changes no bit. Without that instruction neither does
+the processor, if its C library computes the same logarithms.
 """
 
 from typing import Any, NamedTuple

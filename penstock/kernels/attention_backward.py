@@ -34,10 +34,10 @@ _HIGHEST, _ZERO, _ONE = np.float32(np.inf), np.float32(0), np.float32(1)
 
 
 @inlined
-def _gradients_of_scores(scores, gradients, scale, numbers, first, keys, triangle):
+def _gradients_of_scores(scores, gradients, scale, statistics, first, keys, triangle):
     """Turn products into attention weights, and gradients of attention weights into gradients of
     scores."""
-    logarithms, dots = numbers
+    logarithms, dots = statistics
     for row in range(TILE):
         kept = kept_keys(row, keys, triangle)
         logarithm, dot = splat(-logarithms[first + row]), splat(dots[first + row])
@@ -95,7 +95,7 @@ def _read_queries(x, at, stride, tiles, queries, size, rows, paired):
 
 @inlined
 def _add_gradients(
-    of_queries, of_keys, key_gradients, scores, packed, numbers, at, held, sizes, fresh, scale,
+    of_queries, of_keys, key_gradients, scores, packed, statistics, at, held, sizes, fresh, scale,
     shape,
 ):  # fmt: skip
     """Add what a tile of queries and a tile of keys give to the gradients of both.
@@ -115,12 +115,12 @@ def _add_gradients(
     size, kept, tile, triangle = sizes
     rows, keys_width, size_width = shape
     over_size, over_tile = (TILE, TILE, size), (TILE, size, TILE)
-    element = numbers_per_element(qs)
-    width, neighbours = size // element, TILE // element
+    numbers = numbers_per_element(qs)
+    width, neighbours = size // numbers, TILE // numbers
     is_first, by_first = fresh
     add_product(s, 0, qs, at[0], width, 1, kt, 0, over_size, True, 0, rows, keys_width)
     add_product(ds, 0, dos, at[0], width, 1, vt, 0, over_size, True, 0, rows, keys_width)
-    _gradients_of_scores(s, ds, scale, numbers, tile * TILE, kept, triangle)
+    _gradients_of_scores(s, ds, scale, statistics, tile * TILE, kept, triangle)
     pack_rows(s, weights)
     pack_rows(ds, by_rows)
     pack_neighbours(ds, by_neighbours)
