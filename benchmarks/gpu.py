@@ -6,14 +6,14 @@ bfloat16 losses against the resident loop's. Figures: tokens/s of streaming agai
 PyTorch loop (fused AdamW, bf16 autocast), as it is and compiled with a padded vocabulary, in turns,
 each loop in a process of its own, and of the trainers that keep their state in host memory as well,
 FSDP2 with `CPUOffloadPolicy` and, where DeepSpeed is installed, ZeRO-3; the same without CUDA
-graphs; how much of the weights' copying hides behind computation; the rate of the copies; the
-device memory of the engine against what was predicted; how fast weights arrive at all GPUs as a
-group, which each fetch a part and gather the rest, beside how fast they arrive at one. With one GPU
-it is a group of one.
+graphs, and without weights that are streamed before their update; how much of the weights' copying
+hides behind computation; the rate of the copies; the device memory of the engine against what was
+predicted; how fast weights arrive at all GPUs as a group, which each fetch a part and gather the
+rest, beside how fast they arrive at one. With one GPU it is a group of one.
 Sparse weights, which a GPU expands for its dense products: each product beside the dense one, with
 a check of its bits, and whole steps with 90 % sparse blocks beside dense steps.
 
-    python benchmarks/gpu.py [--quick] [--only checks|resident|offload|graphs|group|sparse]
+    python benchmarks/gpu.py [--quick] [--only checks|resident|offload|graphs|early|group|sparse]
 
 `value` is the least ratio of tokens/s to a resident loop. Without a GPU it says so and ends well.
 """
@@ -54,6 +54,7 @@ UNIT = "tokens/s over resident PyTorch's"
 # model, sequences per step, sequences per micro-batch, rounds
 RUNS = [("gpt2", 64, 16, 5), ("gpt3-1.3b", 64, 8, 3)]
 QUICK_RUNS = [("gpt2", 16, 8, 2)]
+WARM_UP = 4  # steps; the second is recorded as graphs, the fourth is the first to defer updates
 # Large micro-batches: these loops move all weights once per micro-batch.
 OFFLOAD_RUN, QUICK_OFFLOAD_RUN = ("gpt3-1.3b", 64, 16, 3), ("gpt2", 16, 8, 2)
 # A sequence per GPU: so little to compute that weights are waited for.
@@ -62,7 +63,8 @@ SPARSITY = 0.9
 SPARSE_RUN, QUICK_SPARSE_RUN = ("gpt3-1.3b", 64, 8, 3), ("gpt2", 16, 8, 2)
 SPARSE_SHAPES = [(2048, 2048), (8192, 2048), (2048, 8192), (12288, 12288)]
 SPARSE_TOKENS, QUICK_SPARSE_TOKENS = (1024, 8192), (1024,)
-PARTS = ("checks", "resident", "offload", "graphs", "group", "sparse")
+SETTINGS = ("graphs", "early")
+PARTS = ("checks", "resident", "offload", *SETTINGS, "group", "sparse")
 TESTS = ["integration/test_devices.py", "integration/test_device_group.py"]
 TESTS += ["integration/test_sparse_devices.py", "unit/sparsity/test_expanded_products.py"]
 TESTS += ["unit/collectives/test_process_group.py", "unit/compiler/test_device_losses.py"]
@@ -129,11 +131,11 @@ def measure(parts: Sequence[str], quick: bool) -> tuple[dict[str, bool], dict[st
         found["rows"] = rows
     for row in rows:
         checks[f"bf16 loss of {row['model']} and {row['other']}"] = row["loss_difference"] < 0.05
-    if "graphs" in parts:
-        found["graphs"] = [compare_graphs(*run) for run in (QUICK_RUNS if quick else RUNS)]
-        checks["losses with graphs are those without"] = all(
-            each["same_losses"] for each in found["graphs"]
-        )
+    for setting in SETTINGS:
+        if setting in parts:
+            runs = QUICK_RUNS if quick else RUNS
+            each = found[setting] = [compare_setting(setting, *run) for run in runs]
+            checks[f"losses with {setting} are those without"] = all(x["same_losses"] for x in each)
     if "group" in parts:
         found["group"] = compare_group(*(QUICK_GROUP_RUN if quick else GROUP_RUN))
         checks["losses of the group are those of one"] = found["group"]["same_losses"]
@@ -172,7 +174,7 @@ def compare(model: str, size: int, micro: int, rounds: int, other: str = RESIDEN
     workers = {
         name: Worker(job, __file__, environment=variables(name)) for name, job in jobs.items()
     }
-    seconds = take_turns(workers, rounds)
+    seconds = take_turns(workers, rounds, warm_up=WARM_UP)
     finals = {name: worker.finish() for name, worker in workers.items()}
     tokens = size * LENGTH
     ratio = median_ratio(seconds[other], seconds[PENSTOCK])
@@ -215,19 +217,19 @@ def variables(loop: str) -> dict[str, str]:
     return environment(sys.executable, "cuda") if loop == ZERO else {}
 
 
-def compare_graphs(model: str, size: int, micro: int, rounds: int) -> dict:
-    """Let runs with and without CUDA graphs take turns; print their times and memory."""
+def compare_setting(setting: str, model: str, size: int, micro: int, rounds: int) -> dict:
+    """Let runs with and without a setting of `Job` take turns; print their times and memory."""
     jobs = {
-        "graphs": Job(PENSTOCK, model, size, micro),
-        "none": Job(PENSTOCK, model, size, micro, graphs=False),
+        "with": Job(PENSTOCK, model, size, micro),
+        "without": Job(PENSTOCK, model, size, micro, **{setting: False}),
     }
     workers = {name: Worker(job, __file__) for name, job in jobs.items()}
-    # Twice before any is timed: the second step is recorded.
-    seconds = take_turns(workers, rounds, warm_up=2)
+    seconds = take_turns(workers, rounds, warm_up=WARM_UP)
     finals = {name: worker.finish() for name, worker in workers.items()}
     print(f"\n{model}, bf16, {size} x {LENGTH} tokens per step in micro-batches of {micro}")
     print_table(
-        {"graphs": 8, "step s": 8, "computing": 10, "device GiB": 11, "reserved GiB": 13},
+        {setting: 8, "step s": 8, "computing": 10, "device GiB": 11, "reserved GiB": 13}
+        | {"store GiB": 10},
         (
             (
                 name,
@@ -235,14 +237,18 @@ def compare_graphs(model: str, size: int, micro: int, rounds: int) -> dict:
                 f"{found['compute_share']:.0%}",
                 f"{found['account_bytes'] / 2**30:.2f}",
                 f"{found['reserved_bytes'] / 2**30:.2f}",
+                f"{found['store_bytes'] / 2**30:.2f}",
             )
             for name, found in finals.items()
         ),
     )
+    for name, found in finals.items():
+        waits = ", ".join(f"{wait['for']} at {wait['at']}" for wait in found["waits_ms"])
+        print(f"{name}: longest waits of the device, ms: {waits}")
     return {
         "model": model,
-        "speedup": median_ratio(seconds["none"], seconds["graphs"]),
-        "same_losses": workers["graphs"].losses == workers["none"].losses,
+        "speedup": median_ratio(seconds["without"], seconds["with"]),
+        "same_losses": workers["with"].losses == workers["without"].losses,
         **finals,
     }
 
@@ -331,7 +337,8 @@ def compare_sparse(model: str, size: int, micro: int, rounds: int) -> dict:
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What one worker does: which loop, on what; `devices` GPUs as a group, 0: one alone; the
-    `sparsity` of the blocks, 0: dense; with CUDA `graphs` where they are possible."""
+    `sparsity` of the blocks, 0: dense; with CUDA `graphs`, and with `early` weights, where they are
+    possible."""
 
     loop: str
     model: str
@@ -340,6 +347,7 @@ class Job:
     devices: int = 0
     sparsity: float = 0.0
     graphs: bool = True
+    early: bool = True
 
 
 def work(job: Job) -> None:
@@ -385,6 +393,7 @@ def settings(job: Job) -> dict:
             "memory": device_bytes() // 2,
             "cuda_graphs": job.graphs,
         },
+        "store": {"early_weights": job.early},
         "run": {"dir": tempfile.mkdtemp(), "seed": SEED},
     }
 

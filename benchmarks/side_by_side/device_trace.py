@@ -6,15 +6,19 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.telemetry import StepDone
 
+WAITS = 12  # the longest of a step that are returned
+
 
 def trace(step: Callable[[], StepDone]) -> dict:
-    """Record one step's device work; return rates and overlap of the copies to the device.
+    """Record one step's device work; return rates and overlap of the copies to the device, and the
+    longest waits between computations: when, from the first one on, and for how long.
 
     Weights arrive while they are copied, or gathered from other devices.
     """
@@ -39,6 +43,7 @@ def trace(step: Callable[[], StepDone]) -> dict:
     computing = [e for e in kernels if "nccl" not in e["name"]]
     kernels = merged([(e["ts"], e["ts"] + e["dur"]) for e in computing])
     copying = merged([(e["ts"], e["ts"] + e["dur"]) for e in copies])
+    waits = [(a, b - a) for (_, a), (b, _) in pairwise(kernels)]
     copied = sum(e["args"].get("bytes", 0) for e in copies)
     copy_time = sum(b - a for a, b in copying)
     return {
@@ -47,6 +52,10 @@ def trace(step: Callable[[], StepDone]) -> dict:
         "arrive_gb_per_second": streamed_bytes / sum(b - a for a, b in arriving) / 1e3,
         "overlap": common(copying, kernels) / max(copy_time, 1e-9),
         "compute_share": sum(b - a for a, b in kernels) / 1e6 / seconds,
+        "waits_ms": [
+            {"at": round((at - kernels[0][0]) / 1e3, 1), "for": round(length / 1e3, 2)}
+            for at, length in sorted(sorted(waits, key=lambda wait: -wait[1])[:WAITS])
+        ],
         "pageable_copies": sum("Pageable" in e["name"] for e in copies),
     }
 

@@ -25,6 +25,7 @@ from penstock.kernels.moments import (
     encode,
     encode_packed,
     load_moment,
+    only_read,
     require_moment,
     rounding_keys,
     scratch,
@@ -45,6 +46,7 @@ from penstock.kernels.split_master import (
     load_weight,
     require_weight,
     store_weight,
+    streamed_to,
 )
 from penstock.kernels.vectors import (
     fma,
@@ -180,6 +182,7 @@ def adamw(
     key: int = 0,
     position: int = 0,
     packed: PackedEntries | None = None,
+    streamed: np.ndarray | None = None,
 ) -> None:
     """Update a weight and its moments in place.
 
@@ -195,6 +198,8 @@ def adamw(
         key, position: seeds of the random rounding of 8-bit moments: a number of the weight, and
             the offset of these elements in the weight.
         packed: the entries of a sparse weight, to which the `n` elements belong.
+        streamed: where the new streamed values are written (`streamed_to`), while the weight and
+            its moments, which must be float32, stay as they are.
 
     Raises:
         ValueError: an array has another type, length or layout, or `step` is below 1.
@@ -207,20 +212,18 @@ def adamw(
         packed.check(gradient.size)
     require_moment("exp_avg", average, gradient.size, packed)
     require_moment("exp_avg_sq", square, gradient.size, packed)
-    scalars = (
-        gradient_scale,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        epsilon,
-        1 - learning_rate * weight_decay,
-    )
+    keep = 1 - learning_rate * weight_decay
+    scalars = (gradient_scale, 1 - beta1, beta2, 1 - beta2, epsilon, keep)
     if packed is None or packed.ages is None:
         corrections = _corrections(step, learning_rate, beta1, beta2)
     else:
         corrections = _corrections_by_age(packed, learning_rate, beta1, beta2)
-    arrays = (weight, gradient, average, square)
     numbers = tuple(map(np.float32, scalars))
+    if streamed is not None:
+        target = streamed_to(weight, streamed, gradient.size)
+        _adamw(target, gradient, only_read(average), only_read(square), numbers, corrections)
+        return
+    arrays = (weight, gradient, average, square)
     if isinstance(average, np.ndarray):
         _adamw(*arrays, numbers, corrections)
         return

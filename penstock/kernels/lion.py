@@ -13,6 +13,7 @@ from penstock.kernels.moments import (
     Moment,
     encode,
     load_moment,
+    only_read,
     require_moment,
     rounding_keys,
     scratch,
@@ -32,6 +33,7 @@ from penstock.kernels.split_master import (
     load_weight,
     require_weight,
     store_weight,
+    streamed_to,
 )
 from penstock.kernels.vectors import (
     fma,
@@ -96,6 +98,7 @@ def lion(
     key: int = 0,
     position: int = 0,
     packed: PackedEntries | None = None,
+    streamed: np.ndarray | None = None,
 ) -> None:
     """Update a weight and its running mean in place.
 
@@ -112,6 +115,8 @@ def lion(
         key, position: seeds of the random rounding of an 8-bit moment: a number of the weight, and
             the offset of these elements in the weight.
         packed: the entries of a sparse weight, to which the `n` elements belong.
+        streamed: where the new streamed values are written (`streamed_to`), while the weight and
+            its mean, which must be float32, stay as they are.
 
     Raises:
         ValueError: an array has another type, length or layout.
@@ -129,6 +134,10 @@ def lion(
         learning_rate,
     )
     rounded = tuple(map(np.float32, scalars))
+    if streamed is not None:
+        target = streamed_to(weight, streamed, gradient.size)
+        _lion(target, gradient, only_read(average), rounded)
+        return
     if isinstance(average, np.ndarray):
         _lion(weight, gradient, average, rounded)
         return

@@ -37,6 +37,7 @@ from penstock.kernels.packed_entries import PackedEntries, group_offsets
 from penstock.kernels.vectors import (
     LANES,
     bits_of,
+    fetch,
     first_lanes,
     from_bits,
     greatest,
@@ -55,6 +56,9 @@ GROUP = 256
 
 Moment = np.ndarray | tuple[np.ndarray, np.ndarray]
 """float32 `[n]`, or codes uint8 `[n]` and their scales float32 `[ceil(n / 256)]`."""
+
+ReadMoment = tuple[np.ndarray]
+"""A moment float32 `[n]` that a kernel reads and does not change."""
 
 _MANTISSA = 20  # mantissa bits of a float32 that a code omits
 _TOP = np.float32(1.875)  # the value of the greatest code, before the scale
@@ -85,6 +89,16 @@ def require_moment(
     require_flat(f"scales of {name}", scales, groups, np.float32, write=True)
 
 
+def only_read(moment: Moment) -> ReadMoment:
+    """Return a float32 moment as kernels take it that only read it.
+
+    **Raises:** `ValueError` if it has 8 bits.
+    """
+    if not isinstance(moment, np.ndarray):
+        raise ValueError("new weights without an update need moments of float32, got 8 bits")
+    return (moment,)
+
+
 def load_moment(moment: Any, index: Any, lanes: Any) -> Any:
     """In a kernel: 16 float32 values of a moment from `index` on."""
     raise TypeError("load_moment works only inside a kernel")
@@ -102,10 +116,28 @@ def store_moment(moment: Any, index: Any, value: Any, lanes: Any) -> Any:
 _PACKED = 7
 
 
+def _is_only_read(moment: Any) -> bool:
+    return isinstance(moment, numba.types.BaseTuple) and len(moment) == 1
+
+
+def fetch_moment(moment: Any, index: Any) -> Any:
+    """In a kernel: prefetch 32 values of a float32 moment from `index` on into the cache."""
+    raise TypeError("fetch_moment works only inside a kernel")
+
+
+@overload(fetch_moment, jit_options={"forceinline": True})
+def _fetch_moment(moment, index):
+    if _is_only_read(moment):
+        return lambda moment, index: fetch(moment[0], index)
+    return lambda moment, index: fetch(moment, index)
+
+
 @overload(load_moment, jit_options={"forceinline": True})
 def _load_moment(moment, index, lanes):
     if isinstance(moment, numba.types.Array):
         return lambda moment, index, lanes: load(moment, index, lanes)
+    if _is_only_read(moment):
+        return lambda moment, index, lanes: load(moment[0], index, lanes)
     if len(moment) == _PACKED:
         return lambda moment, index, lanes: decoded(
             moment[0], moment[1][moment[6]], moment[2], index, lanes
@@ -119,6 +151,8 @@ def _load_moment(moment, index, lanes):
 def _store_moment(moment, index, value, lanes):
     if isinstance(moment, numba.types.Array):
         return lambda moment, index, value, lanes: store(moment, index, value, lanes)
+    if _is_only_read(moment):
+        return lambda moment, index, value, lanes: None
 
     if len(moment) == _PACKED:
 

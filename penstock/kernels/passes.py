@@ -13,7 +13,7 @@ from numba.extending import overload
 
 from penstock.kernels.blocks import AHEAD, STRIDE, block_bounds
 from penstock.kernels.compilation import inlined
-from penstock.kernels.moments import GROUP
+from penstock.kernels.moments import GROUP, fetch_moment
 from penstock.kernels.split_master import fetch_weight
 from penstock.kernels.vectors import LANES, every_lane, fetch, first_lanes
 
@@ -52,10 +52,10 @@ def _fetch_moments(moments, index):
     if len(moments) == 0:
         return lambda moments, index: None
     if len(moments) == 1:
-        return lambda moments, index: fetch(moments[0], index)
+        return lambda moments, index: fetch_moment(moments[0], index)
 
     def both(moments, index):
-        fetch(moments[0], index)
-        fetch(moments[1], index)
+        fetch_moment(moments[0], index)
+        fetch_moment(moments[1], index)
 
     return both

@@ -18,6 +18,7 @@ from penstock.kernels.moments import (
     Moment,
     encode,
     load_moment,
+    only_read,
     require_moment,
     rounding_keys,
     scratch,
@@ -37,6 +38,7 @@ from penstock.kernels.split_master import (
     load_weight,
     require_weight,
     store_weight,
+    streamed_to,
 )
 from penstock.kernels.vectors import fma, splat
 
@@ -135,13 +137,16 @@ def sgd_momentum(
     key: int = 0,
     position: int = 0,
     packed: PackedEntries | None = None,
+    streamed: np.ndarray | None = None,
 ) -> None:
     """Update a weight and its momentum in place; the rest is as for `sgd`.
 
     The weight moves along the momentum or, with `nesterov`, along gradient + `momentum` x momentum.
     The seeds of the random rounding of an 8-bit momentum are `key`, a number of the weight, `step`,
     the number of this update, and `position`, the offset of these elements in the weight. `packed`
-    are the entries of a sparse weight, to which the elements belong.
+    are the entries of a sparse weight, to which the elements belong. With `streamed`, the new
+    streamed values are written there (`streamed_to`), and the weight and its momentum, which must
+    be float32, stay as they are.
     """
     require_weight(weight, gradient.size)
     require_flat("gradient", gradient, gradient.size, np.float32, np.uint16)
@@ -152,6 +157,10 @@ def sgd_momentum(
     of_gradient, of_momentum = (1.0, momentum) if nesterov else (0.0, 1.0)
     scalars = (gradient_scale, weight_decay, learning_rate, momentum, of_gradient, of_momentum)
     rounded = tuple(map(np.float32, scalars))
+    if streamed is not None:
+        target = streamed_to(weight, streamed, gradient.size)
+        _momentum(target, gradient, only_read(momentum_state), rounded)
+        return
     if isinstance(momentum_state, np.ndarray):
         _momentum(weight, gradient, momentum_state, rounded)
         return

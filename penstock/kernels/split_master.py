@@ -50,7 +50,9 @@ from penstock.kernels.vectors import (
 )
 
 Weight = tuple[np.ndarray, ...]
-"""A weight in the store: `(float32 master,)` or `(high uint16, low uint16)`; all flat."""
+"""A weight in the store: `(float32 master,)` or `(high uint16, low uint16)`; all flat. An array
+after these, of the type of the first, is where a kernel writes the streamed values of a weight that
+stays as it is (`streamed_to`)."""
 
 
 @inlined
@@ -79,7 +81,11 @@ def fetch_weight(weight: Any, index: Any) -> Any:
 
 
 def _is_split(weight: Any) -> bool:
-    return isinstance(weight, numba.types.BaseTuple) and len(weight) == 2
+    return len(weight) > 1 and weight.types[0].dtype == numba.types.uint16
+
+
+def _has_target(weight: Any) -> bool:
+    return len(weight) == (3 if _is_split(weight) else 2)
 
 
 @overload(load_weight, jit_options={"forceinline": True})
@@ -94,12 +100,16 @@ def _load_weight(weight, index, lanes):
 @overload(store_weight, jit_options={"forceinline": True})
 def _store_weight(weight, index, value, lanes):
     if _is_split(weight):
+        if _has_target(weight):
+            return lambda weight, index, value, lanes: store(weight[2], index, _high(value), lanes)
 
         def write(weight, index, value, lanes):
             store(weight[0], index, _high(value), lanes)
             store(weight[1], index, bits_of(value), lanes)
 
         return write
+    if _has_target(weight):
+        return lambda weight, index, value, lanes: store(weight[1], index, value, lanes)
     return lambda weight, index, value, lanes: store(weight[0], index, value, lanes)
 
 
@@ -143,6 +153,16 @@ def require_weight(weight: Weight, length: int, write: bool = True) -> None:
         require_flat("low half of the weight", weight[1], length, np.uint16, write=write)
     else:
         require_flat("weight", weight[0], length, np.float32, write=write)
+
+
+def streamed_to(weight: Weight, target: np.ndarray, length: int) -> Weight:
+    """Return a `Weight` of `length` elements of which kernels write only the streamed values, to
+    `target`: float32 or uint16 `[length]`, as the first part of the weight.
+
+    **Raises:** `ValueError` if the target has another type, length or layout.
+    """
+    require_flat("streamed values", target, length, weight[0].dtype.type, write=True)
+    return (*weight, target)
 
 
 def split(master: np.ndarray, high: np.ndarray, low: np.ndarray) -> None:

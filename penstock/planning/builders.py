@@ -37,7 +37,7 @@ from penstock.planning.sequence_lengths import shown_length
 from penstock.program import Program
 
 if TYPE_CHECKING:
-    from penstock.planning.memory_budget import MemoryShares
+    from penstock.planning.memory_shares import MemoryShares
 
 Goal = Literal["train", "evaluate", "logits", "prefill", "decode", "whole_window"]
 

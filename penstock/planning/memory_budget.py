@@ -9,7 +9,7 @@ not change the work of one host.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
 from penstock.config import Config, size_above
@@ -27,10 +27,12 @@ from penstock.engine import (
 )
 from penstock.errors import BudgetError, ConfigError
 from penstock.planning.machine_limits import Machine
+from penstock.planning.memory_shares import HostCapacity, MemoryShares
 from penstock.planning.relays import relay_count
 from penstock.planning.store_factory import (
     assembly_of,
     dram_store_bytes,
+    early_bytes,
     least_flash_store_bytes,
 )
 from penstock.program import Program, WeightSpec, largest_stage
@@ -50,48 +52,6 @@ _AUTO_DEVICE = 0.85  # of a device's own free memory; libraries and fragments ne
 # stages, 102 MiB with 26 stages. A spare engine has 27 MiB less.
 _TEMPLATE_BYTES = 320 << 20
 _FORKED_BYTES, _FORKED_STAGE_BYTES = 76 << 20, 1 << 20
-
-
-@dataclass(frozen=True)
-class MemoryShares:
-    """The memory of the parts of the process, in bytes.
-
-    `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
-    use of host memory. `engines` is the memory of this host that all its engines use together.
-    `keep_pages` says whether memory suffices for the freed pages that engines would keep as well
-    (`engine/host_memory.py`).
-    """
-
-    engine: int
-    engine_peak: int
-    engine_host: int
-    engines: int
-    store: int
-    keep_pages: bool
-
-
-@dataclass(frozen=True)
-class HostCapacity:
-    """The memory for engines on this machine: a limit, and the fixed memory of the other parts.
-
-    `engine` is the memory of one engine, its process included.
-    """
-
-    limit: int
-    others: int
-    engine: int
-
-    def require(self, engines: int) -> None:
-        """**Raises:** `BudgetError` if the memory is too small for this number of engines."""
-        need = self.others + engines * self.engine
-        if need <= self.limit:
-            return
-        most = max(0, self.limit - self.others) // self.engine
-        raise BudgetError(
-            f"engines: {engines} on this machine need {engines} x {size_above(self.engine)} beside "
-            f"the {size_above(self.others)} of the other parts, {size_above(need)} in all; the "
-            f"limit is {size_above(self.limit)}: there is room for {most}"
-        )
 
 
 class Budget:
@@ -280,8 +240,18 @@ class Budget:
         if self._here(store) + engines > self._rest:
             self._refuse(store, shown)
         self._require_loading(store, shown)
+        early = early_bytes(config, self._program, self._device)
+        if not self._fits_early(store + early, engines):
+            early = 0
+        store += early
         keep_pages = self._here(store) + kept <= self._rest
-        return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages)
+        return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages, early)
+
+    def _fits_early(self, store: int, engines: int) -> bool:
+        """Return whether there is room for a store with memory for early weights."""
+        dram = self._config.store.dram
+        is_below = dram == "auto" or store <= int(dram)
+        return is_below and self._here(store) + engines <= self._rest
 
     def parts(self, shares: MemoryShares) -> dict[str, int]:
         """Return the memory of this host by part, for a division that fits."""

@@ -31,6 +31,7 @@ from penstock.store import (
     Store,
     assign_groups,
     dram_store_memory,
+    early_weights_bytes,
     make_optimizer,
     whole_masks_bytes,
 )
@@ -61,11 +62,13 @@ def make_store(
     notice: Callable[[str], None] = lambda text: None,
     remote_shards: Sequence[RemoteShardStore] | None = None,
     masks: MaskRule | None = None,
+    streams_early: bool = False,
 ) -> Store:
     """Return an empty store with the configured optimizer and schedule, for engines on `device`.
 
     The shards are in this process unless `remote_shards` is given; then the result is not a
-    `MemoryStore`. `masks` is the rule of sparse weights.
+    `MemoryStore`. `masks` is the rule of sparse weights. `streams_early` says whether the store has
+    memory for weights that are streamed before their update.
 
     **Raises:** `BudgetError` if the store needs more than `store.dram`.
     """
@@ -87,6 +90,8 @@ def make_store(
         store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config), masks)
     else:
         store = make_dram_shard(config, program, program, masks)
+        if streams_early:
+            store.allow_early()
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
@@ -249,6 +254,17 @@ def dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) ->
     weights = sum(weight.stored_bytes for weight in program.weights.values())
     once = weights + gradient * sum(trained) + state
     return config.store.replicas * once + assembly_of(config, program)
+
+
+def early_bytes(config: Config, program: Program, device: str) -> int:
+    """Return the memory for weights that are streamed before their update to engines on `device`; 0
+    where none are: `store.early_weights` says when."""
+    is_alone = config.cluster.start == "none" and not is_in_parts(config, program)
+    is_in_memory = config.store.flash.path is None
+    has_own_memory = target_of(device).has_own_memory
+    if not (config.store.early_weights and is_alone and is_in_memory and has_own_memory):
+        return 0
+    return early_weights_bytes(program, optimizer_of(config))
 
 
 def _parts_of(config: Config, program: Program) -> Sequence[Holding]:

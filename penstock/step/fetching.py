@@ -1,4 +1,4 @@
-"""Weights of the next operation, fetched while engines compute.
+"""Weights of the next operation, fetched while engines compute, and other work of that time.
 
 An engine with memory of its own computes while the host prepares: the thread of the step queues the
 work of one operation, and another thread applies the pending updates of the next one. With one
@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import Operation
 
 Fetch = Callable[[Operation], Sequence[StreamedWeight]]
+Result = TypeVar("Result")
 
 
 class Fetches:
@@ -29,14 +31,37 @@ class Fetches:
         self._fetch = fetch
         self._pool: ThreadPoolExecutor | None = None  # kept: kernels start threads for each thread
         self._started: tuple[Operation, Future[Sequence[StreamedWeight]]] | None = None
-        self._fetched = self._waited = 0.0
+        self._worked = self._waited = 0.0
+        self._last = (0.0, 0.0)  # begin and end of the last work
+        self._has_slack = False
 
     def start(self, operation: Operation) -> None:
         """Fetch the next operation's weights in another thread."""
         assert self._started is None
+        self._started = operation, self.submit(lambda: self._fetch(operation))
+
+    def is_ready(self) -> bool:
+        """Return whether the fetch that was started has ended, or is expected to before it is
+        needed: the last one had ended for longer than it took."""
+        return self._started is not None and (self._has_slack or self._started[1].done())
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Do work in the thread of the fetches, after what was started before."""
         if self._pool is None:
             self._pool = _make_pool()
-        self._started = operation, self._pool.submit(self._timed, operation)
+        return self._pool.submit(self._timed, work)
+
+    def result(self, work: Future[Result]) -> Result:
+        """Wait for work and return its result.
+
+        Raises:
+            Exception: the errors of the work.
+        """
+        begin = time.perf_counter()
+        try:
+            return work.result()
+        finally:
+            self._waited += time.perf_counter() - begin
 
     def take(self, operation: Operation) -> Sequence[StreamedWeight]:
         """Return the weights of an operation; wait for them, or fetch them now.
@@ -44,15 +69,16 @@ class Fetches:
         Raises:
             Exception: the errors of the fetch.
         """
+        now = time.perf_counter()
         if self._started is None:
+            self._has_slack = False
             return self._fetch(operation)
         (started, future), self._started = self._started, None
         assert started is operation
-        begin = time.perf_counter()
-        try:
-            return future.result()
-        finally:
-            self._waited += time.perf_counter() - begin
+        weights = self.result(future)
+        begin, end = self._last
+        self._has_slack = now - end > end - begin
+        return weights
 
     def finish(self) -> None:
         """Wait for a fetch that nobody took, and forget its weights or its error."""
@@ -61,17 +87,18 @@ class Fetches:
             self._started = None
 
     def take_hidden_seconds(self) -> float:
-        """Return how long fetches took beside other work since the last call."""
-        hidden = max(0.0, self._fetched - self._waited)
-        self._fetched = self._waited = 0.0
+        """Return how long work of this thread took beside other work since the last call."""
+        hidden = max(0.0, self._worked - self._waited)
+        self._worked = self._waited = 0.0
         return hidden
 
-    def _timed(self, operation: Operation) -> Sequence[StreamedWeight]:
+    def _timed(self, work: Callable[[], Result]) -> Result:
         begin = time.perf_counter()
         try:
-            return self._fetch(operation)
+            return work()
         finally:
-            self._fetched += time.perf_counter() - begin
+            self._last = begin, time.perf_counter()
+            self._worked += self._last[1] - begin
 
 
 def _make_pool() -> ThreadPoolExecutor:

@@ -22,6 +22,7 @@ from penstock.planning import ExecutionPlan
 from penstock.spans import Measured, Spans, gather
 from penstock.sparsity import StreamedWeight
 from penstock.step.cycle_figures import step_cycles
+from penstock.step.deferred_updates import DeferredUpdates
 from penstock.step.fetching import Fetches
 from penstock.step.mask_figures import MaskFigures
 from penstock.step.micro_batches import Batches
@@ -61,6 +62,8 @@ class StepRunner:
         self._store = store
         self._fabric = fabric
         self._fetches = Fetches(self._fetch)
+        self._deferred = DeferredUpdates(store, self._fetches)
+        self._late_seconds = self._spare_seconds = 0.0  # of the current step
         self._begun = 0  # steps
         self._mask_changes = 0  # commits that have changed masks
         self._engines = engines
@@ -88,6 +91,7 @@ class StepRunner:
         self._fetches.take_hidden_seconds()  # likewise
         self._store.discard()
         self._store.take_traffic()
+        self._late_seconds = self._spare_seconds = 0.0
         self._step = self._store.step + 1
         kept = kept_entries(self._store)
         schedule = self._layout.schedule_of(self._step)
@@ -97,6 +101,8 @@ class StepRunner:
             commit = self.commit = self._store.commit()
         self._mask_changes += bool(commit.decision.masks)
         hidden = self._fetches.take_hidden_seconds()
+        seconds = self._spans.clock() - started
+        self._deferred.measured(seconds, self._late_seconds, self._spare_seconds)
         measured = self.measured = gather(self._spans, self._store.spans)
         return step_done(
             commit,
@@ -140,10 +146,10 @@ class StepRunner:
                 made = [self._compute(number, operation) for number in range(len(self._engines))]
                 if operation.sweep == "backward" and losses is None:
                     losses = self._losses()
-                self._return_gradients(waiting)
+                self._spare_seconds += self._return_gradients(waiting)
                 waiting = (operation, made)
         losses = self._losses() if losses is None else losses
-        self._return_gradients(waiting)
+        self._return_gradients(waiting)  # nothing is left to compute beside this
         return losses
 
     def _losses(self) -> list[float]:
@@ -163,21 +169,32 @@ class StepRunner:
     def _streamed(self, operations: Sequence[Operation]) -> Generator[Operation]:
         """Yield operations whose weights are loaded.
 
-        Weights of later operations are loading, as far as the engines have free buffers. If there
-        are such buffers, the weights after those are being fetched, as long as their updates may be
-        pending: none is after the first fetch of a weight.
+        Weights of later operations are loading, as far as the engines have free buffers and the
+        weights are there. If there are such buffers, the next weights are being fetched, as long as
+        their updates may be pending: none is after the first fetch of a weight. While a later
+        operation with gradients is computed, updates that were deferred are made.
         """
         ahead = min(engine.stages_ahead for engine in self._engines)
         coming = deque(operations)
         try:
             for place, operation in enumerate(operations):
-                for _ in range(min(len(coming), 1 if place else 1 + ahead)):
+                last = place + ahead
+                while coming and (
+                    coming[0].number <= operation.number
+                    or (len(operations) - len(coming) <= last and self._is_there(coming[0]))
+                ):
                     self._load(coming.popleft())
-                if ahead and coming and coming[0].sweep != "backward":
-                    self._fetches.start(coming[0])
+                    if ahead and coming and coming[0].sweep != "backward":
+                        self._fetches.start(coming[0])
+                self._deferred.start(operation)
                 yield operation
         finally:
             self._fetches.finish()
+            self._deferred.abandon()
+
+    def _is_there(self, operation: Operation) -> bool:
+        """Return whether the weights of a later operation can be loaded without waiting."""
+        return operation.sweep == "backward" or self._fetches.is_ready()
 
     def _fetch(self, operation: Operation) -> Sequence[StreamedWeight]:
         return self._store.fetch(operation.stage, operation.positions)
@@ -185,7 +202,10 @@ class StepRunner:
     def _load(self, operation: Operation) -> None:
         span = self._spans.span("store", "fetch", step=self._step, op=operation.number)
         with span:
+            begin = self._spans.clock()
             weights = self._fetches.take(operation)
+            if operation.sweep != "backward":
+                self._late_seconds += self._spans.clock() - begin
             span.bytes = sum(weight.nbytes for weight in weights)
             for engine, tensors in zip(self._engines, self._fabric.broadcast(weights), strict=True):
                 engine.load(operation.stage, tensors)
@@ -196,19 +216,27 @@ class StepRunner:
         with self._spans.span(lane, operation.sweep, step=self._step, op=op):
             return compute(self._engines[number], operation)
 
-    def _return_gradients(self, computed: _Computed | None) -> None:
-        """Finish the reduction of an operation's gradients and add the sums to the store."""
+    def _return_gradients(self, computed: _Computed | None) -> float:
+        """Finish the reduction of an operation's gradients and add the sums to the store.
+
+        Returns:
+            The seconds in which the gradients were waited for.
+        """
         if computed is None or not computed[0].gradients:
-            return
+            return 0.0
         operation, made = computed
         step, op = self._step, operation.number
+        begin = self._spans.clock()
         with self._spans.span("gradients", "wait", step=step, op=op):
             nodes = [part.wait() for part in made if part is not None]
+        waited = self._spans.clock() - begin
+        self._deferred.finish(operation)
         span = self._spans.span("store", "receive", step=step, op=op)
         with span:
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
             span.bytes = sum(gradient.nbytes for gradient in total if gradient is not None)
             self._store.receive(operation.stage, total)
+        return waited
 
 
 def step_done(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.store.commit import CommitRule as CommitRule, commit_by as commit_by
     from penstock.store.comparing import Compared as Compared
     from penstock.store.dram import DramStore as DramStore
+    from penstock.store.early_weights import early_weights_bytes as early_weights_bytes
     from penstock.store.gradients import (
         Gradients as Gradients,
         trainable_weights as trainable_weights,
@@ -50,10 +51,12 @@ if TYPE_CHECKING:
     from penstock.store.interface import (
         Commit as Commit,
         Decision as Decision,
+        DefersUpdates as DefersUpdates,
         FlashTraffic as FlashTraffic,
         MemoryStore as MemoryStore,
         Store as Store,
         Traffic as Traffic,
+        UpdateTimes as UpdateTimes,
         WeightReader as WeightReader,
         kept_entries as kept_entries,
     )

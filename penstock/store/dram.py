@@ -2,8 +2,9 @@
 
 Updates are lazy and exact. `commit` only fixes their inputs (the clip factor, the learning rate).
 Each weight is updated at its next fetch, so stage 0 is ready at once and the other updates overlap
-with computation. Every read of a weight updates the weight first, so callers cannot observe the
-delay.
+with computation (`pending_updates.py`). Every read of a weight updates the weight first, so callers
+cannot observe the delay. For engines on a GPU, a fetch may compute only the streamed values, and
+the update is made later in the step (`early_weights.py`).
 
 A sparse weight has memory for the entries that its mask keeps. When its mask changes, the pending
 update moves the entries that stay, and their state, to their new places.
@@ -16,24 +17,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from penstock.errors import StorageError
 from penstock.spans import Spans
 from penstock.sparsity import Histogram, MaskSize, PackedIndex, Selection, StreamedWeight
 from penstock.store.commit import CommitRule, commit_by, require_next
 from penstock.store.comparing import Compared, Rotation
 from penstock.store.gradients import Gradients
 from penstock.store.holding import Holding, home_stages
-from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic
+from penstock.store.interface import Commit, Decision, FlashTraffic, Traffic, UpdateTimes
 from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
 from penstock.store.mask_rule import MaskRule
 from penstock.store.masters import check_precision
 from penstock.store.norm import GradientReport
-from penstock.store.optimizers import GroupSettings, Optimizer, rounding_key
+from penstock.store.optimizers import GroupSettings, Optimizer
 from penstock.store.part_masks import PartMasks
+from penstock.store.pending_updates import PendingUpdates
 from penstock.store.portions import Portions
-from penstock.store.roles import AGE, MASTER, Stored
+from penstock.store.roles import MASTER, Stored
 from penstock.store.snapshot import Snapshot
-from penstock.store.unchanged_weights import UnchangedWeights
 from penstock.store.weight_memory import WeightMemory
 
 
@@ -79,19 +79,22 @@ class DramStore:
         if optimizer is not None:
             self._check_settings(masks)
             self._gradients = Gradients(program, gradient_dtype, masks=self._masks)
-        self._decision: Decision | None = None
-        self._pending: set[str] = set()
-        self._updating: str | None = None
-        self._snapshot: Snapshot | None = None
         self._rotation: Rotation | None = None
-        self._unchanged = UnchangedWeights(self._trainable)
-        # Kernels are parallel inside; Numba does not guarantee that two kernels may run
-        # concurrently.
         self._compute = threading.Lock()
         self._count = threading.Lock()
         self._streamed_bytes = self._gradient_bytes = 0
         self._spans = Spans()
         self.spans = (self._spans,)
+        self._updates = PendingUpdates(
+            program,
+            self._trainable,
+            self._memory,
+            optimizer,
+            self._groups,
+            self._gradients,
+            self._compute,
+            self._spans,
+        )
 
     @property
     def step(self) -> int:
@@ -103,6 +106,9 @@ class DramStore:
         """The memory, by use."""
         gradients = self._gradients
         own = {} if gradients is None else {"gradient": gradients.memory_bytes}
+        early = self._updates.early
+        if early is not None:
+            own["early weights"] = early.memory_bytes
         return {**self._memory.masters.memory_bytes, **own, **self._memory.state_bytes}
 
     def _check_settings(self, masks: MaskRule | None) -> None:
@@ -121,7 +127,9 @@ class DramStore:
             Whether the system allowed it. Otherwise the copies to the GPU are slower and do not
             overlap with computation; results are the same.
         """
-        return self._memory.masters.page_lock()
+        early = self._updates.early
+        is_early_locked = early is None or early.page_lock()
+        return self._memory.masters.page_lock() and is_early_locked
 
     def take_flash_traffic(self) -> FlashTraffic:
         """No traffic to flash."""
@@ -181,7 +189,7 @@ class DramStore:
         self._require_loaded()
         names = self.program.stages[stage].weights
         for name in names:
-            self._update(name)
+            self._updates.prepare(name)
         chosen = names if positions is None else [names[position] for position in positions]
         return self._views(chosen)
 
@@ -194,7 +202,10 @@ class DramStore:
         return self._views(names)
 
     def _views(self, names: Sequence[str]) -> list[StreamedWeight]:
-        views = [self._memory.streamed(name) for name in names]
+        views: list[StreamedWeight] = []
+        for name in names:
+            early = self._updates.early_stream(name)
+            views.append(self._memory.streamed(name) if early is None else early)
         with self._count:
             self._streamed_bytes += sum(view.nbytes for view in views)
         return views
@@ -267,9 +278,8 @@ class DramStore:
         slabs = self._require_optimizer()
         require_next(decision, self.step)
         self._masks.accept(decision)
-        self._decision = decision
         self._memory.state_is_zero = False
-        self._pending.update(self._trainable)
+        self._updates.decided(decision)
         slabs.decided()
 
     def discard(self) -> None:
@@ -283,56 +293,42 @@ class DramStore:
             self._update(name)
 
     def _update(self, name: str) -> None:
-        """Apply the pending update of a weight, if there is one; thread-safe."""
-        # A name leaves the set only after its update, so a weight outside the set is up to date.
-        if name not in self._pending:
-            return
-        snapshot, decision = self._snapshot, self._decision
-        if snapshot is not None and decision is not None:
-            snapshot.preserve(name, decision.step)
-        with self._compute, self._spans.span("update", name, step=self.step):
-            if self._updating is not None:
-                raise StorageError(
-                    f"the update of {self._updating} was interrupted, so the weights are not those "
-                    "of a complete step; open the run again: it continues from its last checkpoint"
-                )
-            if name in self._pending:
-                self._updating = name  # remains if an interrupt occurs within the next two lines
-                self._apply(name)
-                self._pending.discard(name)
-                self._updating = None
-        if snapshot is not None:
-            snapshot.updated(name)
+        """Make the pending update of a weight, if there is one; thread-safe."""
+        self._updates.make(name)
 
-    def _apply(self, name: str) -> None:
-        decision, slabs, optimizer = self._decision, self._gradients, self._optimizer
-        assert decision is not None
-        assert slabs is not None
-        assert optimizer is not None
-        settings = self._groups[name]
-        rate = decision.learning_rate * settings.learning_rate_scale
-        memory = self._memory
-        weight, state = memory.masters.weight(name), memory.state.arrays(name)
-        remap = self._masks.remap(name, memory.entries)  # by the values before the update
-        if not decision.replaces_update:
-            is_sparse = name in self._masks
-            with self._unchanged.watching(name, weight, rate):
-                optimizer.update(
-                    weight,
-                    slabs.array(name),
-                    state,
-                    step=self._masks.updates,
-                    learning_rate=rate,
-                    weight_decay=settings.weight_decay,
-                    gradient_scale=decision.clip_scale,
-                    key=rounding_key(name),
-                    position=self.program.weights[name].begin,
-                    packed=self._masks.entries(name, state.get(AGE)) if is_sparse else None,
-                )
-        if remap is not None:
-            memory.change_mask(name, remap)
-        if name in self._masks:
-            self._masks.updated(name)
+    # --- updates that are deferred ----------------------------------------------------------------
+
+    def allow_early(self) -> bool:
+        """Allocate the memory to stream weights before their update; once, before the first step.
+
+        Returns:
+            Whether any weight can be streamed early; then `defer` says how many are.
+
+        Raises:
+            BudgetError: the memory cannot be allocated.
+        """
+        return self._updates.allow_early() is not None
+
+    @property
+    def early_elements(self) -> int:
+        """The elements of all weights that can be streamed before their update."""
+        return 0 if self._updates.early is None else self._updates.early.elements
+
+    def defer(self, elements: int) -> None:
+        """From the next commit on, let the fetches after each commit stream weights before their
+        update, the first up to this number of elements. The bits are the same."""
+        if self._updates.early is not None:
+            self._updates.early.limit(elements)
+
+    def make_deferred(self, stage: int) -> None:
+        """Make the updates of a stage's weights that are still pending; from any thread, during a
+        step. `receive` makes those that are left."""
+        for name in self._require_optimizer().trainable(stage):
+            self._update(name)
+
+    def take_update_times(self) -> UpdateTimes:
+        """Return the updates since the last call."""
+        return self._updates.take_times()
 
     def unchanged(self) -> tuple[str, ...]:
         """Return the trainable weights of which no update has changed a bit.
@@ -340,7 +336,7 @@ class DramStore:
         Only updates with a learning rate above zero since the weights were loaded or restored
         count. A weight without such an update is not listed. Call `flush` first.
         """
-        return self._unchanged.names()
+        return self._updates.unchanged.names()
 
     def take_traffic(self) -> Traffic:
         """Return bytes streamed and received, and waiting times, since the last call."""
@@ -412,33 +408,31 @@ class DramStore:
             RuntimeError: the previous snapshot is not closed yet.
         """
         self._require_loaded()
-        if self._snapshot is not None and not self._snapshot.is_closed:
-            raise RuntimeError(f"the snapshot of step {self._snapshot.step} is not closed yet")
+        before = self._updates.snapshot
+        if before is not None and not before.is_closed:
+            raise RuntimeError(f"the snapshot of step {before.step} is not closed yet")
         # The roles of a sparse weight have the shapes of its new mask, so its change is applied.
         tensors = {name: self.roles(name) for name in self.program.weights}
-        self._snapshot = Snapshot(
+        snapshot = self._updates.snapshot = Snapshot(
             self.program,
             self.step,
             tensors,
             self._memory.memory_of,
-            self._pending,
+            self._updates.names,
             buffer_bytes,
             self._spans,
         )
-        return self._snapshot
+        return snapshot
 
     def begin_restore(self) -> None:
         """Discard gradients and pending updates; the store is unusable until `finish_restore`.
 
         A snapshot that is not completely read is abandoned.
         """
-        if self._snapshot is not None:
-            self._snapshot.close()
+        if self._updates.snapshot is not None:
+            self._updates.snapshot.close()
         self._memory.begin_restore()
-        self._pending.clear()
-        self._updating = None
-        self._decision = None
-        self._unchanged.begin()
+        self._updates.forget()
         if self._gradients is not None:
             self._gradients.clear()
 

@@ -73,6 +73,16 @@ class FlashTraffic:
     discarded_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class UpdateTimes:
+    """The updates between two queries: their elements and seconds, and how many of these elements
+    were deferred."""
+
+    elements: int = 0
+    seconds: float = 0.0
+    deferred_elements: int = 0
+
+
 class WeightReader(Protocol):
     """Weights that can be read in pieces: those of a store or of a checkpoint."""
 
@@ -189,6 +199,22 @@ class MemoryStore(Store, Protocol):
     """A store that can be saved during training (`DramStore.snapshot`)."""
 
     def snapshot(self, buffer_bytes: int) -> OpenSnapshot: ...
+
+
+@runtime_checkable
+class DefersUpdates(Protocol):
+    """A store that can stream weights before their update (`DramStore.defer`)."""
+
+    @property
+    def early_elements(self) -> int: ...
+
+    def allow_early(self) -> bool: ...
+
+    def defer(self, elements: int) -> None: ...
+
+    def make_deferred(self, stage: int) -> None: ...
+
+    def take_update_times(self) -> UpdateTimes: ...
 
 
 @runtime_checkable

@@ -39,6 +39,8 @@ class UpdateSettings(TypedDict):
         key, position: seeds of the random rounding of 8-bit moments: a hash of the weight's name,
             and the offset of these elements in the weight, a multiple of `GROUP`; 0 by default.
         packed: the entries of a sparse weight, to which the elements belong.
+        streamed: where the new streamed values of the weight are written, while weight and state
+            stay as they are; float32 or uint16 `[n]`. Only if the optimizer `computes_streamed`.
     """
 
     step: int
@@ -48,6 +50,7 @@ class UpdateSettings(TypedDict):
     key: NotRequired[int]
     position: NotRequired[int]
     packed: NotRequired["PackedEntries | None"]
+    streamed: NotRequired[np.ndarray | None]
 
 
 class Optimizer(Protocol):
@@ -61,6 +64,11 @@ class Optimizer(Protocol):
     @property
     def corrected_betas(self) -> tuple[float, ...]:
         """The decay rates whose bias depends on the number of an entry's updates."""
+        ...
+
+    @property
+    def computes_streamed(self) -> bool:
+        """Whether it computes new streamed values without an update, in less time than that."""
         ...
 
     def update(
@@ -139,6 +147,10 @@ class AdamW:
     def corrected_betas(self) -> tuple[float, ...]:
         return self.beta1, self.beta2
 
+    @property
+    def computes_streamed(self) -> bool:
+        return self.moments == "fp32"
+
     def update(
         self,
         weight: tuple[np.ndarray, ...],
@@ -180,6 +192,10 @@ class SGD:
     @property
     def corrected_betas(self) -> tuple[float, ...]:
         return ()
+
+    @property
+    def computes_streamed(self) -> bool:
+        return self.momentum > 0 and self.moments == "fp32"
 
     def update(
         self,
@@ -228,6 +244,10 @@ class Lion:
     @property
     def corrected_betas(self) -> tuple[float, ...]:
         return ()
+
+    @property
+    def computes_streamed(self) -> bool:
+        return self.moments == "fp32"
 
     def update(
         self,

@@ -145,7 +145,13 @@ class FileCheckpoints:
         """Return a store in memory."""
         program, masks = layout.program, _mask_rule(self._config, model, layout)
         self._store = store_factory.make_store(
-            self._config, program, device, notice, remote_shards, masks
+            self._config,
+            program,
+            device,
+            notice,
+            remote_shards,
+            masks,
+            streams_early=layout.shares.early > 0,
         )
         read = functools.partial(model.initial_weights, self._config.run.seed)
         if self._latest is None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.engine import EnginePlan, target_of
 from penstock.engine.cuda_graphs import CudaGraphs
+from penstock.step.deferred_updates import DeferredUpdates
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 RECIPE = Recipe(steps=5, warmup_steps=1)
@@ -149,6 +150,37 @@ def test_recorded_steps_have_the_bits_of_computed_ones(family, device, tmp_path)
         trainer.train()
         (engine,) = trainer.engines
         assert getattr(engine, "is_repeating", False) == (graphs and device == "cuda"), family
+        ends.append(([event.loss for event in events], trainer.store.content_hash()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("family", quick_first(["gpt2", "llama"], ["gpt2"]))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deferred_updates_change_no_bit(precision, family, device, tmp_path, monkeypatch):
+    """With other numbers of them in each step, an evaluation between, and a checkpoint."""
+    case, ends = language_model(family), []
+    recipe = Recipe(steps=8, warmup_steps=1, clip_norm=0.5)
+    for parts in ([0.0] * 8, [1.0, 0.4, 1.0, 0.1, 0.0, 0.7, 1.0, 1.0]):
+        deferred, coming = [], iter(parts)
+
+        def measured(self, *seconds, deferred=deferred, coming=coming):
+            deferred.append(self._store.take_update_times().deferred_elements)
+            self._elements = int(next(coming) * self._store.early_elements)
+            self._store.defer(self._elements)
+
+        monkeypatch.setattr(DeferredUpdates, "measured", measured)
+        trainer, events = trainer_of(
+            case,
+            recipe,
+            tmp_path / str(len(ends)),
+            precision=precision,
+            engine={"device": device},
+            evaluation={"every": 3, "batches": 1},
+            checkpoint={"every": 4},
+        )
+        assert trainer.store.allow_early()
+        trainer.train()
+        assert bool(sum(deferred)) == bool(sum(parts))
         ends.append(([event.loss for event in events], trainer.store.content_hash()))
     assert ends[0] == ends[1]
 

@@ -18,24 +18,27 @@ HYPER = {"learning_rate": 1e-2, "weight_decay": 0.1}
 Update = Callable[[tuple, np.ndarray, list, int], None]
 
 
-def by_adamw(weight, gradient, state, step):
-    adamw(weight, gradient, *state, step=step, beta1=0.9, beta2=0.95, epsilon=1e-8, **HYPER)
+def by_adamw(weight, gradient, state, step, **other):
+    numbers = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
+    adamw(weight, gradient, *state, step=step, **numbers, **HYPER, **other)
 
 
 def by_sgd(weight, gradient, state, step):
     sgd(weight, gradient, **HYPER)
 
 
-def by_momentum(weight, gradient, state, step):
-    sgd_momentum(weight, gradient, state[0], step=step, momentum=0.9, nesterov=False, **HYPER)
+def by_momentum(weight, gradient, state, step, **other):
+    numbers = {"momentum": 0.9, "nesterov": False}
+    sgd_momentum(weight, gradient, state[0], step=step, **numbers, **HYPER, **other)
 
 
-def by_nesterov(weight, gradient, state, step):
-    sgd_momentum(weight, gradient, state[0], step=step, momentum=0.9, nesterov=True, **HYPER)
+def by_nesterov(weight, gradient, state, step, **other):
+    numbers = {"momentum": 0.9, "nesterov": True}
+    sgd_momentum(weight, gradient, state[0], step=step, **numbers, **HYPER, **other)
 
 
-def by_lion(weight, gradient, state, step):
-    lion(weight, gradient, state[0], step=step, beta1=0.9, beta2=0.99, **HYPER)
+def by_lion(weight, gradient, state, step, **other):
+    lion(weight, gradient, state[0], step=step, beta1=0.9, beta2=0.99, **HYPER, **other)
 
 
 TORCH = {
@@ -222,3 +225,41 @@ def test_step_zero_has_no_bias_correction():
 def test_moments_of_another_length_are_refused():
     with pytest.raises(ValueError, match=r"exp_avg: expected shape \[3\], got \[4\]"):
         by_adamw((np.ones(3, np.float32),), np.ones(3, np.float32), zeros(4), 1)
+
+
+@pytest.mark.parametrize("gradient_type", ["float32", "uint16"])
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("update", [by_adamw, by_momentum, by_nesterov, by_lion])
+def test_new_streamed_values_are_those_after_the_update(update, is_split, gradient_type):
+    master, gradients = random_run(70003, 10)
+    if gradient_type == "uint16":
+        tensors = [torch.from_numpy(g).bfloat16().view(torch.int16) for g in gradients]
+        gradients = [tensor.numpy().view(np.uint16) for tensor in tensors]
+    weight = (master,)
+    if is_split:
+        weight = np.empty(master.size, np.uint16), np.empty(master.size, np.uint16)
+        split(master, *weight)
+    state, room = zeros(master.size), np.full(master.size + 64, 7, weight[0].dtype)
+    streamed = room[:-64]
+    for step, gradient in enumerate(gradients[:3], 1):
+        before = [array.copy() for array in (*weight, *state)]
+        update(weight, gradient, state, step, gradient_scale=0.37, streamed=streamed)
+        for array, kept in zip((*weight, *state), before, strict=True):
+            np.testing.assert_array_equal(array, kept)
+        update(weight, gradient, state, step, gradient_scale=0.37)
+        np.testing.assert_array_equal(streamed, weight[0])
+        assert not np.array_equal(weight[0], before[0])
+    np.testing.assert_array_equal(room[-64:], 7)
+
+
+@pytest.mark.parametrize("update", [by_adamw, by_momentum, by_lion])
+def test_new_streamed_values_need_room_of_their_type_and_moments_of_float32(update):
+    weight, gradients = random_run(100, 11)
+    room = np.zeros(100, np.uint16)
+    with pytest.raises(ValueError, match="streamed values: expected float32, got uint16"):
+        update((weight,), gradients[0], zeros(100), 1, streamed=room)
+    with pytest.raises(ValueError, match=r"streamed values: expected shape \[100\], got \[99\]"):
+        update((weight,), gradients[0], zeros(100), 1, streamed=np.zeros(99, np.float32))
+    codes = [(np.zeros(100, np.uint8), np.zeros(1, np.float32)) for _ in range(2)]
+    with pytest.raises(ValueError, match="need moments of float32, got 8 bits"):
+        update((weight,), gradients[0], codes, 1, streamed=np.zeros(100, np.float32))

@@ -61,6 +61,26 @@ def test_fetch_that_nobody_takes_is_waited_for_and_forgotten():
     assert fetches.take("b") == ["b"]
 
 
+def test_fetch_is_ready_once_it_has_ended_or_where_the_last_one_left_time():
+    source = Source(seconds=0.2)
+    fetches = Fetches(source)
+    assert not fetches.is_ready()  # nothing was started
+    fetches.start("a")
+    assert not fetches.is_ready()
+    fetches.take("a")  # at once: it left no time
+    fetches.start("b")
+    assert not fetches.is_ready()
+    time.sleep(0.8)
+    assert fetches.is_ready()
+    fetches.take("b")
+    fetches.start("c")
+    assert fetches.is_ready()  # `b` waited for longer than it took
+    fetches.take("c")
+    fetches.start("d")
+    assert not fetches.is_ready()
+    fetches.finish()
+
+
 def test_only_time_that_nobody_waited_for_is_hidden():
     fetches = Fetches(Source(seconds=0.5))
     fetches.start("a")
@@ -87,18 +107,18 @@ class FailingEngine(RecordingEngine):
 
 def test_next_weights_are_fetched_while_an_engine_computes(monkeypatch):
     made = store()
-    third = threading.Event()
+    second = threading.Event()
     fetch = made.fetch
 
     def noting(stage, positions=None):
-        if stage == 2:
-            third.set()
+        if stage == 1:
+            second.set()
         return fetch(stage, positions)
 
     class Waiting(RecordingEngine):
         def forward(self, stage) -> None:
             if stage == 0:
-                assert third.wait(WAIT)
+                assert second.wait(WAIT)
             super().forward(stage)
 
     monkeypatch.setattr(made, "fetch", noting)
@@ -137,7 +157,7 @@ def test_step_can_be_repeated_after_an_error_beside_a_fetch(monkeypatch):
 def test_updates_beside_computation_are_not_in_the_time_of_a_step(monkeypatch):
     """The parts of a step's time add up to all of it."""
     made = store()
-    update = made._apply
+    update = made._updates._apply
 
     def slow(name):
         time.sleep(0.02)
@@ -151,7 +171,7 @@ def test_updates_beside_computation_are_not_in_the_time_of_a_step(monkeypatch):
             time.sleep(0.1)
             super().forward(stage)
 
-    monkeypatch.setattr(made, "_apply", slow)
+    monkeypatch.setattr(made._updates, "_apply", slow)
     steps = runner(made, Slow(weights_of(made), stages_ahead=1), schedule_of)
     steps.run()
     done = steps.run()

@@ -148,15 +148,30 @@ def test_local_step_follows_the_schedule():
 
 
 def test_weights_load_one_operation_ahead():
+    """Where they are there."""
     made = store()
     engine = RecordingEngine(weights_of(made), stages_ahead=1)
-    runner(made, engine, lambda step: StepSchedule.of(PROGRAM, RECOMPUTE)).run()
+    steps = runner(made, engine, lambda step: StepSchedule.of(PROGRAM, RECOMPUTE))
+    steps._fetches.is_ready = lambda: True
+    steps.run()
     assert sorted(engine.calls) == sorted(EXPECTED)
     loads = [
         call[1] for call in engine.calls[: engine.calls.index(("turn", 3))] if call[0] == "load"
     ]
     assert loads == [0, 1, 2, 3, 2]
     assert engine.calls[:3] == [EXPECTED[0], EXPECTED[2], EXPECTED[1]]
+
+
+def test_weights_that_would_be_waited_for_are_loaded_when_they_are_needed():
+    made = store()
+    engine = RecordingEngine(weights_of(made), stages_ahead=2)
+    steps = runner(made, engine, lambda step: StepSchedule.of(PROGRAM, RECOMPUTE))
+    steps._fetches.is_ready = lambda: False
+    steps.run()
+    backward = engine.calls.index(("forward", 2)) + 1
+    assert engine.calls[:backward] == EXPECTED[:backward]
+    assert sorted(engine.calls) == sorted(EXPECTED)
+    assert engine.calls.index(("load", 1, ALL[1])) < engine.calls.index(("turn", 3))
 
 
 @pytest.mark.parametrize("stages_ahead", [0, 1])

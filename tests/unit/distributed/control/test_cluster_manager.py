@@ -18,7 +18,7 @@ from penstock.distributed.launchers.base import WorkerExit
 from penstock.distributed.protocol import Message, MessageType
 from penstock.distributed.transport import Endpoint
 from penstock.errors import BudgetError, ClusterError
-from penstock.planning.memory_budget import HostCapacity
+from penstock.planning.memory_shares import HostCapacity
 
 
 def test_workers_start_for_engines_spares_and_shards(open_manager):

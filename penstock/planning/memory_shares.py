@@ -1,0 +1,50 @@
+"""The division of a machine's memory between the parts of a run."""
+
+from dataclasses import dataclass
+
+from penstock.config import size_above
+from penstock.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """The memory of the parts of the process, in bytes.
+
+    `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
+    use of host memory. `engines` is the memory of this host that all its engines use together.
+    `keep_pages` says whether memory suffices for the freed pages that engines would keep as well
+    (`engine/host_memory.py`). `early` is the part of `store` for weights that are streamed before
+    their update; 0 where none are, or where memory does not suffice.
+    """
+
+    engine: int
+    engine_peak: int
+    engine_host: int
+    engines: int
+    store: int
+    keep_pages: bool
+    early: int = 0
+
+
+@dataclass(frozen=True)
+class HostCapacity:
+    """The memory for engines on this machine: a limit, and the fixed memory of the other parts.
+
+    `engine` is the memory of one engine, its process included.
+    """
+
+    limit: int
+    others: int
+    engine: int
+
+    def require(self, engines: int) -> None:
+        """**Raises:** `BudgetError` if the memory is too small for this number of engines."""
+        need = self.others + engines * self.engine
+        if need <= self.limit:
+            return
+        most = max(0, self.limit - self.others) // self.engine
+        raise BudgetError(
+            f"engines: {engines} on this machine need {engines} x {size_above(self.engine)} beside "
+            f"the {size_above(self.others)} of the other parts, {size_above(need)} in all; the "
+            f"limit is {size_above(self.limit)}: there is room for {most}"
+        )
