@@ -4,8 +4,9 @@ The division depends on the length alone. Sums are computed per granule, and the
 added exactly, so no result depends on the number of threads.
 
 A stride is two vectors: one or two whole cache lines of every array. The optimizers, which traverse
-up to five arrays at once, prefetch the lines that are `AHEAD` of the present line. As measured,
-this brings them a few percent closer to the memory's limit; a larger distance was slower.
+up to five arrays at once, prefetch the lines that are `AHEAD` of the present line. A core of a Xeon
+(Emerald Rapids) reads 10 to 13 GB/s by a plain loop, 20 with a distance of 64 elements and 26 with
+256 or 512; on Zen 5 all distances are equal.
 """
 
 from penstock.kernels.compilation import inlined
@@ -21,7 +22,7 @@ have the same sums, whatever the pieces."""
 STRIDE = 2 * LANES
 """Elements per iteration of an inner loop."""
 
-AHEAD = 64
+AHEAD = 256
 """Prefetch distance of an optimizer, in elements."""
 
 
