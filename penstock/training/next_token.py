@@ -32,8 +32,7 @@ class NextToken:
     **Arguments:** `make_engine` returns the engine of one of the programs, whose inputs are
     `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
     `version` returns another number when they have changed. `prepare` is then called with the
-    program of each engine. `notice` is told why all positions are computed for every token, if the
-    reason is the model or the engine's memory.
+    program of each engine. `notice` is told why all positions are computed for every token.
     """
 
     def __init__(
@@ -92,14 +91,20 @@ class NextToken:
 
     def _next(self, visible: list[int], *, is_whole: bool) -> torch.Tensor:
         """Return the logits after a text, or after the end of one if it is not whole."""
+        reason = self._prefill.program.whole_window_reason
         if self._kept and is_whole and visible[:-1] == self._tokens:
             logits, *_ = self._run(self._decoding(), visible)
         else:
             if self._kept:
                 self.forget()
             logits, *self._kept = self._run(self._prefill, visible)
-            if reason := self._prefill.program.whole_window_reason:
+            if reason:
                 self._notice(f"{_SLOW} the model cannot be decoded incrementally: {reason}")
+            elif not is_whole and not self._keeps_nothing:
+                self._notice(
+                    f"from here on {_SLOW} the text is longer than {self._window:,} tokens, the "
+                    "most that the model reads: the last ones get other positions"
+                )
         self._tokens = visible
         return logits[0, -1]
 

@@ -34,6 +34,8 @@ class TextGenerator:
                 f"prompt: expected a text, got {prompt!r}; token_generator().generate takes token "
                 "ids"
             )
+        if any("\ud800" <= each <= "\udfff" for each in prompt):
+            raise ConfigError(f"prompt: expected text in UTF-8, got {prompt!a}")
         tokenizer = self._tokenizer
         encoded = tokenizer.encode_batch([prompt])[0].tolist()
         text = _ContinuedText(tokenizer, encoded)

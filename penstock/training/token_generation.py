@@ -97,7 +97,8 @@ class TokenGenerator:
     window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
     limit; `vocabulary` is the number of its tokens, None if unknown. `prepare` is called with each
     engine's program before each text, `finish` after it. `version` returns another number when the
-    weights have changed. `notice` is told once why each token costs the whole window, if it does.
+    weights have changed. `notice` is told why each token costs the whole window, if it does, each
+    reason once.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class TokenGenerator:
         self._version = version
         self._finish = finish
         self._notice = notice
-        self._was_noticed, self._untold = False, ""
+        self._noticed: set[str] = set()
+        self._untold: list[str] = []
         self._windows: dict[int, NextToken] = {}
         self._texts: dict[int, object] = {}  # of which a window keeps keys and values
         self._ended: list[tuple[int, object]] = []
@@ -171,8 +173,8 @@ class TokenGenerator:
                 with self._computing():
                     self._texts[window] = text
                     found = following.logits(tokens)
-                    notice, self._untold = self._untold, ""
-                if notice:
+                    notices, self._untold = self._untold, []
+                for notice in notices:
                     self._notice(notice)  # may generate, too
                 return found
 
@@ -251,8 +253,9 @@ class TokenGenerator:
         return following
 
     def _notice_once(self, text: str) -> None:
-        if not self._was_noticed:
-            self._was_noticed, self._untold = True, text
+        if text not in self._noticed:
+            self._noticed.add(text)
+            self._untold.append(text)
 
 
 def _no_token_ids(given: Sequence[object]) -> ConfigError:

@@ -219,6 +219,8 @@ def test_prompt_that_is_no_text(trained):
     trainer, _ = trained
     with pytest.raises(ConfigError, match=r"prompt: expected a text, got \[1\]; token_generator"):
         trainer.generate([1])
+    with pytest.raises(ConfigError, match=r"prompt: expected text in UTF-8, got 'a\\udcff'"):
+        trainer.generate("a\udcff")
 
 
 def test_options_are_checked_at_the_call(trained):

@@ -87,7 +87,8 @@ def test_interrupted_update_is_not_applied_twice(tmp_path, monkeypatch):
     trainer.run_step()
     trainer.run_step()
     trainer.save()
-    apply, calls = trainer.store._apply, []
+    updates, calls = trainer.store._updates, []
+    apply = updates._apply
 
     def interrupted(name):
         apply(name)
@@ -95,7 +96,7 @@ def test_interrupted_update_is_not_applied_twice(tmp_path, monkeypatch):
         if trainer.step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.store, "_apply", interrupted)
+    monkeypatch.setattr(updates, "_apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     monkeypatch.undo()

@@ -184,6 +184,22 @@ def test_model_that_is_decoded_incrementally_gets_no_notice(tmp_path):
     assert not events
 
 
+def test_text_longer_than_the_window_is_a_notice_once(tmp_path):
+    events = []
+    trainer = trainer_of(tmp_path, GPT2 | {"n_positions": 32}, on_event=events.append, quiet=True)
+    generator = trainer.token_generator()
+    list(generator.generate([1] * 30, max_new_tokens=3))  # the last one follows 32 tokens
+    assert not events
+    for _ in range(2):
+        list(generator.generate([1] * 30, max_new_tokens=6))
+    trainer.close()
+    (event,) = events
+    assert event.text == (
+        f"from here on {SLOW} the text is longer than 32 tokens, the most that the model reads: "
+        "the last ones get other positions"
+    )
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 def test_notice_of_slow_decoding_goes_to_the_view_of_the_trainer(tmp_path, capsys, quiet):
     trainer = trainer_of(tmp_path, own_module(), quiet=quiet)

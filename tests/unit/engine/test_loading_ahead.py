@@ -6,6 +6,7 @@ from tiny_models import language_model
 
 from penstock.engine import TorchEngine
 from penstock.engine.slots import InPlace
+from penstock.step.fetching import Fetches
 
 RECIPE = Recipe(steps=3, warmup_steps=0, size=4, micro=2)
 
@@ -26,9 +27,14 @@ def noting(name, method, calls):
     return call
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_stages_are_loaded_stages_ahead_of_use(ahead, losses_in_place, tmp_path, monkeypatch):
+def test_stages_are_loaded_stages_ahead_of_use(
+    ahead, is_ready, losses_in_place, tmp_path, monkeypatch
+):
+    """In the forward sweep, if their weights are there."""
     monkeypatch.setattr(InPlace, "ahead", ahead)
+    monkeypatch.setattr(Fetches, "is_ready", lambda fetches: is_ready)
     calls = []
     for name in ("load", "forward", "turn", "backward"):
         monkeypatch.setattr(TorchEngine, name, noting(name, getattr(TorchEngine, name), calls))
@@ -44,7 +50,10 @@ def test_stages_are_loaded_stages_ahead_of_use(ahead, losses_in_place, tmp_path,
     assert [step[place][1] for place in computed] == order
     for number, place in enumerate(computed):
         before = [stage for name, stage in step[:place] if name == "load"]
-        assert before == order[: number + 1 + ahead]
+        loaded = number + 1 + ahead
+        if not is_ready and number < stages - 1:  # the turn is the last forward
+            loaded = number + 1
+        assert before == order[:loaded]
 
 
 @pytest.mark.parametrize("shards", [1, 2])
