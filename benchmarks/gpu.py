@@ -134,8 +134,10 @@ def measure(parts: Sequence[str], quick: bool) -> tuple[dict[str, bool], dict[st
     for setting in SETTINGS:
         if setting in parts:
             runs = QUICK_RUNS if quick else RUNS
-            each = found[setting] = [compare_setting(setting, *run) for run in runs]
-            checks[f"losses with {setting} are those without"] = all(x["same_losses"] for x in each)
+            found[setting] = [compare_setting(setting, *run) for run in runs]
+            checks[f"losses with {setting} are those without"] = all(
+                row["same_losses"] for row in found[setting]
+            )
     if "group" in parts:
         found["group"] = compare_group(*(QUICK_GROUP_RUN if quick else GROUP_RUN))
         checks["losses of the group are those of one"] = found["group"]["same_losses"]

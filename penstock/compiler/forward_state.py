@@ -78,6 +78,7 @@ class _Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._modules: dict[str, nn.Module] = {}
         self._before: dict[str, dict[str, Any]] = {}
         self._after: dict[str, dict[str, Any]] = {}
         self._leaves: _Leaves = {}
@@ -96,6 +97,7 @@ class _Watch:
 
     def _begin(self, *_: object) -> None:
         self._drawn = _random_states()
+        self._modules = dict(self._module.named_modules())
         self._before = _attributes(self._module)
         self._leaves = dict(_leaves(self._before))
         self._held = [
@@ -105,6 +107,14 @@ class _Watch:
         ]
 
     def _end(self, *_: object) -> None:
+        modules = dict(self._module.named_modules())
+        for path, owner in (modules | self._modules).items():
+            if modules.get(path) is not self._modules.get(path):
+                raise CompileError(
+                    f"the forward replaces {path} ({type(owner).__name__}) by another module, or "
+                    "adds or removes it: a program has the modules that the model has before. "
+                    "Choose the module in the model's configuration, or when the model is built."
+                )
         for path, owner, held in self._held:
             for name, tensor in held.items():
                 if getattr(owner, name, None) is not tensor:

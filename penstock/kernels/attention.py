@@ -153,7 +153,7 @@ def attention_backward(
         (
             rows.reshape(parts, 2, -1),
             paired.reshape(parts, 2, -1),
-            tiles.reshape(parts, 4, -1),
+            tiles.reshape(parts, 2 + numbers, -1),
             tuple(packed),
             query_rows,
             key_rows.reshape(parts, 2, -1),

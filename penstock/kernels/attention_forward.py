@@ -8,7 +8,7 @@ from penstock.kernels.attention_tiles import (
     kept_keys,
     masked,
     pack_neighbours,
-    pair_rows,
+    read_paired,
     read_rows,
     start_of,
     transpose_rows,
@@ -124,8 +124,7 @@ def forward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, si
                 first, at = tile * TILE, tile * TILE * width
                 read_rows(k, k_at, k_strides[2], first, keys, size, raw, 0)
                 transpose_rows(raw, 0, size, kt, at)
-                read_rows(v, v_at, v_strides[2], first, keys, size, raw, 0)
-                pair_rows(raw, 0, size, vs, at)
+                read_paired(v, v_at, v_strides[2], first, keys, size, raw, vs, at)
             q_at, out_at = start_of(q_strides, heads, head), start_of(out_strides, heads, head)
             log_at = start_of(log_strides, heads, head)
             for tile in range(tiles):

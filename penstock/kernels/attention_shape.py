@@ -78,16 +78,17 @@ def forward_counts(shape: Shape, numbers: int) -> tuple[tuple[int, ...], tuple[i
 def backward_counts(shape: Shape, numbers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the elements that a thread holds backward, as `forward_counts`.
 
-    In tiles: queries and gradients of outputs of a head, and both paired; four tiles of keys and
-    values; weights and, in two forms, gradients of scores, of pairs. In float32: gradients of
-    queries; gradients of keys and values, of a tile or, where several heads add to them, of all;
-    scores; their gradients; two numbers of each query.
+    In tiles: queries and gradients of outputs of a head, and both paired; tiles of keys and of
+    values, transposed, as rows and, of pairs, paired; weights and, in two forms, gradients of
+    scores, of pairs. In float32: gradients of queries; gradients of keys and values, of a tile or,
+    where several heads add to them, of all; scores; their gradients; two numbers of each query.
     """
     padded, tile = _tiles(shape.queries) * TILE, TILE * shape.size
     rows = 2 * padded * shape.size // numbers
     held = tile if shape.heads == shape.key_heads else _tiles(shape.keys) * tile
     packed = _packed(numbers)
-    in_tiles = (rows, rows if numbers == 2 else 0, 4 * tile // numbers, packed, packed, packed)
+    tiles = (2 + numbers) * tile // numbers
+    in_tiles = (rows, rows if numbers == 2 else 0, tiles, packed, packed, packed)
     in_floats = (padded * shape.size, 2 * held, TILE * TILE, TILE * TILE, 2 * padded)
     return in_tiles, in_floats
 

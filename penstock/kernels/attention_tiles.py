@@ -26,7 +26,7 @@ from penstock.kernels.bfloat16_pairs import (
     rounded_neighbours,
     rounded_pairs,
 )
-from penstock.kernels.compilation import inlined
+from penstock.kernels.compilation import called, inlined
 from penstock.kernels.gradients import load_gradient, store_gradient
 from penstock.kernels.tile_products import numbers_per_element
 from penstock.kernels.transposition import transpose_floats
@@ -46,8 +46,24 @@ _INSIDE: Any = {"forceinline": True}
 
 
 def pair_rows(rows: Any, rows_at: int, size: int, out: Any, out_at: int) -> None:
-    """In a kernel: write the paired form of a tile of rows: in float32, a copy."""
+    """In a kernel: write the paired form of a tile of rows, or nothing in float32."""
     raise TypeError("pair_rows works only inside a kernel")
+
+
+def read_paired(
+    x: Any,
+    at: int,
+    stride: int,
+    first: int,
+    length: int,
+    size: int,
+    rows: Any,
+    out: Any,
+    place: int,
+) -> None:
+    """In a kernel: write the paired form of a tile of rows, as `read_rows`, from `place` of `out`
+    on; `rows` is memory for the rows."""
+    raise TypeError("read_paired works only inside a kernel")
 
 
 def pack_neighbours(scores: Any, out: Any) -> None:
@@ -114,7 +130,7 @@ def masked(values, kept, key, other):
     return select(first_lanes(min(max(kept - key, 0), LANES)), values, splat(other))
 
 
-@inlined
+@called
 def read_rows(x, at, stride, first, length, size, out, out_at):
     """Write a tile of rows as they are; rows beyond the length are 0."""
     width = size // numbers_per_element(out)
@@ -126,7 +142,7 @@ def read_rows(x, at, stride, first, length, size, out, out_at):
             _clear_row(size, out, place)
 
 
-@inlined
+@called
 def write_rows(rows, at, size, scale, x, x_at, stride, first, length):
     """Write a tile of float32 rows, scaled and rounded, up to the length."""
     for row in range(min(TILE, length - first)):
@@ -135,7 +151,7 @@ def write_rows(rows, at, size, scale, x, x_at, stride, first, length):
             store_gradient(x, x_at + (first + row) * stride + d, value, every_lane())
 
 
-@inlined
+@called
 def transpose_rows(rows, rows_at, size, out, out_at):
     """Write the transposed form of a tile of rows."""
     width = size // numbers_per_element(out)
@@ -148,12 +164,7 @@ def transpose_rows(rows, rows_at, size, out, out_at):
 @overload(pair_rows, jit_options=_INSIDE)
 def _pair_rows(rows, rows_at, size, out, out_at):
     if out.dtype != types.uint32:
-
-        def copy(rows, rows_at, size, out, out_at):
-            for i in range(0, TILE * size, LANES):
-                store(out, out_at + i, load(rows, rows_at + i, every_lane()), every_lane())
-
-        return copy
+        return lambda rows, rows_at, size, out, out_at: None
 
     def pair(rows, rows_at, size, out, out_at):
         width = size // 2
@@ -166,6 +177,20 @@ def _pair_rows(rows, rows_at, size, out, out_at):
                 store(out, place + LANES, last_alternating(a, b), every_lane())
 
     return pair
+
+
+@overload(read_paired, jit_options=_INSIDE)
+def _read_paired(x, at, stride, first, length, size, rows, out, place):
+    if out.dtype != types.uint32:
+        return lambda x, at, stride, first, length, size, rows, out, place: read_rows(
+            x, at, stride, first, length, size, out, place
+        )
+
+    def read(x, at, stride, first, length, size, rows, out, place):
+        read_rows(x, at, stride, first, length, size, rows, 0)
+        pair_rows(rows, 0, size, out, place)
+
+    return read
 
 
 @overload(pack_neighbours, jit_options=_INSIDE)

@@ -90,14 +90,16 @@ def make_store(
         store = ShardedDramStore(program, shard_map, shards, roles, commit_rule(config), masks)
     else:
         store = make_dram_shard(config, program, program, masks)
-        if streams_early:
-            store.allow_early()
     needed = sum(store.memory_bytes.values())
     if config.store.dram != "auto" and needed > int(config.store.dram):
         raise BudgetError(
             f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
             f"is {int(config.store.dram):,}; raise it, or set store.flash.path to a folder"
         )
+    if streams_early and isinstance(store, DramStore):
+        more = early_weights_bytes(program, optimizer_of(config))
+        if config.store.dram == "auto" or needed + more <= int(config.store.dram):
+            store.allow_early()
     if target_of(device).has_own_memory and not store.page_lock():
         notice(
             "the system did not page-lock all of the weights' memory: weights go to the GPU "

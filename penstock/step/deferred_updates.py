@@ -7,6 +7,7 @@ in the forward sweep, and update these weights in the backward sweep (`DramStore
 takes more of the host's time, so it is done only as far as the host has waited before.
 """
 
+import time
 from concurrent.futures import Future, wait
 
 from penstock.step.fetching import Fetches
@@ -36,51 +37,65 @@ class DeferredUpdates:
         self._fetches = fetches
         self._making: dict[int, Future[None]] = {}  # by operation
         self._elements = 0  # to defer in each step
+        self._blocked_seconds = 0.0  # of the current step
+
+    def begin(self) -> None:
+        """Forget what was measured of a step that has failed."""
+        self._blocked_seconds = 0.0
+        if self._store is not None:
+            self._store.take_update_times()
 
     def start(self, operation: Operation) -> None:
-        """Make the deferred updates of an operation that is being computed: its gradients follow.
-
-        They are made in another thread.
-        """
-        if self._store is not None and self._elements and operation.gradients:
+        """Make the deferred updates of an operation's weights, in another thread: the operation is
+        about to be computed, and its gradients will follow."""
+        if self._store is not None and self._store.early_elements and operation.gradients:
             store, stage = self._store, operation.stage
             self._making[operation.number] = self._fetches.submit(
                 lambda: store.make_deferred(stage)
             )
 
     def finish(self, operation: Operation) -> None:
-        """Wait for the updates of an operation.
+        """Wait for the updates of an operation's weights.
 
         Raises:
             Exception: the errors of the store.
         """
         making = self._making.pop(operation.number, None)
         if making is not None:
+            begin = time.perf_counter()
             self._fetches.result(making)
+            self._blocked_seconds += time.perf_counter() - begin
 
     def abandon(self) -> None:
         """Wait for all updates of a step that has failed; their errors are not raised."""
         wait(self._making.values())
         self._making.clear()
 
-    def measured(self, seconds: float, late_seconds: float, spare_seconds: float) -> None:
+    def measured(self, seconds: float, late_seconds: float, spare_seconds: float) -> float:
         """Choose how many updates the next step defers.
 
         Args:
             seconds: of the last step.
             late_seconds: in which its forward sweep waited for weights.
             spare_seconds: in which its backward sweep waited for gradients.
+
+        Returns:
+            The seconds in which received gradients waited for an update that had begun.
         """
+        blocked, self._blocked_seconds = self._blocked_seconds, 0.0
         if self._store is None:
-            return
+            return 0.0
         times = self._store.take_update_times()
         all_elements = self._store.early_elements
         if not all_elements or not times.elements or times.seconds <= 0:
-            return
-        pace = times.elements / times.seconds
-        possible = SHARE * (spare_seconds * pace + times.deferred_elements)
+            return times.blocked_seconds
+        # Updates are made beside the wait for gradients; they shorten it as far as gradients wait
+        # for them.
+        spare_seconds += blocked + times.blocked_seconds
+        possible = SHARE * spare_seconds * times.elements / times.seconds
         is_worth_it = self._elements or late_seconds > LATE * seconds
         if not is_worth_it or possible < LEAST * all_elements:
             possible = 0
         self._elements = min(int(possible), all_elements)
         self._store.defer(self._elements)
+        return times.blocked_seconds

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from penstock.spans import Clock
 from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import Operation
 
@@ -25,10 +26,11 @@ class Fetches:
 
     Args:
         fetch: returns the weights of an operation; called by one thread at a time, in order.
+        clock: returns seconds.
     """
 
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
+    def __init__(self, fetch: Fetch, clock: Clock = time.perf_counter) -> None:
+        self._fetch, self._clock = fetch, clock
         self._pool: ThreadPoolExecutor | None = None  # kept: kernels start threads for each thread
         self._started: tuple[Operation, Future[Sequence[StreamedWeight]]] | None = None
         self._worked = self._waited = 0.0
@@ -57,11 +59,11 @@ class Fetches:
         Raises:
             Exception: the errors of the work.
         """
-        begin = time.perf_counter()
+        begin = self._clock()
         try:
             return work.result()
         finally:
-            self._waited += time.perf_counter() - begin
+            self._waited += self._clock() - begin
 
     def take(self, operation: Operation) -> Sequence[StreamedWeight]:
         """Return the weights of an operation; wait for them, or fetch them now.
@@ -69,7 +71,7 @@ class Fetches:
         Raises:
             Exception: the errors of the fetch.
         """
-        now = time.perf_counter()
+        now = self._clock()
         if self._started is None:
             self._has_slack = False
             return self._fetch(operation)
@@ -93,11 +95,11 @@ class Fetches:
         return hidden
 
     def _timed(self, work: Callable[[], Result]) -> Result:
-        begin = time.perf_counter()
+        begin = self._clock()
         try:
             return work()
         finally:
-            self._last = begin, time.perf_counter()
+            self._last = begin, self._clock()
             self._worked += self._last[1] - begin
 
 

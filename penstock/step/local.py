@@ -6,8 +6,7 @@ step counts only after its commit; a failure before the commit leaves the store 
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 
 from penstock.collectives import Fabric
 from penstock.engine import (
@@ -91,6 +90,7 @@ class StepRunner:
         self._fetches.take_hidden_seconds()  # likewise
         self._store.discard()
         self._store.take_traffic()
+        self._deferred.begin()
         self._late_seconds = self._spare_seconds = 0.0
         self._step = self._store.step + 1
         kept = kept_entries(self._store)
@@ -100,9 +100,9 @@ class StepRunner:
         with self._spans.span("store", "commit", step=self._step):
             commit = self.commit = self._store.commit()
         self._mask_changes += bool(commit.decision.masks)
-        hidden = self._fetches.take_hidden_seconds()
         seconds = self._spans.clock() - started
-        self._deferred.measured(seconds, self._late_seconds, self._spare_seconds)
+        blocked = self._deferred.measured(seconds, self._late_seconds, self._spare_seconds)
+        hidden = max(0.0, self._fetches.take_hidden_seconds() - blocked)
         measured = self.measured = gather(self._spans, self._store.spans)
         return step_done(
             commit,
@@ -141,16 +141,21 @@ class StepRunner:
         """
         losses: list[float] | None = None
         waiting: _Computed | None = None
-        with closing(self._streamed(operations)) as streamed:
-            for operation in streamed:
+        try:
+            for operation in self._streamed(operations):
                 made = [self._compute(number, operation) for number in range(len(self._engines))]
                 if operation.sweep == "backward" and losses is None:
                     losses = self._losses()
                 self._spare_seconds += self._return_gradients(waiting)
                 waiting = (operation, made)
-        losses = self._losses() if losses is None else losses
-        self._return_gradients(waiting)  # nothing is left to compute beside this
-        return losses
+            losses = self._losses() if losses is None else losses
+            self._return_gradients(waiting)  # nothing is left to compute beside this
+            return losses
+        finally:
+            try:
+                self._fetches.finish()
+            finally:
+                self._deferred.abandon()
 
     def _losses(self) -> list[float]:
         """Return the loss of each micro-batch, once the turn has been queued.
@@ -162,11 +167,12 @@ class StepRunner:
         try:
             require_finite(self._step, losses)
         except NonFiniteLossError as error:
+            self._deferred.abandon()
             program = self._layout.program
             trace(error, program, self._engines, self._store, self._batches, self._seed)
         return losses
 
-    def _streamed(self, operations: Sequence[Operation]) -> Generator[Operation]:
+    def _streamed(self, operations: Sequence[Operation]) -> Iterator[Operation]:
         """Yield operations whose weights are loaded.
 
         Weights of later operations are loading, as far as the engines have free buffers and the
@@ -176,21 +182,17 @@ class StepRunner:
         """
         ahead = min(engine.stages_ahead for engine in self._engines)
         coming = deque(operations)
-        try:
-            for place, operation in enumerate(operations):
-                last = place + ahead
-                while coming and (
-                    coming[0].number <= operation.number
-                    or (len(operations) - len(coming) <= last and self._is_there(coming[0]))
-                ):
-                    self._load(coming.popleft())
-                    if ahead and coming and coming[0].sweep != "backward":
-                        self._fetches.start(coming[0])
-                self._deferred.start(operation)
-                yield operation
-        finally:
-            self._fetches.finish()
-            self._deferred.abandon()
+        for place, operation in enumerate(operations):
+            last = place + ahead
+            while coming and (
+                coming[0].number <= operation.number
+                or (len(operations) - len(coming) <= last and self._is_there(coming[0]))
+            ):
+                self._load(coming.popleft())
+                if ahead and coming and coming[0].sweep != "backward":
+                    self._fetches.start(coming[0])
+            self._deferred.start(operation)
+            yield operation
 
     def _is_there(self, operation: Operation) -> bool:
         """Return whether the weights of a later operation can be loaded without waiting."""
@@ -230,9 +232,9 @@ class StepRunner:
         with self._spans.span("gradients", "wait", step=step, op=op):
             nodes = [part.wait() for part in made if part is not None]
         waited = self._spans.clock() - begin
-        self._deferred.finish(operation)
         span = self._spans.span("store", "receive", step=step, op=op)
         with span:
+            self._deferred.finish(operation)
             total = self._fabric.reduce(nodes, self._layout.micro_batches)
             span.bytes = sum(gradient.nbytes for gradient in total if gradient is not None)
             self._store.receive(operation.stage, total)

@@ -80,7 +80,6 @@ class DramStore:
             self._check_settings(masks)
             self._gradients = Gradients(program, gradient_dtype, masks=self._masks)
         self._rotation: Rotation | None = None
-        self._compute = threading.Lock()
         self._count = threading.Lock()
         self._streamed_bytes = self._gradient_bytes = 0
         self._spans = Spans()
@@ -92,7 +91,6 @@ class DramStore:
             optimizer,
             self._groups,
             self._gradients,
-            self._compute,
             self._spans,
         )
 
@@ -107,7 +105,7 @@ class DramStore:
         gradients = self._gradients
         own = {} if gradients is None else {"gradient": gradients.memory_bytes}
         early = self._updates.early
-        if early is not None:
+        if early is not None and early.memory_bytes:
             own["early weights"] = early.memory_bytes
         return {**self._memory.masters.memory_bytes, **own, **self._memory.state_bytes}
 
@@ -127,9 +125,9 @@ class DramStore:
             Whether the system allowed it. Otherwise the copies to the GPU are slower and do not
             overlap with computation; results are the same.
         """
-        early = self._updates.early
-        is_early_locked = early is None or early.page_lock()
-        return self._memory.masters.page_lock() and is_early_locked
+        if self._updates.early is not None:
+            self._updates.early.page_lock()
+        return self._memory.masters.page_lock()
 
     def take_flash_traffic(self) -> FlashTraffic:
         """No traffic to flash."""
@@ -227,7 +225,7 @@ class DramStore:
         slabs = self._require_optimizer()
         for name in slabs.trainable(stage):
             self._update(name)  # the old gradient must be used before the new one overwrites it
-        with self._compute:
+        with self._updates.computing():
             slabs.check(stage, gradients)
             received_bytes = slabs.receive(stage, gradients)
         with self._count:
@@ -298,20 +296,15 @@ class DramStore:
 
     # --- updates that are deferred ----------------------------------------------------------------
 
-    def allow_early(self) -> bool:
-        """Allocate the memory to stream weights before their update; once, before the first step.
-
-        Returns:
-            Whether any weight can be streamed early; then `defer` says how many are.
-
-        Raises:
-            BudgetError: the memory cannot be allocated.
-        """
-        return self._updates.allow_early() is not None
+    def allow_early(self) -> None:
+        """Let weights be streamed before their update, as many as `defer` says; before the first
+        step. Memory for them is allocated when `defer` asks for the first ones."""
+        self._updates.allow_early()
 
     @property
     def early_elements(self) -> int:
-        """The elements of all weights that can be streamed before their update."""
+        """The elements of all weights that can be streamed before their update; 0 without
+        `allow_early`, and if the memory for them could not be allocated or page-locked."""
         return 0 if self._updates.early is None else self._updates.early.elements
 
     def defer(self, elements: int) -> None:
@@ -418,7 +411,7 @@ class DramStore:
             self.step,
             tensors,
             self._memory.memory_of,
-            self._updates.names,
+            self._updates.pending,
             buffer_bytes,
             self._spans,
         )

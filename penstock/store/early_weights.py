@@ -12,9 +12,10 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
+from penstock.errors import BudgetError
 from penstock.kernels.memory import page_lock
 from penstock.store.holding import Holding
-from penstock.store.layout import allocate_role, slabs_of
+from penstock.store.layout import allocate_role, role_bytes, slabs_of
 from penstock.store.masters import stream_of
 from penstock.store.optimizers import Optimizer
 
@@ -32,38 +33,58 @@ def early_weights_of(program: Holding, optimizer: Optimizer | None) -> tuple[str
 
 
 def early_weights_bytes(program: Holding, optimizer: Optimizer) -> int:
-    """Return the memory of `EarlyWeights`, up to the padding of weights to cache lines."""
-    specs = [program.weights[name] for name in early_weights_of(program, optimizer)]
-    return sum(spec.elements * spec.format.parts[0].width for spec in specs)
+    """Return the memory of `EarlyWeights`."""
+    return role_bytes(program, _types(program, early_weights_of(program, optimizer)))
+
+
+def _types(program: Holding, names: Collection[str]) -> dict[str, np.dtype]:
+    return {name: np.dtype(program.weights[name].format.parts[0].dtype) for name in names}
 
 
 class EarlyWeights:
-    """Memory for the new streamed values of weights, and which of them are there.
+    """The new streamed values of weights, and which of them are there.
+
+    Their memory is allocated when the first weights may be streamed early. If it cannot be
+    allocated, or not page-locked, none are.
 
     Args:
         program: describes the weights.
         names: which weights (`early_weights_of`).
-
-    Raises:
-        BudgetError: the memory cannot be allocated.
     """
 
     def __init__(self, program: Holding, names: Collection[str]) -> None:
+        self._program = program
         self._specs = {name: program.weights[name] for name in names}
-        kinds = {name: np.dtype(s.format.parts[0].dtype) for name, s in self._specs.items()}
-        self._arrays, self.memory_bytes = allocate_role(program, kinds)
-        self._streams = {n: stream_of(array, self._specs[n]) for n, array in self._arrays.items()}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._streams: dict[str, torch.Tensor] = {}
         self.elements = sum(spec.elements for spec in self._specs.values())
+        self.memory_bytes = 0
+        self._is_page_locked = False
         self._limit = self._left = 0
         self._there: set[str] = set()
 
-    def page_lock(self) -> bool:
-        """Page-lock the memory; return whether the system allowed all of it."""
-        return all(page_lock(slab) for slab in slabs_of(self._arrays.values()))
+    def page_lock(self) -> None:
+        """Let the memory be page-locked when it is allocated."""
+        self._is_page_locked = True
 
     def limit(self, elements: int) -> None:
         """Let weights of so many elements be streamed early after each commit from the next on."""
-        self._limit = elements
+        if elements and not self._arrays and self.elements:
+            self._allocate()
+        self._limit = min(elements, self.elements)
+
+    def _allocate(self) -> None:
+        try:
+            arrays, size = allocate_role(self._program, _types(self._program, self._specs))
+        except BudgetError:
+            self.elements = 0
+            return
+        # Copies from memory that is not locked would be slower than the updates that are saved.
+        if self._is_page_locked and not all(page_lock(slab) for slab in slabs_of(arrays.values())):
+            self.elements = 0
+            return
+        self._arrays, self.memory_bytes = arrays, size
+        self._streams = {name: stream_of(arrays[name], spec) for name, spec in self._specs.items()}
 
     def begin(self) -> None:
         """Forget all values: the step is committed, or other weights are restored."""
@@ -72,7 +93,7 @@ class EarlyWeights:
 
     def has_room(self, name: str) -> bool:
         """Return whether a weight may be streamed early."""
-        return name in self._specs and self._specs[name].elements <= self._left
+        return name in self._arrays and self._specs[name].elements <= self._left
 
     def array(self, name: str) -> np.ndarray:
         """Return the memory of a weight, flat, in the type of its first stored part."""

@@ -75,12 +75,19 @@ class FlashTraffic:
 
 @dataclass(frozen=True)
 class UpdateTimes:
-    """The updates between two queries: their elements and seconds, and how many of these elements
-    were deferred."""
+    """The updates between two queries.
+
+    Attributes:
+        elements: of the updated weights.
+        seconds: of these updates.
+        deferred_elements: those whose update was deferred.
+        blocked_seconds: in which received gradients waited for an update in another thread.
+    """
 
     elements: int = 0
     seconds: float = 0.0
     deferred_elements: int = 0
+    blocked_seconds: float = 0.0
 
 
 class WeightReader(Protocol):
@@ -208,7 +215,7 @@ class DefersUpdates(Protocol):
     @property
     def early_elements(self) -> int: ...
 
-    def allow_early(self) -> bool: ...
+    def allow_early(self) -> None: ...
 
     def defer(self, elements: int) -> None: ...
 

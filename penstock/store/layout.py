@@ -36,22 +36,31 @@ def allocate_role(
     Raises:
         BudgetError: a slab cannot be allocated.
     """
-    by_stage: dict[int, list[str]] = {}
-    for name, home in home_stages(holding).items():
-        if name in dtypes:
-            by_stage.setdefault(home, []).append(name)
     arrays: dict[str, np.ndarray] = {}
     total_bytes = 0
-    for names in by_stage.values():
-        counts = [room_of(holding.weights[name], group) for name in names]
-        sizes = [n * dtypes[name].itemsize for n, name in zip(counts, names, strict=True)]
-        slab = allocate(_slab_bytes(sizes))
+    for sizes in _sizes(holding, dtypes, group):
+        slab = allocate(_slab_bytes(sizes.values()))
         total_bytes += slab.nbytes
         begin = 0
-        for name, size in zip(names, sizes, strict=True):
+        for name, size in sizes.items():
             arrays[name] = slab[begin : begin + size].view(dtypes[name])
             begin += _aligned(size)
     return arrays, total_bytes
+
+
+def role_bytes(holding: Holding, dtypes: Mapping[str, np.dtype], group: int = 1) -> int:
+    """Return the bytes of all slabs that `allocate_role` would allocate."""
+    return sum(_slab_bytes(sizes.values()) for sizes in _sizes(holding, dtypes, group))
+
+
+def _sizes(holding: Holding, dtypes: Mapping[str, np.dtype], group: int) -> list[dict[str, int]]:
+    """Return the bytes of each weight's array, for each slab."""
+    by_stage: dict[int, dict[str, int]] = {}
+    for name, home in home_stages(holding).items():
+        if name in dtypes:
+            size = room_of(holding.weights[name], group) * dtypes[name].itemsize
+            by_stage.setdefault(home, {})[name] = size
+    return list(by_stage.values())
 
 
 def slabs_of(arrays: Iterable[np.ndarray]) -> list[np.ndarray]:

@@ -7,7 +7,9 @@ gradient arrives.
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -29,10 +31,9 @@ class PendingUpdates:
 
     Args:
         program: describes the weights.
+        trainable: the weights that every commit updates.
         memory: of the weights and their state.
         optimizer, groups, gradients: of training; None without.
-        compute: held by whoever calls a kernel. Kernels are parallel inside; Numba does not
-            guarantee that two kernels may run concurrently.
         spans: measure the updates.
     """
 
@@ -44,7 +45,6 @@ class PendingUpdates:
         optimizer: Optimizer | None,
         groups: Mapping[str, GroupSettings],
         gradients: Gradients | None,
-        compute: threading.Lock,
         spans: Spans,
     ) -> None:
         self._program = program
@@ -52,29 +52,32 @@ class PendingUpdates:
         self._memory = memory
         self._masks = memory.masks
         self._optimizer, self._groups, self._gradients = optimizer, groups, gradients
-        self._compute, self._spans = compute, spans
+        self._spans = spans
+        # Kernels are parallel inside; Numba does not guarantee that two kernels may run
+        # concurrently.
+        self._compute = threading.Lock()
         self._decision: Decision | None = None
         self._updating: str | None = None
-        self._early: EarlyWeights | None = None
         self._times = UpdateTimes()
-        self.names: set[str] = set()  # the weights whose update is pending
+        self.pending: set[str] = set()  # weights
+        self.early: EarlyWeights | None = None  # with `allow_early`
         self.snapshot: Snapshot | None = None
         self.unchanged = UnchangedWeights(trainable)
 
     def decided(self, decision: Decision) -> None:
         """Let the update of every trainable weight be pending; none may be."""
         self._decision = decision
-        self.names.update(self._trainable)
-        if self._early is not None:
-            self._early.begin()
+        self.pending.update(self._trainable)
+        if self.early is not None:
+            self.early.begin()
 
     def forget(self) -> None:
         """Forget all updates and new values: other weights are restored."""
-        self.names.clear()
+        self.pending.clear()
         self._updating = self._decision = None
         self.unchanged.begin()
-        if self._early is not None:
-            self._early.begin()
+        if self.early is not None:
+            self.early.begin()
 
     # --- at once ----------------------------------------------------------------------------------
 
@@ -85,17 +88,17 @@ class PendingUpdates:
             StorageError: an update was interrupted.
         """
         # A name leaves the set only after its update, so a weight outside the set is up to date.
-        if name not in self.names:
+        if name not in self.pending:
             return
         snapshot, decision = self.snapshot, self._decision
         if snapshot is not None and decision is not None:
             snapshot.preserve(name, decision.step)
         with self._compute, self._spans.span("update", name, step=self._masks.step):
             self._require_whole()
-            if name in self.names:
+            if name in self.pending:
                 self._updating = name  # remains if an interrupt occurs within the next two lines
                 self._apply(name)
-                self.names.discard(name)
+                self.pending.discard(name)
                 self._updating = None
         if snapshot is not None:
             snapshot.updated(name)
@@ -140,29 +143,21 @@ class PendingUpdates:
 
     def _count(self, name: str, seconds: float) -> None:
         elements, times = self._program.weights[name].elements, self._times
-        is_deferred = self._early is not None and self._early.is_there(name)
-        self._times = UpdateTimes(
-            times.elements + elements,
-            times.seconds + seconds,
-            times.deferred_elements + (elements if is_deferred else 0),
+        is_deferred = self.early is not None and self.early.is_there(name)
+        self._times = replace(
+            times,
+            elements=times.elements + elements,
+            seconds=times.seconds + seconds,
+            deferred_elements=times.deferred_elements + (elements if is_deferred else 0),
         )
 
     # --- deferred ---------------------------------------------------------------------------------
 
-    def allow_early(self) -> EarlyWeights | None:
-        """Allocate memory for weights that are streamed before their update; None if none can be.
-
-        **Raises:** `BudgetError` if it cannot be allocated.
-        """
+    def allow_early(self) -> None:
+        """Let weights be streamed before their update, as many as `early` is told to."""
         names = early_weights_of(self._program, self._optimizer)
-        if self._early is None and names:
-            self._early = EarlyWeights(self._program, names)
-        return self._early
-
-    @property
-    def early(self) -> EarlyWeights | None:
-        """The memory for weights that are streamed early, if it was allocated."""
-        return self._early
+        if self.early is None and names:
+            self.early = EarlyWeights(self._program, names)
 
     def take_times(self) -> UpdateTimes:
         """Return the updates since the last call."""
@@ -170,25 +165,39 @@ class PendingUpdates:
             times, self._times = self._times, UpdateTimes()
         return times
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Hold the lock of kernels; the time that it is waited for is that of other updates."""
+        begin = time.perf_counter()
+        with self._compute:
+            waited = time.perf_counter() - begin
+            times = self._times
+            self._times = replace(times, blocked_seconds=times.blocked_seconds + waited)
+            yield
+
     def prepare(self, name: str) -> None:
         """Make the new streamed values of a weight: early if they may be, else by its update.
 
         **Raises:** as `make`.
         """
-        early, decision = self._early, self._decision
-        if early is None or decision is None or decision.replaces_update:
+        early, decision = self.early, self._decision
+        if (
+            early is None
+            or decision is None
+            or decision.replaces_update
+            or not (
+                early.is_there(name)
+                or (early.has_room(name) and self._make_early(name, early, decision))
+            )
+        ):
             self.make(name)
-        elif name in self.names and not early.is_there(name):
-            if early.has_room(name):
-                self._make_early(name, early, decision)
-            else:
-                self.make(name)
 
-    def _make_early(self, name: str, early: EarlyWeights, decision: Decision) -> None:
+    def _make_early(self, name: str, early: EarlyWeights, decision: Decision) -> bool:
+        """Make the new streamed values of a weight; return whether they are there."""
         with self._compute, self._spans.span("update", f"{name}, streamed", step=decision.step):
             self._require_whole()
-            if name not in self.names:
-                return
+            if name not in self.pending or early.is_there(name) or not early.has_room(name):
+                return early.is_there(name)  # another thread was first
             assert self._gradients is not None
             assert self._optimizer is not None
             weight, state = self._memory.masters.weight(name), self._memory.state.arrays(name)
@@ -196,7 +205,8 @@ class PendingUpdates:
             settings["streamed"] = early.array(name)
             self._optimizer.update(weight, self._gradients.array(name), state, **settings)
             early.add(name)
+            return True
 
     def early_stream(self, name: str) -> torch.Tensor | None:
         """Return the new streamed values of a weight, if they were made before its update."""
-        return None if self._early is None else self._early.stream(name)
+        return None if self.early is None else self.early.stream(name)

@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.engine import EnginePlan, target_of
 from penstock.engine.cuda_graphs import CudaGraphs
+from penstock.planning import memory_budget
 from penstock.step.deferred_updates import DeferredUpdates
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -167,6 +168,7 @@ def test_deferred_updates_change_no_bit(precision, family, device, tmp_path, mon
             deferred.append(self._store.take_update_times().deferred_elements)
             self._elements = int(next(coming) * self._store.early_elements)
             self._store.defer(self._elements)
+            return 0.0
 
         monkeypatch.setattr(DeferredUpdates, "measured", measured)
         trainer, events = trainer_of(
@@ -178,11 +180,20 @@ def test_deferred_updates_change_no_bit(precision, family, device, tmp_path, mon
             evaluation={"every": 3, "batches": 1},
             checkpoint={"every": 4},
         )
-        assert trainer.store.allow_early()
+        trainer.store.allow_early()
         trainer.train()
         assert bool(sum(deferred)) == bool(sum(parts))
         ends.append(([event.loss for event in events], trainer.store.content_hash()))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("counted_bytes", [0, 1 << 20])
+def test_store_streams_early_if_memory_was_counted_for_it(
+    counted_bytes, device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(memory_budget, "early_bytes", lambda *arguments: counted_bytes)
+    trainer, _ = trainer_of(language_model("gpt2"), RECIPE, tmp_path, engine={"device": device})
+    assert (trainer.store.early_elements > 0) == (counted_bytes > 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

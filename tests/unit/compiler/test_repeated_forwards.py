@@ -66,6 +66,18 @@ class DrawsOfItsOwn(Layered):
         return self.own_random.random()
 
 
+class ReplacesAModule(Layered):
+    def scale(self, h):
+        self.linear = nn.Linear(4, 4)
+        return h
+
+
+class AddsAModule(Layered):
+    def scale(self, h):
+        self.more = nn.Linear(4, 4)
+        return h
+
+
 class KeepsWhatNobodyReads(Layered):
     def scale(self, h):
         self.count += 1
@@ -94,6 +106,17 @@ def test_state_of_a_forward_is_refused_by_name(kind, name):
 def test_an_assigned_buffer_is_refused_by_name():
     with pytest.raises(CompileError, match="the forward writes its buffer 'number'"):
         compiled(AssignsABuffer())
+
+
+@pytest.mark.parametrize(("kind", "path"), [(ReplacesAModule, "linear"), (AddsAModule, "more")])
+def test_a_module_that_a_forward_replaces_is_refused_by_name(kind, path):
+    with pytest.raises(CompileError) as caught:
+        compiled(kind())
+    assert str(caught.value) == (
+        f"the forward replaces {path} (Linear) by another module, or adds or removes it: a program "
+        "has the modules that the model has before. Choose the module in the model's "
+        "configuration, or when the model is built."
+    )
 
 
 @pytest.mark.parametrize("kind", [DrawsInPython, DrawsInNumPy, DrawsOfItsOwn])

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import wait
 
 import pytest
 from test_local import PROGRAM, RecordingEngine, runner, store, weights_of
@@ -62,22 +63,41 @@ def test_fetch_that_nobody_takes_is_waited_for_and_forgotten():
 
 
 def test_fetch_is_ready_once_it_has_ended_or_where_the_last_one_left_time():
-    source = Source(seconds=0.2)
-    fetches = Fetches(source)
+    now, free = [0.0], threading.Semaphore(0)
+
+    def source(operation):
+        assert free.acquire(timeout=WAIT)
+        now[0] += 1
+        return [operation]
+
+    fetches = Fetches(source, clock=lambda: now[0])
     assert not fetches.is_ready()  # nothing was started
     fetches.start("a")
     assert not fetches.is_ready()
+    free.release()
     fetches.take("a")  # at once: it left no time
     fetches.start("b")
     assert not fetches.is_ready()
-    time.sleep(0.8)
+    free.release()
+    wait([fetches._started[1]], WAIT)
     assert fetches.is_ready()
+    now[0] += 2
     fetches.take("b")
     fetches.start("c")
     assert fetches.is_ready()  # `b` waited for longer than it took
+    free.release()
     fetches.take("c")
     fetches.start("d")
     assert not fetches.is_ready()
+    free.release()
+    wait([fetches._started[1]], WAIT)
+    now[0] += 2
+    fetches.take("d")
+    free.release()
+    fetches.take("e")  # that was not started
+    fetches.start("f")
+    assert not fetches.is_ready()
+    free.release()
     fetches.finish()
 
 

@@ -5,6 +5,16 @@ import threading
 import numpy as np
 import pytest
 import torch
+from sparse_training import (
+    METHODS,
+    SPARSE,
+    assert_same_contents,
+    contents,
+    dense_gradients,
+    send_dense,
+    sparse_store,
+    streamed,
+)
 from store_programs import (
     LAYERS,
     forward_sweep,
@@ -16,7 +26,7 @@ from store_programs import (
     training_store,
 )
 
-from penstock.errors import StorageError
+from penstock.errors import BudgetError, StorageError
 from penstock.store import SGD, AdamW, Lion, early_weights_bytes
 from penstock.store.checkpoint import BackgroundSave, load_checkpoint
 
@@ -32,23 +42,13 @@ def stores(precision="fp32", **settings):
     both = [training_store(program, precision, gradient_dtype=dtype, **settings) for _ in range(2)]
     for store in both:
         store.load(random_weights(program, 0).items())
-    assert both[0].allow_early()
+    both[0].allow_early()
     return both
-
-
-def all_state(store):
-    return {
-        (name, role): store.read(name, role, 0, int(np.prod(stored.shape)))
-        for name in store.program.weights
-        for role, stored in store.roles(name).items()
-    }
 
 
 def assert_equal(one, other):
     assert one.content_hash() == other.content_hash()
-    theirs = all_state(other)
-    for key, mine in all_state(one).items():
-        np.testing.assert_array_equal(mine, theirs[key], err_msg=str(key))
+    assert_same_contents(contents(one), contents(other))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -186,13 +186,95 @@ def test_interrupted_update_refuses_early_weights_too(monkeypatch):
         early.fetch(1)
 
 
-def test_memory_is_that_of_streamed_values():
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("precision", BY_PRECISION)
+def test_changing_masks_beside_early_weights_keep_every_bit(method, precision):
+    """Sparse weights are never early; steps that replace updates make them at the fetch."""
+    early, plain = (sparse_store(method, precision=precision) for _ in range(2))
+    early.allow_early()
+    generator, deferred = np.random.default_rng(1), 0
+    for _ in range(17):
+        early.defer(int(generator.integers(0, early.early_elements + 1)))
+        sent = [streamed(store) for store in (early, plain)]
+        for name, view in sent[1].items():
+            values = [v.values if name in SPARSE else v for v in (sent[0][name], view)]
+            assert torch.equal(*values), (early.step, name)
+        for store, views in zip((early, plain), sent, strict=True):
+            send_dense(store, dense_gradients(store.program, store.step), views)
+            store.commit()
+        deferred += early.take_update_times().deferred_elements
+    assert deferred
+    assert_same_contents(contents(early), contents(plain))
+
+
+def test_threads_that_fetch_at_once_make_new_values_once(monkeypatch):
+    early, _ = stores()
+    early.defer(early.early_elements)
+    train(early, 1, seed=1)
+    update, made, meeting = type(early._optimizer).update, [], threading.Barrier(2)
+
+    def noting(self, weight, gradient, state, **settings):
+        made.append(weight[0].size)
+        update(self, weight, gradient, state, **settings)
+
+    monkeypatch.setattr(type(early._optimizer), "update", noting)
+
+    def fetch():
+        meeting.wait()
+        forward_sweep(early)
+
+    threads = [threading.Thread(target=fetch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == sorted(spec.elements for spec in early.program.weights.values())
+
+
+def test_memory_is_that_of_streamed_values_once_they_are_asked_for():
     for precision, width in (("fp32", 4), ("bf16", 2)):
         early, plain = stores(precision)
+        before = sum(early.memory_bytes.values())
+        assert before == sum(plain.memory_bytes.values())
+        early.defer(1)
         account = early_weights_bytes(early.program, AdamW())
-        assert account == width * early.early_elements
-        more = sum(early.memory_bytes.values()) - sum(plain.memory_bytes.values())
-        assert account <= more <= account + 64 * len(early.program.weights)
+        assert sum(early.memory_bytes.values()) == before + account
+        least = width * early.early_elements
+        assert least <= account <= least + 64 * len(early.program.weights)
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_nothing_is_early_if_its_memory_cannot_be_page_locked(is_locked, monkeypatch):
+    early, plain = stores()
+    locked = []
+    monkeypatch.setattr("penstock.store.masters.page_lock", lambda slab: True)
+    monkeypatch.setattr(
+        "penstock.store.early_weights.page_lock", lambda slab: locked.append(slab) or is_locked
+    )
+    assert early.page_lock()
+    assert not locked  # those of the masters come first
+    early.defer(10**9)
+    assert locked
+    assert (early.early_elements > 0) == is_locked
+    assert ("early weights" in early.memory_bytes) == is_locked
+    for store in (early, plain):
+        train(store, 3, seed=2)
+    assert (early.take_update_times().deferred_elements > 0) == is_locked
+    assert_equal(early, plain)
+
+
+def test_nothing_is_early_if_its_memory_cannot_be_allocated(monkeypatch):
+    early, plain = stores()
+
+    def refused(*arguments):
+        raise BudgetError("no memory")
+
+    monkeypatch.setattr("penstock.store.early_weights.allocate_role", refused)
+    early.defer(10**9)
+    assert early.early_elements == 0
+    for store in (early, plain):
+        train(store, 2, seed=2)
+    assert_equal(early, plain)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +285,7 @@ def test_nothing_is_early_where_it_would_gain_little(optimizer):
     if optimizer is None:
         program = make_program(LAYERS, frozen=tuple(make_program(LAYERS).weights))
     store = training_store(program, optimizer=optimizer or SGD())
-    assert not store.allow_early()
+    store.allow_early()
     store.defer(10**9)
     assert store.early_elements == 0
     assert early_weights_bytes(program, optimizer or SGD()) == 0
