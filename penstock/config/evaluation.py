@@ -11,7 +11,11 @@ class EvaluationConfig(Section):
     """When to evaluate, on how much, and when to give up."""
 
     every: int | None = setting(
-        200, "steps between evaluations; null: none", unit="steps", example=200, ge=1
+        200,
+        "steps between evaluations, besides the one after the last step; null: none",
+        unit="steps",
+        example=200,
+        ge=1,
     )
     batches: int = setting(
         8, "batches of batch.size held-out sequences per evaluation", unit="batches", ge=1, le=10**9

@@ -2,7 +2,11 @@
 
 from penstock.constants import IGNORED_LABEL as IGNORED_LABEL
 from penstock.data.build import build_dataset as build_dataset
-from penstock.data.built_from import BuiltFrom as BuiltFrom, read_built_from as read_built_from
+from penstock.data.built_from import (
+    BuiltFrom as BuiltFrom,
+    read_built_from as read_built_from,
+    sample_of as sample_of,
+)
 from penstock.data.dataset import TokenDataset as TokenDataset, check_vocabulary as check_vocabulary
 from penstock.data.record_sampling import RecordSource as RecordSource
 from penstock.data.sampling import (

@@ -1,8 +1,10 @@
 """The data of a run: the configured data set, built if necessary, and its batches."""
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.config import Config
 from penstock.data import (
@@ -19,6 +21,7 @@ from penstock.data import (
     find_files,
     read_built_from,
     repeated_files,
+    sample_of,
     train_size,
 )
 from penstock.errors import DataError
@@ -62,6 +65,9 @@ def open_data(
             "Trainer(config, source=ArraySource(...))"
         )
     folder = config.data_dir
+    if recorded is None and folder.exists() and _has_changed_input(config):
+        notice(f"the files of data.input have changed since {folder} was built")
+        _delete(folder)
     if not folder.exists() and config.data.input:
         _check_mask_id(config, source)
         notice(f"building the data set {folder} from {', '.join(config.data.input)}")
@@ -80,6 +86,11 @@ def open_data(
             notice(note)
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
+    if recorded is not None and _has_changed_input(config):
+        notice(
+            f"the files of data.input have changed since {folder} was built: the run goes on with "
+            "the text as it was. To train on the new text, choose another run.dir"
+        )
     _note_repeated_files(config, dataset, notice)
     _check_content(config, source, dataset)
     _check_tokenizer(config, source, dataset)
@@ -112,6 +123,17 @@ def open_data(
     training, validation = split("train"), split(held_out) if held_out else None
     digest = digest_to_record(recorded, dataset)
     return TrainingData(training, validation, dataset, length, digest)
+
+
+def _delete(folder: Path) -> None:
+    """**Raises:** `DataError` if the data set in a folder cannot be deleted."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise DataError(
+            f"cannot delete {folder}, to have it built again: {error.strerror or error}; delete "
+            "it, or choose another run.dir"
+        ) from None
 
 
 def _check_mask_id(config: Config, source: ModelSource) -> None:
@@ -174,6 +196,21 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
         name, was, wants = difference
         how = "from" if name == "input" else "with"
         raise DataError(f"data.{name}: {dataset.path} was built {how} {was}, got {wants}; {advice}")
+
+
+def _has_changed_input(config: Config) -> bool:
+    """Return whether the files of which the run has built its own data set have other content now.
+
+    Files under other names are not compared here, nor data sets of older releases.
+    """
+    if config.data.path is not None or not config.data.input:
+        return False
+    made_from = read_built_from(config.data_dir)
+    if made_from is None or not made_from.sample or not made_from.is_named_as(config.data.input):
+        return False
+    with contextlib.suppress(DataError):  # a deleted file: the data set is whole without it
+        return sample_of(find_files(config.data.input)) not in ("", made_from.sample)
+    return False
 
 
 def _note_repeated_files(

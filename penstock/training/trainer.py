@@ -376,9 +376,11 @@ class Trainer:
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
     def _evaluate_and_judge(self) -> None:
-        """Evaluate if it is due, save the best checkpoint, stop early without improvement."""
+        """Evaluate if it is due, and after the last step; save the best checkpoint, stop early
+        without improvement."""
         early_stop, every = self._early_stop, self.config.evaluation.every
-        if self._evaluator is None or not every or self.step % every:
+        is_last = self.step == self.config.run.steps
+        if self._evaluator is None or not every or (self.step % every and not is_last):
             return
         started = time.perf_counter()
         found = self.evaluate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -349,7 +350,11 @@ def test_run_without_a_best_checkpoint_says_why(tier, tmp_path):
         f"{tmp_path / 'never'}: no best checkpoint was kept, since evaluation.every is null: no "
         f"held-out loss was measured; set evaluation.every and train further, {NEWEST}"
     )
-    assert trained("early", evaluation={"every": 5}) == (
+    keys = {**changes("early"), "evaluation": {"every": 5}}
+    with closing(net_trainer(tmp_path / "early", **keys)) as trainer:
+        trainer.run_step()
+        trainer.save()
+    assert refusal_of_best(tmp_path / "early", **keys) == (
         f"{tmp_path / 'early'}: no best checkpoint was kept, since the run has not been evaluated "
         "yet (evaluation.every is 5 steps, and evaluations need held-out data); train further, "
         f"{NEWEST}"
