@@ -7,6 +7,7 @@ of a run is opened, for training and for every use of a trained model.
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -235,6 +236,25 @@ class FileCheckpoints:
             self._saving = None
 
 
+def _require_own(config: Config, folder: Path, recorded: ResumeState) -> None:
+    """Refuse a store on flash that another run has trained; a run whose folder was moved keeps its
+    store."""
+    if recorded.run_dir is None or recorded.run_dir == flash_run_dir(config):
+        return
+    other = Path(recorded.run_dir)
+    if not (other / "config.yaml").exists():
+        return
+    raise ConfigError(
+        f"store.flash.path: {folder} holds the weights of another run, {other}; choose another "
+        f"folder for {config.run.dir}, or set run.dir to {other} to train that run further"
+    )
+
+
+def flash_run_dir(config: Config) -> str | None:
+    """Return the folder of a run as its store on flash records it; None if it is in memory."""
+    return None if config.store.flash.path is None else os.path.realpath(config.run.dir)
+
+
 class FlashCheckpoints:
     """A store on flash, durable by itself; only the best step is also saved as safetensors."""
 
@@ -247,6 +267,8 @@ class FlashCheckpoints:
             if self._found and "trajectory" in self._found
             else None
         )
+        if self.recorded is not None:
+            _require_own(config, folder, self.recorded)
         self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
         self.needs_base = False  # the store holds all weights
         self._model: ModelSource | None = None

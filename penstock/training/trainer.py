@@ -36,7 +36,7 @@ from penstock.telemetry import (
     open_run_files,
 )
 from penstock.training.best_checkpoint import nothing_trained
-from penstock.training.checkpoint_backends import make_checkpoint_backend
+from penstock.training.checkpoint_backends import flash_run_dir, make_checkpoint_backend
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
 from penstock.training.early_stop import EarlyStop, require_held_out
 from penstock.training.evaluation import Evaluator
@@ -314,8 +314,7 @@ class Trainer:
         self.save()
         report.add_behind(self.store.take_flash_traffic())
         summary = self._summary(self.step - first_step, last_loss, started)
-        measured = report.measured(summary["seconds"])
-        if measured is not None:
+        if (measured := report.measured(summary["seconds"])) is not None:
             summary["peak_rss_bytes"] = measured.peak_rss_bytes
             self._notify(measured)
             if (problem := keep_measured(self.model.name, measured)) is not None:
@@ -376,11 +375,10 @@ class Trainer:
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
     def _evaluate_and_judge(self) -> None:
-        """Evaluate if it is due, and after the last step; save the best checkpoint, stop early
-        without improvement."""
+        """Evaluate if it is due, save the best checkpoint, stop early without improvement."""
         early_stop, every = self._early_stop, self.config.evaluation.every
-        is_last = self.step == self.config.run.steps
-        if self._evaluator is None or not every or (self.step % every and not is_last):
+        is_due = every and (self.step % every == 0 or self.step == self.config.run.steps)
+        if self._evaluator is None or not is_due:
             return
         started = time.perf_counter()
         found = self.evaluate()
@@ -418,6 +416,7 @@ class Trainer:
             sparse_products=in_engines.products.as_record() if in_engines else None,
             tokenizer=self._data.tokenizer,
             buffer_seed=self.model.buffer_seed,
+            run_dir=flash_run_dir(self.config),
         ).to_mapping()
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Whole runs with a store on flash: the bits of a run in memory, resumed, inspected, repaired."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,31 @@ def test_run_on_flash_equals_run_in_memory(in_memory, tmp_path):
     export.export(tmp_path / "exported")
     export.close()
     assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_flash_folder_of_another_run_is_refused_by_name(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flash = tmp_path / "flash"
+
+    def trainer(folder, steps):
+        settings = config(folder, steps, on_flash=True)
+        settings["store"]["flash"]["path"] = str(flash)
+        return Trainer(settings, quiet=True)
+
+    with closing(trainer(first, 2)) as started:
+        started.train()
+    with pytest.raises(ConfigError) as caught:
+        trainer(second, 4)
+    assert str(caught.value) == (
+        f"store.flash.path: {flash} holds the weights of another run, {first}; choose another "
+        f"folder for {second}, or set run.dir to {first} to train that run further"
+    )
+    assert not (second / "config.yaml").exists()
+    first.rename(second)  # a run that was moved keeps its store
+    with closing(trainer(second, 3)) as moved:
+        assert moved.step == 2
+        moved.train()
+    assert not first.exists()
 
 
 @pytest.mark.usefixtures("speculated")
