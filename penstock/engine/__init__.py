@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.engine.host_memory import (
         KEPT_OVER_USED as KEPT_OVER_USED,
         keep_freed_pages as keep_freed_pages,
+        return_free_pages as return_free_pages,
         return_freed_pages as return_freed_pages,
         return_unused_pages as return_unused_pages,
     )

@@ -24,6 +24,7 @@ from penstock.data import (
     sample_of,
     train_size,
 )
+from penstock.engine import return_free_pages
 from penstock.errors import DataError
 from penstock.models import ModelSource
 from penstock.planning import sequence_length
@@ -84,6 +85,7 @@ def open_data(
         )
         for note in report.notes:
             notice(note)
+        return_free_pages()  # which are counted as the memory of libraries otherwise
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
     if recorded is not None and _has_changed_input(config):
