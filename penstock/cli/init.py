@@ -16,8 +16,8 @@ def init(
         typer.Option("--input", help="Text file or glob to train on; may be repeated."),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, train-bpe:SIZE, or the path of a tokenizer.")
-    ] = "bytes",
+        str, typer.Option(help="auto, bytes, train-bpe:SIZE, or the path of a tokenizer.")
+    ] = "auto",
 ) -> None:
     """Write a starter configuration with every key, its default and its meaning."""
     from penstock.config import Config, commented

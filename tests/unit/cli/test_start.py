@@ -123,6 +123,7 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     assert config.model is not None
     assert config.to_mapping()["model"] == "gpt2-medium"
     assert config.data.input == ("a.txt",)
+    assert config.data.tokenizer == "auto"  # the default, as the file says
     assert config.run.dir == Path("runs/my")
     before = (tmp_path / "my.yaml").read_text()
     nowhere = penstock("init", "runs/my.yaml", cwd=tmp_path)
