@@ -82,6 +82,14 @@ def show_duration(seconds: float) -> str:
     return f"{whole / _YEAR_SECONDS:,.0f} years"
 
 
+def show_comparable_durations(seconds: Sequence[float]) -> list[str]:
+    """Return durations such as `7.75 ms` and `13.3 ms`, all in the unit that suits the longest."""
+    longest = max(seconds)
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+    unit = next((name for name, size in units.items() if longest < 999.5 * size), "h")
+    return [f"{_three(each / units[unit])} {unit}" for each in seconds]
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a row of bars, each the mean of an equal share of the values.
 
