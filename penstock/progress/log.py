@@ -36,6 +36,8 @@ from penstock.telemetry import (
 RATED_BYTES = 600 * 10**12
 # A disk is replaced after some years, whatever is written to it.
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
+# What a shorter run has written is mostly its checkpoints, whose interval it may not have reached.
+SECONDS_OF_A_RATE = 600.0
 
 
 class LineView(View):
@@ -245,17 +247,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
             f"{show_bytes(run.flash_speculated_bytes / run.steps)} adopted, "
             f"{show_bytes(run.flash_discarded_bytes / run.steps)} thrown away"
         )
-    written = run.flash_written_bytes + run.checkpoint_bytes
-    if written:
-        per_day = written / run.seconds * 86400
-        line = f"disk: {show_bytes(written)} written; at this rate {show_bytes(per_day)} per day"
-        seconds = RATED_BYTES / per_day * 86400
-        if seconds < LIFETIME_WORTH_SAYING:
-            line += (
-                f", and a disk rated for {show_bytes(RATED_BYTES)} written "
-                f"({RATED_BYTES // 10**12} TB in its data sheet) lasts {show_duration(seconds)}"
-            )
-        lines.append(line)
+    lines += disk_lines(run)
     of = f" of {show_bytes(run.memory_bytes)} (memory)" if run.memory_bytes else ""
     lines.append(f"memory: the process used {show_bytes(run.peak_rss_bytes)}{of} at its peak")
     if run.memory_bytes and run.peak_rss_bytes > run.memory_bytes:
@@ -264,6 +256,25 @@ def measured_lines(run: RunMeasured) -> list[str]:
             "difference"
         )
     return lines
+
+
+def disk_lines(run: RunMeasured) -> list[str]:
+    """Return what a run has written to disk; at what rate, if the run was long enough for one."""
+    written = run.flash_written_bytes + run.checkpoint_bytes
+    if not written:
+        return []
+    line = f"disk: {show_bytes(written)} written"
+    if run.seconds < SECONDS_OF_A_RATE:
+        return [line]
+    per_day = written / run.seconds * 86400
+    line += f"; at this rate {show_bytes(per_day)} per day"
+    seconds = RATED_BYTES / per_day * 86400
+    if seconds < LIFETIME_WORTH_SAYING:
+        line += (
+            f", and a disk rated for {show_bytes(RATED_BYTES)} written "
+            f"({RATED_BYTES // 10**12} TB in its data sheet) lasts {show_duration(seconds)}"
+        )
+    return [line]
 
 
 def compared_lines(run: RunMeasured) -> list[str]:
