@@ -84,10 +84,17 @@ def show_duration(seconds: float) -> str:
 
 def show_comparable_durations(seconds: Sequence[float]) -> list[str]:
     """Return durations such as `7.75 ms` and `13.3 ms`, all in the unit that suits the longest."""
-    longest = max(seconds)
+    unit, size = unit_of_duration(max(seconds))
+    return [f"{_three(each / size)} {unit}" for each in seconds]
+
+
+def unit_of_duration(seconds: float) -> tuple[str, float]:
+    """Return the unit in which a duration has at most three digits before the point, such as `ms`,
+    and its seconds."""
     units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-    unit = next((name for name, size in units.items() if longest < 999.5 * size), "h")
-    return [f"{_three(each / units[unit])} {unit}" for each in seconds]
+    return next(
+        ((unit, size) for unit, size in units.items() if seconds < 999.5 * size), ("h", 3600.0)
+    )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
