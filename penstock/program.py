@@ -271,6 +271,12 @@ class Program:
         return sum(self.weights[name].stream_bytes for name in stage.weights)
 
     @property
+    def micro_batch(self) -> int:
+        """The rows of a micro-batch, the first dimension of every input; 0 without inputs."""
+        inputs = (self.values[name].tensor for name in self.inputs if name in self.values)
+        return min((spec.shape[0] for spec in inputs), default=0)
+
+    @property
     def parameters(self) -> int:
         return sum(w.elements for w in self.weights.values())
 

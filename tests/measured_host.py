@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.machines import MachineDescription
 
 
-def host(name: str = "here", rate: float = 1.5e9) -> MachineDescription:
+def host(name: str = "here", rate: float = 1.5e9, spread: float = 0.0) -> MachineDescription:
     """Return a host with a curve of every shape that the page shows."""
 
     def curve(work: str, *rates: float, sizes=(1.0,), **more) -> dict:
@@ -25,7 +25,7 @@ def host(name: str = "here", rate: float = 1.5e9) -> MachineDescription:
                     curve("product", 1e9, 9.5e10, sizes=(16, 2048), layout="tokens", spread=0.031),
                     curve("sparse product", 2e10, sizes=(0.1,), dtype="bfloat16"),
                     curve("attention", 3e10, sizes=(512,)),
-                    curve("pointwise", rate, sizes=(65536,)),
+                    curve("pointwise", rate, sizes=(65536,), spread=spread),
                 ],
             },
             "store": {

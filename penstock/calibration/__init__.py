@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
+    from penstock.calibration.busy_host import (
+        BUSY_SPREAD as BUSY_SPREAD,
+        busy_note as busy_note,
+        curves_of as curves_of,
+    )
     from penstock.calibration.disk_device import device_of as device_of
     from penstock.calibration.host_key import HostKey as HostKey, kept_file as kept_file
     from penstock.calibration.host_measurement import calibrate as calibrate

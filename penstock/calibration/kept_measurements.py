@@ -16,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from penstock.calibration.busy_host import busy_note
 from penstock.calibration.host_key import KEY, HostKey, kept_file
 from penstock.calibration.measured_runs import accuracy_of, kept_runs, runs_file
 from penstock.calibration.repetitions import OnProgress
@@ -172,7 +173,8 @@ def this_host(
 
     Args:
         budget_seconds, on_progress: of the measurement (`calibrate`).
-        notice: called with a sentence for the user, if the host is measured.
+        notice: called with a sentence for the user, if the host is measured; with another one if
+            the host was busy meanwhile.
         key: of this host.
         measure: measures it; None: `calibrate`, in a process of its own. The memory that a
             measurement leaves in a process would count as that of the libraries, which plans
@@ -191,17 +193,17 @@ def this_host(
         f"no machine code of them yet, and then measurements take about {budget_seconds:g} s "
         f"({key})"
     )
-    if measure is None:
-        if (apart := _measured_apart(key, budget_seconds)) is not None:
-            return apart
+    machine = _measured_apart(key, budget_seconds) if measure is None else None
+    if machine is None:
         from penstock.calibration.host_measurement import calibrate
 
-        measure = calibrate
-    machine = measure(budget_seconds, None, on_progress, notice)
-    try:
-        keep(machine, key, forgets=True)
-    except StorageError as error:
-        notice(str(error))
+        machine = (measure or calibrate)(budget_seconds, None, on_progress, notice)
+        try:
+            keep(machine, key, forgets=True)
+        except StorageError as error:
+            notice(str(error))
+    if (note := busy_note(machine)) is not None:
+        notice(note)
     return machine
 
 

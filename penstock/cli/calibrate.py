@@ -46,7 +46,7 @@ def calibrate(
     """
     from rich.console import Console
 
-    from penstock.calibration import HostKey, kept_file
+    from penstock.calibration import HostKey, busy_note, kept_file
 
     key = HostKey.here()
     machine = _kept(key) if show else _measured(key, seconds, flash_dir, forget)
@@ -55,6 +55,8 @@ def calibrate(
         console = Console(width=160)  # A pipe has no width of its own to keep to.
     console.print(render(machine), *_notes(machine), sep="\n", highlight=False)
     console.print(f"kept in {kept_file(key)}", soft_wrap=True, highlight=False)
+    if (note := busy_note(machine)) is not None:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False)
 
 
 def _kept(key: HostKey) -> MachineDescription:
@@ -127,6 +129,7 @@ def render(machine: MachineDescription) -> Table:
     from rich import box
     from rich.table import Table
 
+    from penstock.calibration import curves_of
     from penstock.progress import show_bytes
 
     table = Table(
@@ -139,11 +142,7 @@ def render(machine: MachineDescription) -> Table:
         table.add_column(heading, overflow="fold")
     for heading in ("rate", "spread"):
         table.add_column(heading, justify="right", overflow="fold")
-    flash, processes = machine.store.flash, machine.processes
-    curves = [*machine.engine.rates, *machine.store.rates]
-    for part in (flash, processes):
-        curves += part.rates if part is not None else ()
-    for curve in curves:
+    for curve in curves_of(machine):
         table.add_row(*_row(curve))
     return table
 

@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, did_you_mean
 _FIGURES = {
     "memory": "memory over parameters, to 100 trillion",
     "scaling": "speed of three model sizes over engines",
-    "timing": "one step of CONFIG: weights, compute, gradients, updates",
+    "timing": "one step of {config}: weights, compute, gradients, updates",
     "gpus": "GPUs of a 3D-parallel cluster for the time of so many engines",
 }
 
@@ -72,4 +72,4 @@ def figure(
             typer.echo(f"note: {prediction.length_note}", err=True)
         draw_timing(paths, prediction)
     for path in paths:
-        typer.echo(f"{path}: {_FIGURES[name]}")
+        typer.echo(f"{path}: {_FIGURES[name].format(config=config)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.arguments import ConfigArgument, Overrides, configuration
 from penstock.cli.figure import figure
@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     Found = Prediction | GpuRun
 
 
+class _ContextOfDefault(typer.Context):
+    """Help and errors of the command that needs no name call it as users do."""
+
+    @property
+    def command_path(self) -> str:
+        assert self.parent is not None
+        return self.parent.command_path
+
+
+class _Default(TyperCommand):
+    """The command of a group that is meant if none is named."""
+
+    context_class = _ContextOfDefault
+
+
 class _PlanByDefault(TyperGroup):
     """`plan CONFIG` means `plan run CONFIG`; `plan figure NAME` is a command of its own."""
 
@@ -39,7 +54,7 @@ app = typer.Typer(cls=_PlanByDefault, help="Predict a run: memory, time, traffic
 app.command("figure")(figure)
 
 
-@app.command("run")
+@app.command("run", cls=_Default)
 def plan(
     config: ConfigArgument,
     overrides: Overrides = None,

@@ -4,6 +4,7 @@ The prediction uses no separate formula that could drift from the engine: it run
 engine's own code on tensors without memory, and reads the memory account (`step_memory.py`).
 """
 
+import bisect
 import functools
 import weakref
 from collections.abc import Sequence
@@ -154,15 +155,19 @@ def plan_engine(
     sharing: Sharing | None = None,
     beside_bytes: int = 0,
     dense_gradients: bool = False,
+    engines: int = 1,
 ) -> EnginePlan:
     """Choose the stages to recompute so that a step fits the budget.
 
     Stages that free the most bytes per repeated operation are chosen first, and no more than
     needed. `dense_gradients` says that some steps compute the gradient of every element of sparse
-    weights.
+    weights. `engines` share the batch; each has up to `micro_batches` of it.
 
     **Raises:** `BudgetError` naming the stage at the peak and the minimum budget.
     """
+
+    def checked(plan: EnginePlan) -> EnginePlan:
+        return _checked(program, micro_batches, plan, budget_bytes, device, sharing, engines)
 
     def fits(plan: EnginePlan) -> bool:
         found = predict_bytes(program, micro_batches, plan, device, sharing)
@@ -172,14 +177,14 @@ def plan_engine(
     nothing = EnginePlan(beside_bytes=beside_bytes, dense_gradients=dense_gradients)
     everything = replace(nothing, recompute=frozenset(candidates))
     if recompute == "always":
-        return _checked(program, micro_batches, everything, budget_bytes, device, sharing)
+        return checked(everything)
     if recompute == "never":
-        return _checked(program, micro_batches, nothing, budget_bytes, device, sharing)
+        return checked(nothing)
     if budget_bytes is None:
         return nothing
     if fits(nothing):
         return nothing
-    _checked(program, micro_batches, everything, budget_bytes, device, sharing)
+    checked(everything)
     low, high = 0, len(candidates)  # the first `high` fit, the first `low` do not
     while high - low > 1:
         middle = (low + high) // 2
@@ -206,6 +211,7 @@ def _checked(
     budget_bytes: int | None,
     device: str,
     sharing: Sharing | None,
+    engines: int,
 ) -> EnginePlan:
     if budget_bytes is None:
         return plan
@@ -215,10 +221,34 @@ def _checked(
         if plan.beside_bytes:
             beside = f" ({size_above(plan.beside_bytes)} of it for transfer buffers)"
         need = size_above(found.peak_bytes)
+        many = "micro-batch" if micro_batches == 1 else "micro-batches"
+        lower = "batch.micro, batch.size or data.sequence_length"
+        if program.micro_batch == 1:
+            lower = "data.sequence_length"
+            fitting = _most_that_fit(program, micro_batches, plan, budget_bytes, device, sharing)
+            if fitting:
+                lower = f"batch.size to {fitting * engines} or data.sequence_length"
         raise BudgetError(
-            f"the engine needs {need} for a step of {micro_batches} micro-batch(es){beside}, the "
-            f"budget is {size_above(budget_bytes)}; the peak is at stage {found.stage}. Raise "
-            f"engine.memory to at least {need}, or "
-            "lower batch.micro, batch.size or data.sequence_length."
+            f"the engine needs {need} for a step of {micro_batches} {many}{beside}, the budget is "
+            f"{size_above(budget_bytes)}; the peak is at stage {found.stage}. Raise engine.memory "
+            f"to at least {need}, or lower {lower}."
         )
     return plan
+
+
+def _most_that_fit(
+    program: Program,
+    micro_batches: int,
+    plan: EnginePlan,
+    budget_bytes: int,
+    device: str,
+    sharing: Sharing | None,
+) -> int:
+    """Return the most micro-batches of an engine, fewer than `micro_batches`, that fit a budget."""
+
+    def need(count: int) -> int:
+        # Devices of a group share no more micro-batches than they have together.
+        of = sharing and replace(sharing, micro_batches=count * sharing.devices)
+        return predict_bytes(program, count, plan, device, of).peak_bytes
+
+    return bisect.bisect_right(range(1, micro_batches), budget_bytes, key=need)

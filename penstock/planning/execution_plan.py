@@ -199,8 +199,9 @@ def _planned(
     micro_batches = config.batch.size // micro_batch
     if micro_batches < config.engines:
         key, what = ("engine.devices", "devices") if devices else ("engines", "engines")
+        many = "micro-batch" if micro_batches == 1 else "micro-batches"
         raise ConfigError(
-            f"{key}: {config.engines} {what} cannot share {micro_batches} micro-batch(es) "
+            f"{key}: {config.engines} {what} cannot share {micro_batches} {many} "
             f"of {micro_batch}; set batch.micro to {_largest_shared(config)}, or lower {key}"
         )
     half = -(-config.engines // 2)

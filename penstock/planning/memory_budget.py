@@ -210,6 +210,10 @@ class Budget:
                 self._sharing,
                 self._beside,
                 computes_dense_gradients(config),
+                # Exact if the engines share the batch; 1 if a plan asks what one of them could do.
+                max(
+                    1, config.batch.size // max(1, self._program.micro_batch * self._micro_batches)
+                ),
             )
             return replace(plan, cuda_graphs=config.engine.cuda_graphs)
         except BudgetError:
@@ -366,7 +370,8 @@ class Budget:
         ways = self._resized(store, engine, total)
         flash, batch = self._freed_by_flash(store), self._freed_by_batch(engine)
         use_flash = "set store.flash.path to a folder on a fast disk"
-        smaller_batch = "lower batch.micro, batch.size or data.sequence_length"
+        micro = "" if self._program.micro_batch == 1 else "batch.micro, "
+        smaller_batch = f"lower {micro}batch.size or data.sequence_length"
         if flash >= over:
             ways.append(use_flash)
         if batch > over:

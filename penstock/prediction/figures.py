@@ -18,6 +18,7 @@ from penstock.pictures import new_figure, save
 from penstock.prediction.gpu_cluster import Division
 from penstock.prediction.planned import Planner
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
+from penstock.progress import unit_of_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,13 +170,15 @@ def _planned(
 def draw_timing(paths: Sequence[Path], prediction: Prediction) -> None:
     """Draw when each resource works in one step: weights, compute, gradients, updates, flash."""
     resources = list(prediction.busy["step"])
-    least = prediction.step_seconds / _LEAST_SHOWN  # a thinner bar would not be drawn
+    unit, unit_seconds = unit_of_duration(prediction.step_seconds)
+    length = prediction.step_seconds / unit_seconds
+    least = length / _LEAST_SHOWN  # a thinner bar would not be drawn
     figure, axes = new_figure()
     for row, resource in enumerate(resources):
         pieces = [
             (
-                begin := max(span.begin, 0.0),
-                max(least, min(span.end, prediction.step_seconds) - begin),
+                begin := max(span.begin, 0.0) / unit_seconds,
+                max(least, min(span.end / unit_seconds, length) - begin),
             )
             for span in prediction.spans
             if RESOURCE_OF.get(span.what) == resource
@@ -183,8 +186,8 @@ def draw_timing(paths: Sequence[Path], prediction: Prediction) -> None:
         axes.broken_barh(pieces, (row - 0.4, 0.8), color=_COLOURS[resource], linewidth=0)
     axes.set_yticks(range(len(resources)), resources)
     axes.invert_yaxis()
-    axes.set_xlim(0, prediction.step_seconds)
-    axes.set_xlabel("seconds of one step")
+    axes.set_xlim(0, length)
+    axes.set_xlabel(f"time in one step ({unit})")
     config, name = prediction.config, prediction.plan.program.name
     count = f"{config.engines} x " if config.engines > 1 else ""
     axes.set_title(f"{name}, {config.precision}, on {count}{prediction.machine.name}")

@@ -105,7 +105,7 @@ def _speed(prediction: Prediction) -> str:
 
 def _dense_steps(prediction: Prediction) -> str:
     seconds = prediction.dense_step_seconds
-    if seconds is None:
+    if seconds is None or not prediction.dense_steps:
         return ""
     return (
         f"; {prediction.dense_steps:,} of them compute the gradients of absent entries too, and "

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         show_rate as show_rate,
         show_shares as show_shares,
         show_sparsity as show_sparsity,
+        unit_of_duration as unit_of_duration,
     )
     from penstock.progress.live import LiveView as LiveView
     from penstock.progress.log import (

@@ -82,6 +82,21 @@ def show_duration(seconds: float) -> str:
     return f"{whole / _YEAR_SECONDS:,.0f} years"
 
 
+def show_comparable_durations(seconds: Sequence[float]) -> list[str]:
+    """Return durations such as `7.75 ms` and `13.3 ms`, all in the unit that suits the longest."""
+    unit, size = unit_of_duration(max(seconds))
+    return [f"{_three(each / size)} {unit}" for each in seconds]
+
+
+def unit_of_duration(seconds: float) -> tuple[str, float]:
+    """Return the unit in which a duration has at most three digits before the point, such as `ms`,
+    and its seconds."""
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+    return next(
+        ((unit, size) for unit, size in units.items() if seconds < 999.5 * size), ("h", 3600.0)
+    )
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a row of bars, each the mean of an equal share of the values.
 

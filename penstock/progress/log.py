@@ -1,5 +1,6 @@
 """The view of a run as lines of text, for logs and pipes: one every few steps, one per event."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from rich.console import Console
 from penstock.progress.cycles import cycle_lines
 from penstock.progress.figures import (
     show_bytes,
+    show_comparable_durations,
     show_count,
     show_duration,
     show_flops,
@@ -34,6 +36,8 @@ from penstock.telemetry import (
 RATED_BYTES = 600 * 10**12
 # A disk is replaced after some years, whatever is written to it.
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
+# What a shorter run has written is mostly its checkpoints, whose interval it may not have reached.
+SECONDS_OF_A_RATE = 600.0
 
 
 class LineView(View):
@@ -243,17 +247,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
             f"{show_bytes(run.flash_speculated_bytes / run.steps)} adopted, "
             f"{show_bytes(run.flash_discarded_bytes / run.steps)} thrown away"
         )
-    written = run.flash_written_bytes + run.checkpoint_bytes
-    if written:
-        per_day = written / run.seconds * 86400
-        line = f"disk: {show_bytes(written)} written; at this rate {show_bytes(per_day)} per day"
-        seconds = RATED_BYTES / per_day * 86400
-        if seconds < LIFETIME_WORTH_SAYING:
-            line += (
-                f", and a disk rated for {show_bytes(RATED_BYTES)} written "
-                f"({RATED_BYTES // 10**12} TB in its data sheet) lasts {show_duration(seconds)}"
-            )
-        lines.append(line)
+    lines += disk_lines(run)
     of = f" of {show_bytes(run.memory_bytes)} (memory)" if run.memory_bytes else ""
     lines.append(f"memory: the process used {show_bytes(run.peak_rss_bytes)}{of} at its peak")
     if run.memory_bytes and run.peak_rss_bytes > run.memory_bytes:
@@ -264,8 +258,30 @@ def measured_lines(run: RunMeasured) -> list[str]:
     return lines
 
 
+def disk_lines(run: RunMeasured) -> list[str]:
+    """Return what a run has written to disk; at what rate, if the run was long enough for one."""
+    written = run.flash_written_bytes + run.checkpoint_bytes
+    if not written:
+        return []
+    line = f"disk: {show_bytes(written)} written"
+    if run.seconds < SECONDS_OF_A_RATE:
+        return [line]
+    per_day = written / run.seconds * 86400
+    line += f"; at this rate {show_bytes(per_day)} per day"
+    seconds = RATED_BYTES / per_day * 86400
+    if seconds < LIFETIME_WORTH_SAYING:
+        line += (
+            f", and a disk rated for {show_bytes(RATED_BYTES)} written "
+            f"({RATED_BYTES // 10**12} TB in its data sheet) lasts {show_duration(seconds)}"
+        )
+    return [line]
+
+
 def compared_lines(run: RunMeasured) -> list[str]:
-    """Return what the planner predicted of a step beside what happened, by resource."""
+    """Return what the planner predicted of a step beside what happened, by resource.
+
+    The step and its parts are means over the same steps, so that the parts add up to the step.
+    """
     predicted = run.predicted
     if predicted is None:
         return []
@@ -274,20 +290,22 @@ def compared_lines(run: RunMeasured) -> list[str]:
         "flash_wait_seconds": "waiting for flash",
         "weight_seconds": "moving weights and gradients",
         "update_seconds": "updates",
+        "snapshot_seconds": "waiting for a checkpoint",
     }
-    took = run.usual_step_seconds or run.step_seconds / run.steps
-    parts = {
-        name: (getattr(predicted, key), run.usual_parts.get(key, getattr(run, key) / run.steps))
-        for key, name in names.items()
-    }
+    usual = {key: run.usual_parts.get(key, getattr(run, key) / run.steps) for key in names}
+    took = sum(usual.values()) if run.usual_parts else run.step_seconds / run.steps
+    parts = {key: (getattr(predicted, key, 0.0), after) for key, after in usual.items()}
+    compared = {key: pair for key, pair in parts.items() if max(pair) >= 0.01 * took}
+    durations = show_comparable_durations(
+        [predicted.seconds, took, *itertools.chain(*compared.values())]
+    )
     shown = [
-        f"{name} {show_duration(before)}, was {show_duration(after)}"
-        for name, (before, after) in parts.items()
-        if max(before, after) >= 0.01 * took
+        f"{names[key]} {before}, was {after}"
+        for key, before, after in zip(compared, durations[2::2], durations[3::2], strict=True)
     ]
     lines = [
-        f"a step was predicted to take {show_duration(predicted.seconds)} and took "
-        f"{show_duration(took)} ({took / predicted.seconds - 1:+.0%}): {'; '.join(shown)}"
+        f"a step was predicted to take {durations[0]} and took {durations[1]} "
+        f"({took / predicted.seconds - 1:+.0%}): {'; '.join(shown)}"
     ]
     if predicted.peak_memory_bytes:
         error = run.peak_rss_bytes / predicted.peak_memory_bytes - 1

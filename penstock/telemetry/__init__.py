@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         stream_metrics as stream_metrics,
     )
     from penstock.telemetry.run_files import open_run_files as open_run_files
-    from penstock.telemetry.run_report import RunReport as RunReport
+    from penstock.telemetry.run_report import (
+        FIRST_STEPS as FIRST_STEPS,
+        RunReport as RunReport,
+    )
 
 __getattr__ = lazily(__name__, __file__)

@@ -7,7 +7,9 @@ from penstock.store import FlashTraffic
 from penstock.telemetry import process_memory
 from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, StepDone
 
-_FIRST_STEPS = 2  # the first steps of a process are slower than the others
+FIRST_STEPS = 2
+"""The first steps of a process are slower than the others."""
+
 _RECENT_STEPS = 1024  # of which the median is taken
 
 _PARTS = (
@@ -59,7 +61,7 @@ class RunReport:
     def _add(self, step: StepDone) -> None:
         self._last = step
         self._steps += 1
-        if self._steps == _FIRST_STEPS + 1:
+        if self._steps == FIRST_STEPS + 1:
             self._recent.clear()
             self._first = Counter({name: self._sums[name] for name in _PARTS})
         self._recent.append(step.seconds)
@@ -71,7 +73,7 @@ class RunReport:
 
     def _usual_parts(self) -> dict[str, float]:
         """Return the mean parts of a step without the first ones, if there are others."""
-        steps = self._steps - _FIRST_STEPS if self._steps > _FIRST_STEPS else self._steps
+        steps = self._steps - FIRST_STEPS if self._steps > FIRST_STEPS else self._steps
         return {name: (self._sums[name] - self._first[name]) / steps for name in _PARTS}
 
     def add_behind(self, traffic: FlashTraffic) -> None:

@@ -12,10 +12,10 @@ from penstock.engine import target_of
 from penstock.errors import PenstockError, StorageError
 from penstock.planning import ExecutionPlan
 from penstock.prediction import predict, predicted_step
-from penstock.telemetry import PredictedStep, RunMeasured
+from penstock.telemetry import FIRST_STEPS, PredictedStep, RunMeasured
 
-LEAST_STEPS = 5
-"""Of a shorter run the steps are not compared: the first ones are slower."""
+LEAST_STEPS = FIRST_STEPS + 10
+"""The time of a shorter run is no sample of the accuracy: the median of few steps is not usual."""
 
 
 def predicted_here(config: Config, layout: ExecutionPlan) -> PredictedStep | None:

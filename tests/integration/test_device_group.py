@@ -180,7 +180,7 @@ def test_devices_without_a_micro_batch_are_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         trainer_of(case, RECIPE, tmp_path, engine={"devices": ["cpu"] * 6})
     assert str(caught.value) == (
-        "engine.devices: 6 devices cannot share 5 micro-batch(es) of 2; set batch.micro to 1, "
+        "engine.devices: 6 devices cannot share 5 micro-batches of 2; set batch.micro to 1, "
         "or lower engine.devices"
     )
 

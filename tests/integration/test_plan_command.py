@@ -130,6 +130,15 @@ def test_picture_of_a_step(folder):
     )
     assert done.returncode == 0, done.stderr
     assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout == "t.png: one step of tiny: weights, compute, gradients, updates\n"
+
+
+@pytest.mark.parametrize(("option", "returncode"), [("--help", 0), ("--hlp", 2)])
+def test_usage_of_a_plan_names_no_command_below_plan(option, returncode):
+    done = penstock("plan", *TINY, option)
+    assert done.returncode == returncode
+    assert "Usage: penstock plan [OPTIONS] {CONFIG}" in done.stdout + done.stderr
+    assert "plan run" not in done.stdout + done.stderr
 
 
 def test_records_are_planned_as_they_train(folder, tmp_path):

@@ -74,21 +74,28 @@ def folder(tmp_path_factory):
         (
             (*TINY, "engine.memory=100KB", "--machine", "desk.yaml"),
             5,
-            r"the engine needs (\S+) MiB for a step of 8 micro-batch\(es\), the budget is "
+            r"the engine needs (\S+) MiB for a step of 8 micro-batches, the budget is "
             r"97\.66 KiB; the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or "
-            r"lower batch\.micro, batch\.size or data\.sequence_length\.",
+            r"lower data\.sequence_length\.",
         ),
         (
             (*TINY, "engines=4", "engine.memory=100KB", "--machine", "rack.yaml"),
             5,
-            r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), the budget is "
+            r"the engine needs (\S+) MiB for a step of 2 micro-batches, the budget is "
             r"97\.66 KiB; the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or "
-            r"lower batch\.micro, batch\.size or data\.sequence_length\.",
+            r"lower data\.sequence_length\.",
+        ),
+        (
+            (*TINY, "engine.memory=3MiB", "batch.size=64", "--machine", "desk.yaml"),
+            5,
+            r"the engine needs (\S+) MiB for a step of 64 micro-batches, the budget is 3\.00 MiB; "
+            r"the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or lower "
+            r"batch\.size to \d+ or data\.sequence_length\.",
         ),
         (
             (*TINY, "engine.memory=100KB", "--machine", "rack.yaml", "--target", "3 days"),
             5,
-            r"the engine needs (\S+) MiB for a step of 1 micro-batch\(es\), .*",
+            r"the engine needs (\S+) MiB for a step of 1 micro-batch, .*",
         ),
         (
             (*TINY, "run.steps=100000000", "--machine", "rack.yaml", "--target", "1 second"),
@@ -107,6 +114,7 @@ def folder(tmp_path_factory):
         "impossible machine",
         "one",
         "four",
+        "large batch",
         "any",
         "too slow",
     ],

@@ -15,7 +15,7 @@ from penstock.machines import MachineDescription
 from penstock.telemetry import Notice, RunMeasured, RunStarted
 from penstock.training import predicted_steps
 
-STEPS, LENGTH = 5, 16
+STEPS, LENGTH = 12, 16  # the first two steps warm up
 RATES = [{"work": work, "rates": [1e10]} for work in ("product", "pointwise")]
 
 

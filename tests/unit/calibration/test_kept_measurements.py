@@ -11,6 +11,7 @@ import pytest
 from measured_host import host
 
 from penstock.calibration import (
+    BUSY_SPREAD,
     MOST_MEASUREMENTS,
     HostKey,
     keep,
@@ -93,6 +94,16 @@ def test_a_host_is_measured_once():
         "now: kernels are compiled, which takes some minutes if there is no machine code of them "
         f"yet, and then measurements take about 30 s ({KEY})"
     )
+
+
+@pytest.mark.parametrize("spread", [0.0, BUSY_SPREAD, BUSY_SPREAD + 0.01])
+def test_a_busy_host_is_said_once_when_it_was_measured(spread):
+    notices: list[str] = []
+    for _ in range(2):
+        this_host(key=KEY, measure=lambda *given: host(spread=spread), notice=notices.append)
+    busy = [notice for notice in notices if notice.startswith("the host was busy")]
+    assert len(busy) == (spread > BUSY_SPREAD)
+    assert all("Run `penstock calibrate --forget` when the host is idle" in one for one in busy)
 
 
 def test_another_torch_measures_again():
@@ -235,9 +246,11 @@ def test_a_host_is_measured_in_a_process_of_its_own(monkeypatch):
 
     def run(command, **_):
         commands.append(command[1:])
-        keep(host(rate=7.0), KEY)
+        keep(host(rate=7.0, spread=2.0), KEY)
 
     monkeypatch.setattr("penstock.calibration.kept_measurements.subprocess.run", run)
-    machine = this_host(key=KEY, notice=lambda text: None, budget_seconds=5)
+    notices: list[str] = []
+    machine = this_host(key=KEY, notice=notices.append, budget_seconds=5)
+    assert "vary by ±200%" in notices[-1]
     assert rate_of(machine) == 7.0
     assert commands == [["-m", "penstock", "calibrate", "--forget", "--seconds", "5"]]

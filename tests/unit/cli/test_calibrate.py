@@ -74,6 +74,18 @@ def test_measuring_again_shows_medians_and_forget_only_the_last(asked):
     assert "measurements:" not in page
 
 
+def test_page_of_a_busy_host_advises_to_measure_again_when_idle(asked, monkeypatch):
+    assert "note:" not in penstock("calibrate").stdout
+    busy = host(spread=7.25)
+    monkeypatch.setattr(host_measurement, "calibrate", lambda *given: busy)
+    for arguments in (("--forget",), ("--show",)):
+        assert penstock("calibrate", *arguments).stdout.endswith(
+            "note: the host was busy while it was measured: repeated measurements of pointwise "
+            "vary by ±725%, and predictions from them can be far off. Run `penstock calibrate "
+            "--forget` when the host is idle\n"
+        )
+
+
 def test_show_without_measurements_says_how_to_get_them(asked):
     done = penstock("calibrate", "--show")
     key = HostKey.here()

@@ -100,7 +100,7 @@ def test_budget_named_by_the_refusal_suffices_and_less_does_not(kind):
     with pytest.raises(BudgetError) as caught:
         plan_engine(program, len(batches), 50_000, kind)
     named = re.fullmatch(
-        r"the engine needs (?P<needs>\S+ [KM]iB) for a step of 4 micro-batch\(es\), the budget is "
+        r"the engine needs (?P<needs>\S+ [KM]iB) for a step of 4 micro-batches, the budget is "
         r"\S+ KiB; the peak is at stage \S+\. Raise engine\.memory to at least (?P=needs), or "
         r"lower batch\.micro, batch\.size or data\.sequence_length\.",
         str(caught.value),
@@ -113,6 +113,23 @@ def test_budget_named_by_the_refusal_suffices_and_less_does_not(kind):
     if kind != "auto" or plan.recompute == plans_of(program)[1].recompute:
         with pytest.raises(BudgetError):
             plan_engine(program, len(batches), exact - 1, kind)
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("fitting", [0, 1, 3])
+def test_refusal_of_micro_batches_of_one_row_names_the_batch_that_fits(engines, fitting):
+    case = language_model("gpt2")
+    program = builders.compile_source(
+        case.source(0), micro_batch=1, length=LENGTH, precision="fp32"
+    )
+    plan = plans_of(program)[1]
+    budget = predict_bytes(program, fitting + 1, plan).peak_bytes - 1
+    assert fitting == 0 or predict_bytes(program, fitting, plan).peak_bytes <= budget
+    with pytest.raises(BudgetError) as caught:
+        plan_engine(program, 8, budget, "always", engines=engines)
+    batch = f"batch.size to {fitting * engines} or " if fitting else ""
+    assert str(caught.value).endswith(f", or lower {batch}data.sequence_length.")
+    assert "for a step of 8 micro-batches, " in str(caught.value)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

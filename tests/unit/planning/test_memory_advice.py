@@ -27,7 +27,7 @@ KEYS = {
     "lower engine.memory to": "engine.memory",
     "lower checkpoint.buffer to": "checkpoint.buffer",
 }
-FLASH, BATCH = "set store.flash.path to a folder on a fast disk", "lower batch.micro"
+FLASH, BATCH = "set store.flash.path to a folder on a fast disk", "lower batch.size"
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from rich.console import Console
 from penstock.calibration import HostKey, MeasuredRun, keep, keep_run, kept_machine
 from penstock.config import Config
 from penstock.machines import MachineDescription
-from penstock.prediction import Planner, as_json, page
+from penstock.prediction import Planner, as_json, draw_timing, figures, page
 
 RATES = [{"work": "product", "rates": [1e11]}, {"work": "pointwise", "rates": [1e10]}]
 STORE = {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}]}
@@ -90,3 +90,31 @@ def test_page_says_how_many_relays_keep_up_with_the_links(engines, relays):
 
 def test_page_of_one_host_names_no_relays():
     assert "relays" not in shown(planned(DESK))
+
+
+@pytest.mark.parametrize(("steps", "dense"), [(99, 0), (301, 3)])
+def test_steps_with_dense_gradients_are_named_if_there_are_any(steps, dense):
+    sparsity = {"method": "rigl", "sparsity": 0.5, "update_every": 100, "update_end": steps}
+    prediction = planned(DESK, sparsity=sparsity, run={"steps": steps})
+    assert prediction.dense_step_seconds is not None
+    text = f"; {dense} of them compute the gradients of absent entries too"
+    assert (text in shown(prediction)) == (dense > 0)
+    assert ("of absent entries" in shown(prediction)) == (dense > 0)
+
+
+@pytest.mark.parametrize(("speed", "unit"), [(1e-3, "s"), (1.0, "ms"), (1e3, "us")])
+def test_axis_of_the_picture_of_a_step_has_the_unit_that_suits_it(monkeypatch, speed, unit):
+    rates = [{**curve, "rates": [speed * rate for rate in curve["rates"]]} for curve in RATES]
+    store = {"memory": "24GiB", "rates": [{"work": "update", "rates": [speed * 1e10]}]}
+    prediction = planned({**DESK, "engine": {"is_host": True, "rates": rates}, "store": store})
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, *paths: drawn.append(figure))
+    draw_timing((), prediction)
+    [axes] = drawn[0].axes
+    assert axes.get_xlabel() == f"time in one step ({unit})"
+    size = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
+    end = axes.get_xlim()[1]
+    assert 1 <= end < 1000
+    assert end * size == pytest.approx(prediction.step_seconds)
+    ends = [path.get_extents().x1 for bars in axes.collections for path in bars.get_paths()]
+    assert max(ends) == pytest.approx(end, rel=0.01)

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.progress.figures import (
     show_bytes,
+    show_comparable_durations,
     show_count,
     show_dollars,
     show_duration,
@@ -42,6 +43,11 @@ from penstock.progress.figures import (
         (show_flops(2.5e12), "2.50 T"),
         (show_flops(0), "0"),
         (show_flops(12), "12.0"),
+        (show_comparable_durations([0, 3e-6]), ["0.00 us", "3.00 us"]),
+        (show_comparable_durations([0.002, 0.4]), ["2.00 ms", "400 ms"]),
+        (show_comparable_durations([0.9, 0.9996]), ["0.90 s", "1.00 s"]),
+        (show_comparable_durations([1200, 1500]), ["20.0 min", "25.0 min"]),
+        (show_comparable_durations([7200, 360_000_000]), ["2.00 h", "100000 h"]),
         (show_duration(0), "0.00 s"),
         (show_duration(42e-6), "42 us"),
         (show_duration(0.00123), "1.23 ms"),

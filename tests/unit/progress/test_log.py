@@ -194,6 +194,10 @@ def test_end_of_run_reports_traffic_disk_and_memory():
     )
     little = replace(measured, checkpoint_bytes=2**30)  # a disk would last for centuries
     assert event_lines(little)[2] == "disk: 1.00 GiB written; at this rate 1.00 GiB per day"
+    long_enough = replace(measured, seconds=600.0)
+    assert "; at this rate 144 TiB per day, and a disk" in event_lines(long_enough)[2]
+    short = replace(measured, seconds=599.0)  # most of which one checkpoint can be
+    assert event_lines(short)[2] == "disk: 1.00 TiB written"
 
 
 @pytest.mark.parametrize(

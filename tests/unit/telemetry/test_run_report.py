@@ -1,6 +1,7 @@
 """The totals of a run: the first steps of a process, which are slower, count only in the sums."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -19,11 +20,12 @@ PREDICTED = PredictedStep(
 
 
 def report_of(seconds: list[float]):
-    """Return the report on steps that compute for half of their time."""
+    """Return the report on steps that compute for half of their time, then update for a quarter."""
     report = RunReport(None)
     report(replace(started(), predicted=PREDICTED))
     for number, took in enumerate(seconds, 1):
-        report(replace(step(number, seconds=took), compute_seconds=took / 2))
+        others = {"update_seconds": took / 4, "snapshot_seconds": took / 4}
+        report(replace(step(number, seconds=took), compute_seconds=took / 2, **others))
     return report.measured(sum(seconds))
 
 
@@ -33,13 +35,35 @@ def test_usual_parts_are_those_of_later_steps(tmp_path):
     assert measured.compute_seconds == 11.0
     assert measured.usual_parts["compute_seconds"] == 1.0
     assert compared_lines(measured) == [
-        "a step was predicted to take 1.0 s and took 2.0 s (+100%): compute 0.90 s, was 1.0 s; "
-        "moving weights and gradients 0.10 s, was 0.00 s"
+        "a step was predicted to take 1.00 s and took 2.00 s (+100%): compute 0.90 s, was 1.00 s; "
+        "moving weights and gradients 0.10 s, was 0.00 s; updates 0.00 s, was 0.50 s; waiting for "
+        "a checkpoint 0.00 s, was 0.50 s"
     ]
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path)(measured)
     (row,) = read_metrics(path)
     assert reported(row) == measured
+
+
+def test_compared_parts_add_up_to_the_compared_step():
+    (line,) = compared_lines(report_of([10.0, 6.0, 1.0, 2.0, 6.0]))  # the median step takes 2 s
+    assert "took 3.00 s (+200%)" in line
+    assert [float(part) for part in re.findall(r"was (\S+) s", line)] == [1.5, 0.0, 0.75, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "took", "shown"),
+    [
+        (0.0243, 0.0168, "24.3 ms and took 16.8 ms (-31%)"),
+        (0.00775, 0.0133, "7.75 ms and took 13.3 ms (+72%)"),
+        (58.0, 63.0, "58.0 s and took 63.0 s (+9%)"),
+    ],
+)
+def test_compared_durations_share_a_unit_and_show_their_difference(predicted, took, shown):
+    measured = report_of([took])
+    step_prediction = replace(PREDICTED, seconds=predicted)
+    (line,) = compared_lines(replace(measured, predicted=step_prediction))
+    assert f"was predicted to take {shown}" in line
 
 
 @pytest.mark.parametrize("seconds", [[4.0], [4.0, 2.0]])
@@ -53,7 +77,7 @@ def test_rows_of_older_releases_have_the_parts_of_all_steps(tmp_path):
     MetricsFile(path)(report_of([10.0, 6.0, 1.0, 2.0, 3.0]))
     row = json.loads(path.read_text())
     del row["usual_parts"]
-    assert "compute 0.90 s, was 2.2 s" in compared_lines(reported(row))[0]
+    assert "took 4.40 s (+340%): compute 0.90 s, was 2.20 s" in compared_lines(reported(row))[0]
 
 
 def test_damaged_parts_are_no_report(tmp_path):
