@@ -151,14 +151,13 @@ def backward(parts, inputs, strides, outputs, sizes, memory, rows, keys_width, s
     heads, group, queries, keys, size, all_heads, is_causal, scale = sizes
     whole_rows, paired_rows, tile_rows, packed, query_rows, key_rows, scores, row_numbers = memory
     tiles, key_tiles = (queries + TILE - 1) // TILE, (keys + TILE - 1) // TILE
-    numbers = numbers_per_element(whole_rows)
-    width = size // numbers
+    width = size // numbers_per_element(whole_rows)
     for index in prange(parts):
         part = np.int64(index)
         qs, dos, dqs = whole_rows[part, 0], whole_rows[part, 1], query_rows[part]
         paired_qs, paired_dos = paired_rows[part, 0], paired_rows[part, 1]
         kt, vt = tile_rows[part, 0], tile_rows[part, 1]
-        raw, ks = tile_rows[part, 2], tile_rows[part, 1 + numbers]  # one tile in float32
+        raw, ks = tile_rows[part, 2], tile_rows[part, -1]  # one tile in float32
         dks, dvs = key_rows[part, 0], key_rows[part, 1]
         s, ds = scores[0][part], scores[1][part]
         weights, by_rows, by_neighbours = packed[0][part], packed[1][part], packed[2][part]

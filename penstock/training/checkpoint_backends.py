@@ -9,7 +9,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from penstock.config import Config, recorded_flash, trajectory
 from penstock.engine import target_of
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.io import file_in_place
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, store_factory
@@ -237,12 +237,13 @@ class FileCheckpoints:
 
 
 def _require_own(config: Config, folder: Path, recorded: ResumeState) -> None:
-    """Refuse a store on flash that another run has trained; a run whose folder was moved keeps its
-    store."""
+    """Refuse a store on flash that is another run's: a run and its store may be moved or copied."""
     if recorded.run_dir is None or recorded.run_dir == flash_run_dir(config):
         return
-    other = Path(recorded.run_dir)
-    if not (other / "config.yaml").exists():
+    other, theirs = Path(recorded.run_dir), None
+    with suppress(PenstockError):  # an unreadable configuration
+        theirs = recorded_flash(other)
+    if theirs is None or os.path.realpath(theirs) != os.path.realpath(folder):
         return
     raise ConfigError(
         f"store.flash.path: {folder} holds the weights of another run, {other}; choose another "

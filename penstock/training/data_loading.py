@@ -71,21 +71,7 @@ def open_data(
         _delete(folder)
     if not folder.exists() and config.data.input:
         _check_mask_id(config, source)
-        notice(f"building the data set {folder} from {', '.join(config.data.input)}")
-        report = build_dataset(
-            config.data.input,
-            config.tokenizer,
-            folder,
-            validation=config.data.validation,
-            seed=config.data.seed,
-            content=config.data.content,
-            field=config.data.text_field,
-            prompt_field=config.data.prompt_field,
-            completion_field=config.data.completion_field,
-        )
-        for note in report.notes:
-            notice(note)
-        return_free_pages()  # which are counted as the memory of libraries otherwise
+        _build(config, notice)
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
     if recorded is not None and _has_changed_input(config):
@@ -125,6 +111,25 @@ def open_data(
     training, validation = split("train"), split(held_out) if held_out else None
     digest = digest_to_record(recorded, dataset)
     return TrainingData(training, validation, dataset, length, digest)
+
+
+def _build(config: Config, notice: Callable[[str], None]) -> None:
+    """Build the data set of a run."""
+    notice(f"building the data set {config.data_dir} from {', '.join(config.data.input)}")
+    report = build_dataset(
+        config.data.input,
+        config.tokenizer,
+        config.data_dir,
+        validation=config.data.validation,
+        seed=config.data.seed,
+        content=config.data.content,
+        field=config.data.text_field,
+        prompt_field=config.data.prompt_field,
+        completion_field=config.data.completion_field,
+    )
+    for note in report.notes:
+        notice(note)
+    return_free_pages()  # which would be counted as memory of libraries
 
 
 def _delete(folder: Path) -> None:
