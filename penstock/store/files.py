@@ -22,6 +22,12 @@ CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
 
 
+ANOTHER_CHECKPOINT = (
+    "use another checkpoint: without a store on flash, `penstock inspect RUN --repair` goes back "
+    "to the newest intact one"
+)
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """The data with which a reader verifies a file: its size, and one checksum per chunk."""
