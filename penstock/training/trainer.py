@@ -198,6 +198,11 @@ class Trainer:
         """The number of committed steps."""
         return self.store.step
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step from which the run would resume now; None if nothing is saved."""
+        return self._checkpoints.newest_step
+
     def __repr__(self) -> str:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
