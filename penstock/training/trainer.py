@@ -256,8 +256,7 @@ class Trainer:
 
     def _refuse_stale(self) -> None:
         """Refuse to train if another trainer has advanced the run."""
-        newest = self._checkpoints.newest_step
-        if newest is not None and newest > self.step:
+        if (newest := self.saved_step) is not None and newest > self.step:
             raise ConfigError(
                 f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
                 f"trainer is at step {self.step}; create a new Trainer, which continues from step "
