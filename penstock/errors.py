@@ -50,7 +50,7 @@ class CorruptionError(PenstockError):
 
 
 class StorageError(PenstockError):
-    """The operating system refused to store something (disk full, read-only, I/O error)."""
+    """A folder cannot be used: its disk is full, read-only or failing, or a process uses it."""
 
     exit_code = 7
 

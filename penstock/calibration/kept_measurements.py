@@ -66,7 +66,7 @@ def keep(machine: MachineDescription, key: HostKey, *, forgets: bool = False) ->
             if old not in (*numbers, number):
                 _numbered(path, old).unlink(missing_ok=True)
     except OSError as error:
-        advice = write_advice(error, "free some space there")
+        advice = write_advice(error, "free some space there", "make that folder")
         raise StorageError(
             f"{path}: cannot keep the measurements of this host: {error.strerror or error}; "
             f"{advice}, or set XDG_CACHE_HOME to another folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +44,7 @@ def inspect(
     from penstock.config import load_run, verify_record
     from penstock.errors import ConfigError, CorruptionError
 
-    damage = Damage()
+    damage = Damage(run)
     damage.find(lambda: verify_record(run))
     try:
         settings = load_run(run)
@@ -57,7 +58,7 @@ def inspect(
     flash = settings.store.flash.path
     if repair:
         if flash is not None:
-            repair_flash(flash)
+            repair_flash(run, flash)
         else:
             _repair_checkpoints(run)
         return
@@ -69,7 +70,7 @@ def inspect(
     _show_data(settings, damage)
     _show_kept(run, damage)
     if flash is not None:
-        damage.add(show_flash(flash))
+        damage.add(show_flash(run, flash))
     for folder in checkpoint_folders(run / "checkpoints"):
         try:
             state = _verified(folder)
@@ -119,9 +120,10 @@ def _newest_hash(run: Path, settings: Config, latest: Path | None) -> str:
 
 
 class Damage:
-    """What was found to be damaged, in the order in which it was looked at."""
+    """What was found to be damaged in a run, in the order in which it was looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Path) -> None:
+        self._command = f"penstock inspect {shlex.quote(str(run))}"
         self._found: list[CorruptionError] = []
 
     def add(self, error: CorruptionError | None) -> None:
@@ -145,7 +147,9 @@ class Damage:
         from penstock.errors import CorruptionError
 
         if self._found:
-            raise CorruptionError("\n".join(map(str, self._found))) from self._found[0]
+            text = "\n".join(map(str, self._found))
+            text = text.replace("penstock inspect RUN", self._command)
+            raise CorruptionError(text) from self._found[0]
 
 
 def _show_data(settings: Config, damage: Damage) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.progress import View
     from penstock.telemetry import Event, Listener
+    from penstock.training import Trainer
 
 
 def train(
@@ -70,8 +71,10 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
 
 
 def _run(settings: Config, view: View, resume_command: str) -> None:
-    stop = GracefulStop(view.interrupt)
-    with surviving_loss(stop.lose_output), view, ExitStack() as stack:
+    stop, lost = GracefulStop(view.interrupt), ""
+    with surviving_loss(stop.lose_output), ExitStack() as stack:
+        stack.callback(lambda: output.write_error(lost))  # after the view, whose last line is open
+        stack.enter_context(view)
         try:
             from penstock.training import KernelWorker, Trainer
 
@@ -84,11 +87,26 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
             raise
         with closing(trainer), stop.handling(trainer.request_stop):
             if stop.signal is None:
-                trainer.train()
+                try:
+                    trainer.train()
+                except KeyboardInterrupt:
+                    lost = stopped_at_once(trainer, resume_command)
+                    raise
     if stop.signal is not None:
         # The exit code that a shell reports for a process ended by this signal, so that `penstock
         # train ... && next` stops after a Ctrl-C.
         raise typer.Exit(128 + stop.signal)
+
+
+def stopped_at_once(trainer: Trainer, resume_command: str) -> str:
+    """Return a line that says from which step a run resumes that a second signal has stopped."""
+    step, saved = trainer.step, trainer.saved_step
+    if not saved:
+        return f"stopped at once in step {step + 1}; nothing was saved: the run starts again\n"
+    return (
+        f"stopped at once in step {step + 1}; the last saved step is {saved}; resume from there "
+        f"with: {resume_command}\n"
+    )
 
 
 def naming_command(listener: Listener, resume_command: str) -> Listener:

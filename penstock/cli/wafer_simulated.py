@@ -86,6 +86,7 @@ def page(streamed: StreamedProduct, products: list[dict[str, Any]]) -> list[str]
     lines = [
         "",
         f"simulated: entries drawn at random, {how}",
+        "closed form: here of the drawn entries, in the table above of the density alone",
         f"{'':<17}{'simulated':>14}{'closed form':>14}{'ratio':>8}{'busy':>8}{'starved':>9}"
         f"{'blocked':>9}",
     ]

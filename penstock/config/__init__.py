@@ -35,6 +35,7 @@ from penstock.config.problems import Origin as Origin, explain as explain
 from penstock.config.record import (
     check_run as check_run,
     load_run as load_run,
+    no_such_run as no_such_run,
     recorded_flash as recorded_flash,
     verify_record as verify_record,
     write_record as write_record,

@@ -9,6 +9,7 @@ from penstock.config.cluster import cluster_keys
 from penstock.config.document import read
 from penstock.config.model_file import with_model_file
 from penstock.config.problems import Origin
+from penstock.config.record import default_run_dir
 from penstock.config.root import Config
 from penstock.errors import ConfigError, did_you_mean
 
@@ -25,7 +26,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = Fa
     origin = Origin(name=str(path), lines=lines)
     run = data.get("run")
     if run is None or (isinstance(run, dict) and "dir" not in run):
-        data["run"] = {"dir": f"runs/{path.stem}", **(run or {})}
+        data["run"] = {"dir": str(default_run_dir(path)), **(run or {})}
     config = Config.from_mapping(data, overrides, origin)
     if config.model is None:
         raise ConfigError(f"{path}: model: missing; add for example `model: gpt2`")

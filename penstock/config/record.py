@@ -107,7 +107,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     folder = Path(folder)
     path = folder / FILE_NAME
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such run; expected the folder that run.dir named")
+        raise no_such_run(folder)
     if not path.is_file():
         raise ConfigError(
             f"{folder}: expected a run, which has a {FILE_NAME}; it holds {_contents(folder)}"
@@ -116,6 +116,31 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     data, lines = read(path)
     _follow(data, folder)
     return Config.from_mapping(data, overrides, Origin(name=str(path), lines=lines))
+
+
+def no_such_run(path: Path) -> ConfigError:
+    """Return the error for a path, given as a run, that is not a folder.
+
+    For a configuration file it names the folder of the file's run.
+    """
+    if not path.is_file():
+        return ConfigError(f"{path}: no such run; expected the folder that run.dir named")
+    expected = f"{path}: expected the folder of a run, got a file"
+    if path.suffix not in (".yaml", ".yml"):
+        return ConfigError(f"{expected}; give the folder that run.dir named")
+    run = read(path)[0].get("run")
+    named = run.get("dir") if isinstance(run, dict) else None
+    folder = Path(named) if isinstance(named, str) else default_run_dir(path)
+    missing = "" if folder.is_dir() else ", which does not exist yet"
+    return ConfigError(
+        f"{path}: expected the folder of a run, got a configuration file; the folder of its run is "
+        f"{folder}{missing}"
+    )
+
+
+def default_run_dir(path: Path) -> Path:
+    """Return the folder of a run whose configuration file does not set run.dir."""
+    return Path("runs", path.stem)
 
 
 def recorded_flash(folder: Path) -> Path | None:

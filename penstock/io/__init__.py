@@ -15,4 +15,4 @@ from penstock.io.safetensors_header import (
     is_sound as is_sound,
     parse_header as parse_header,
 )
-from penstock.io.write_advice import write_advice as write_advice
+from penstock.io.write_advice import is_full as is_full, write_advice as write_advice

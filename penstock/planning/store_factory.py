@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.config import Config
+from penstock.config import Config, size_above
 from penstock.engine import target_of
 from penstock.errors import BudgetError
 from penstock.planning.sparse_weights import mask_rule_of
@@ -221,8 +221,8 @@ def flash_share(config: Config, program: Program, dram_bytes: int) -> int:
     if config.store.holders > 1 and dram_bytes < least:
         raise BudgetError(
             f"store.dram: {program.name} in {count} shards{_with_replicas(config)} needs {least:,} "
-            f"bytes of memory, the budget is {dram_bytes:,}; raise store.dram, or lower "
-            "store.shards"
+            f"bytes of memory, the budget is {dram_bytes:,}; raise store.dram "
+            f"(store.dram={size_above(least).replace(' ', '')}), or lower store.shards"
         )
     return (dram_bytes - assembly_of(config, program)) // config.store.holders
 

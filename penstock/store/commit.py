@@ -37,7 +37,7 @@ class CommitRule:
             NoTrainingError: a trainable weight received no gradient.
             NonFiniteError: a gradient is NaN or infinite.
         """
-        norm = global_norm(holding, step, report)
+        norm = global_norm(holding, step, report, self.clip_norm)
         scale, rate = clip_scale(norm, self.clip_norm), learning_rate(self.schedule, step - 1)
         return Commit(Decision(step, norm, scale, rate), zero_gradients(holding, report))
 

@@ -16,10 +16,16 @@ import numpy as np
 import xxhash
 
 from penstock.errors import ConfigError, StorageError
-from penstock.io import durable, failpoints, write_advice
+from penstock.io import durable, failpoints, is_full, write_advice
 
 CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
+
+
+ANOTHER_CHECKPOINT = (
+    "use another checkpoint: without a store on flash, `penstock inspect RUN --repair` goes back "
+    "to the newest intact one"
+)
 
 
 @dataclass(frozen=True)
@@ -143,9 +149,12 @@ def storage_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         advice = write_advice(error, "free some space or choose another folder")
+        space = ""
+        if is_full(error):
+            free = free_bytes(folder.parent)
+            space = f"; it needs {needed_bytes:,} bytes, {free:,} bytes are free"
         raise StorageError(
-            f"{folder}: cannot write it: {reason}; it needs {needed_bytes:,} bytes, "
-            f"{free_bytes(folder.parent):,} bytes are free; {advice}; "
+            f"{folder}: cannot write it: {reason}{space}; {advice}; "
             "what was saved before is unchanged"
         ) from error
 

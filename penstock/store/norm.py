@@ -64,8 +64,12 @@ def zero_gradients(holding: Holding, report: GradientReport) -> tuple[str, ...]:
     return tuple(n for n in home_stages(holding) if 0 < weights[n].elements == report.zero.get(n))
 
 
-def global_norm(holding: Holding, step: int, report: GradientReport) -> float:
+def global_norm(
+    holding: Holding, step: int, report: GradientReport, clip_norm: float | None
+) -> float:
     """Return the norm of the gradients of `step`, rounded once from the exact sum.
+
+    **Arguments:** `clip_norm` is only for the advice in an error.
 
     Raises:
         NoTrainingError: a trainable weight received no gradient.
@@ -83,7 +87,7 @@ def global_norm(holding: Holding, step: int, report: GradientReport) -> float:
             "does not depend on it; freeze weights that should not train, or use them in the loss"
         )
     if report.non_finite:
-        raise NonFiniteError(_describe_non_finite(holding, step, report.non_finite))
+        raise NonFiniteError(_describe_non_finite(holding, step, report.non_finite, clip_norm))
     return math.sqrt(math.fsum(report.squares))
 
 
@@ -95,7 +99,10 @@ def clip_scale(norm: float, clip_norm: float | None) -> float:
 
 
 def _describe_non_finite(
-    holding: Holding, step: int, non_finite: Mapping[int, tuple[str, ...]]
+    holding: Holding,
+    step: int,
+    non_finite: Mapping[int, tuple[str, ...]],
+    clip_norm: float | None,
 ) -> str:
     first, *rest = sorted(non_finite, reverse=True)  # in the order of the backward sweep
     text = (
@@ -105,7 +112,8 @@ def _describe_non_finite(
     others = [holding.stages[index].name for index in rest]
     if others:
         text += f", then of {_some('stage', others)}"
-    return f"{text}; lower the learning rate or optimizer.clip_norm, or check the data"
+    clip = ", set optimizer.clip_norm" if clip_norm is None else " or optimizer.clip_norm"
+    return f"{text}; lower the learning rate{clip}, or check the data"
 
 
 def _some(what: str, names: Sequence[str], limit: int = 5) -> str:

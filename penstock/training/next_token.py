@@ -54,6 +54,7 @@ class NextToken:
         self._prefill = make_engine("prefill")
         self._keeps_nothing = False
         self._decode: Engine | None = None
+        self._has_told_length = False
         self._tokens: list[int] = []  # whose keys and values are kept
         self._kept: list[torch.Tensor] = []
 
@@ -95,18 +96,26 @@ class NextToken:
         if self._kept and is_whole and visible[:-1] == self._tokens:
             logits, *_ = self._run(self._decoding(), visible)
         else:
+            outgrows = bool(self._kept) and visible[:-1] == self._tokens[1:]
             if self._kept:
                 self.forget()
             logits, *self._kept = self._run(self._prefill, visible)
             if reason:
                 self._notice(f"{_SLOW} the model cannot be decoded incrementally: {reason}")
             elif not is_whole and not self._keeps_nothing:
-                self._notice(
-                    f"from here on {_SLOW} the text is longer than {self._window:,} tokens, the "
-                    "most that the model reads: the last ones get other positions"
-                )
+                self._tell_length(outgrows)
         self._tokens = visible
         return logits[0, -1]
+
+    def _tell_length(self, outgrows: bool) -> None:
+        """Say once that a text is longer than the window, which it `outgrows` or did at once."""
+        if self._has_told_length:
+            return
+        self._has_told_length = True
+        self._notice(
+            f"{'from here on ' * outgrows}{_SLOW} the text is longer than {self._window:,} tokens, "
+            "the most that the model reads: the last ones get other positions"
+        )
 
     def _decoding(self) -> Engine:
         if self._decode is None:

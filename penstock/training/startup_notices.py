@@ -1,5 +1,6 @@
-"""Notices before the first step about choices that are valid but may be unintended."""
+"""Notices about choices that are valid but may be unintended, before the first step."""
 
+import shlex
 from collections.abc import Iterator
 
 from penstock.config import Config, size_above
@@ -17,6 +18,24 @@ def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iter
     yield from _mean_of_means(config, source, layout)
     yield from _masks_that_never_change(config, layout)
     yield from _values_beyond_a_mesh(config, layout)
+
+
+def all_steps_done(config: Config) -> str:
+    """Return the notice that a run has all its steps.
+
+    Blocks on flash are compared with their checksums when they are read, so nothing has verified
+    them yet; checkpoints of a store in memory have been read.
+    """
+    unverified = ""
+    if config.store.flash.path is not None:
+        unverified = (
+            f". No checksum on flash was compared now: `penstock inspect "
+            f"{shlex.quote(str(config.run.dir))}` verifies them all"
+        )
+    return (
+        f"the run already has its {config.run.steps} steps; nothing to do. To train further: "
+        f"{config.more_steps()}{unverified}"
+    )
 
 
 def _unregistered(source: ModelSource) -> Iterator[str]:

@@ -53,7 +53,7 @@ from penstock.training.run_assembly import (
 )
 from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
-from penstock.training.startup_notices import cautions
+from penstock.training.startup_notices import all_steps_done, cautions
 from penstock.training.text_generation import TextGenerator
 from penstock.training.token_generation import TokenGenerator, closed_error, make_token_generator
 
@@ -198,6 +198,11 @@ class Trainer:
         """The number of committed steps."""
         return self.store.step
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step from which the run would resume now; None if nothing is saved."""
+        return self._checkpoints.newest_step
+
     def __repr__(self) -> str:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
@@ -251,8 +256,7 @@ class Trainer:
 
     def _refuse_stale(self) -> None:
         """Refuse to train if another trainer has advanced the run."""
-        newest = self._checkpoints.newest_step
-        if newest is not None and newest > self.step:
+        if (newest := self.saved_step) is not None and newest > self.step:
             raise ConfigError(
                 f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
                 f"trainer is at step {self.step}; create a new Trainer, which continues from step "
@@ -307,10 +311,7 @@ class Trainer:
                 self._checkpoint_scheduler.begin(self.step)
         self._gradient_check.end(self.store)
         if self.step == first_step and self.step >= config.run.steps:
-            self._notice(
-                f"the run already has its {config.run.steps} steps; nothing to do. To train "
-                f"further: {config.more_steps()}"
-            )
+            self._notice(all_steps_done(config))
         self.save()
         report.add_behind(self.store.take_flash_traffic())
         summary = self._summary(self.step - first_step, last_loss, started)

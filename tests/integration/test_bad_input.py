@@ -213,7 +213,8 @@ def test_corrupt_checkpoint(penstock):
     damaged.write_bytes(content)
     text = (
         rf"{damaged}: damaged in bytes 0 to [\d,]+, which hold the header, \S+.*: expected "
-        r"checksum [0-9a-f]{32}, got [0-9a-f]{32}; use another checkpoint"
+        r"checksum [0-9a-f]{32}, got [0-9a-f]{32}; use another checkpoint: without a store on "
+        r"flash, `penstock inspect RUN --repair` goes back to the newest intact one"
     )
     assert_refused(penstock("eval", "run"), 6, text)
     assert_refused(penstock("generate", "run", "--prompt", "water"), 6, text)

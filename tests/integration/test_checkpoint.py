@@ -251,7 +251,8 @@ def test_damage_is_named_by_file_tensors_and_place(tmp_path):
     assert str(caught.value) == (
         f"{path}: damaged in bytes 8,388,608 to {path.stat().st_size:,}, which hold master/second: "
         f"expected checksum {expected}, got {xxhash.xxh3_128_hexdigest(data)}; use another "
-        "checkpoint"
+        "checkpoint: without a store on flash, `penstock inspect RUN --repair` goes back to the "
+        "newest intact one"
     )
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from penstock import Trainer
 from penstock.cli.app import app
-from penstock.config import Config
+from penstock.config import ByteSize, Config
 from penstock.errors import BudgetError, ConfigError, CorruptionError
 from penstock.store import ShardMap
 from penstock.store.flash import FlashReader, OtherStoreError
@@ -226,6 +226,8 @@ def test_configured_sizes_are_totals_of_all_shards(tmp_path):
     with pytest.raises(BudgetError, match=r"in 3 shards needs [\d,]+ bytes of memory") as refused:
         trainer_of(case, RECIPE, tmp_path / "run", **store(dram="1MiB"))
     least = int(str(refused.value).split("needs ")[1].split(" ")[0].replace(",", ""))
+    pasted = str(refused.value).split("(store.dram=")[1].split(")")[0]
+    assert least <= ByteSize.parse(pasted) < least + (1 << 14)
     with pytest.raises(BudgetError, match=r"in 3 shards needs"):
         trainer_of(case, RECIPE, tmp_path / "run", **store(dram=least - 1))
     trainer, _ = trainer_of(case, RECIPE, tmp_path / "run", **store(dram=least + 2))

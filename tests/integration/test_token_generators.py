@@ -200,6 +200,21 @@ def test_text_longer_than_the_window_is_a_notice_once(tmp_path):
     )
 
 
+def test_prompt_longer_than_the_window_is_a_notice_of_its_own(tmp_path):
+    events = []
+    trainer = trainer_of(tmp_path, GPT2 | {"n_positions": 32}, on_event=events.append, quiet=True)
+    generator = trainer.token_generator()
+    list(generator.generate([2] * 5, max_new_tokens=2))  # leaves keys and values of another text
+    for _ in range(2):
+        list(generator.generate([1] * 40, max_new_tokens=3))
+    trainer.close()
+    (event,) = events
+    assert event.text == (
+        f"{SLOW} the text is longer than 32 tokens, the most that the model reads: the last ones "
+        "get other positions"
+    )
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 def test_notice_of_slow_decoding_goes_to_the_view_of_the_trainer(tmp_path, capsys, quiet):
     trainer = trainer_of(tmp_path, own_module(), quiet=quiet)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config import no_such_run
 from penstock.distributed import rendezvous_file
 from penstock.distributed.protocol import Message, MessageType
 from penstock.distributed.transport import Endpoint, own_host
@@ -34,7 +35,7 @@ def scale(run: Path, engines: int | None = None, relays: int | None = None) -> S
         ClusterError: the run does not answer.
     """
     if not run.is_dir():
-        raise ConfigError(f"{run}: no such run; expected the folder that run.dir named")
+        raise no_such_run(run)
     path = run / rendezvous_file.NAME
     if not path.exists():
         given = f"fabric.relays={relays}" if engines is None else f"engines={engines}"

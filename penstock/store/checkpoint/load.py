@@ -30,7 +30,7 @@ from penstock.store.checkpoint.verified_pieces import (
     unreadable,
 )
 from penstock.store.codecs import values_of_saved
-from penstock.store.files import CHUNK_BYTES, FileRecord
+from penstock.store.files import ANOTHER_CHECKPOINT, CHUNK_BYTES, FileRecord
 from penstock.store.interface import Store
 from penstock.store.roles import MASTER, VALUES, holds_weight
 
@@ -245,7 +245,7 @@ def _chunks(
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 raise CorruptionError(
-                    f"{path}: expected {record.bytes:,} bytes, got {size:,}; use another checkpoint"
+                    f"{path}: expected {record.bytes:,} bytes, got {size:,}; {ANOTHER_CHECKPOINT}"
                 )
             buffer = memoryview(bytearray(min(CHUNK_BYTES, record.bytes)))
             for number in range(len(record.checksums)):

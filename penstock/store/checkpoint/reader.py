@@ -19,7 +19,7 @@ from penstock.store.checkpoint.verified_pieces import (
 )
 from penstock.store.codecs import values_of_saved
 from penstock.store.content_hash import hash_read
-from penstock.store.files import CHUNK_BYTES
+from penstock.store.files import ANOTHER_CHECKPOINT, CHUNK_BYTES
 from penstock.store.packed import dense_values
 from penstock.store.roles import INDEX, MASTER, VALUES, holds_weight
 
@@ -140,7 +140,7 @@ class SavedWeights:
                 if path.stat().st_size != record.bytes:
                     raise CorruptionError(
                         f"{path}: expected {record.bytes:,} bytes, got {path.stat().st_size:,}; "
-                        "use another checkpoint"
+                        f"{ANOTHER_CHECKPOINT}"
                     )
                 opened.seek(number * CHUNK_BYTES)
                 read_into(path, opened, data)

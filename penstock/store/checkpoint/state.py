@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, CorruptionError
 from penstock.io import Extent, is_sound
 from penstock.store import sealed_json, tensor_file
 from penstock.store.checkpoint.base import Base, BaseWeight
-from penstock.store.files import CHUNK_BYTES, FileRecord
+from penstock.store.files import ANOTHER_CHECKPOINT, CHUNK_BYTES, FileRecord
 from penstock.store.roles import INDEX, MASTER, VALUES
 
 STATE_NAME = "state.json"
@@ -259,4 +259,4 @@ def _require_parts(path: Path, state: CheckpointState) -> None:
 
 
 def _broken(path: Path, what: str) -> CorruptionError:
-    return CorruptionError(f"{path}: {what}; use another checkpoint")
+    return CorruptionError(f"{path}: {what}; {ANOTHER_CHECKPOINT}")

@@ -8,7 +8,7 @@ import xxhash
 
 from penstock.errors import CorruptionError, StorageError
 from penstock.io import Extent, NotPlainError, header_length, parse_header
-from penstock.store.files import CHUNK_BYTES, FileRecord
+from penstock.store.files import ANOTHER_CHECKPOINT, CHUNK_BYTES, FileRecord
 
 
 def holds_header(
@@ -24,8 +24,8 @@ def holds_header(
         return False
     if parse_header(path, head[:length], record.bytes) != extents:
         raise CorruptionError(
-            f"{path}: its header differs from the header that state.json describes; use another "
-            "checkpoint"
+            f"{path}: its header differs from the header that state.json describes; "
+            f"{ANOTHER_CHECKPOINT}"
         )
     return True
 
@@ -57,7 +57,7 @@ def require_checksum(
         raise CorruptionError(
             f"{path}: damaged in bytes {begin:,} to {begin + len(data):,}, which hold "
             f"{_held(ordered, begin, begin + len(data))}: expected checksum {expected}, got "
-            f"{found}; use another checkpoint"
+            f"{found}; {ANOTHER_CHECKPOINT}"
         )
 
 
@@ -73,7 +73,7 @@ def _held(ordered: list[tuple[str, Extent]], begin: int, end: int) -> str:
 def unreadable(path: Path, error: OSError) -> CorruptionError | StorageError:
     """Return the error for a file of a checkpoint that cannot be read."""
     if isinstance(error, FileNotFoundError):
-        return CorruptionError(f"{path}: this file is missing; use another checkpoint")
+        return CorruptionError(f"{path}: this file is missing; {ANOTHER_CHECKPOINT}")
     if isinstance(error, NotPlainError):
         return CorruptionError(f"{path}: {error.strerror}, or use another checkpoint")
     return StorageError(

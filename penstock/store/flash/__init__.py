@@ -13,6 +13,7 @@ from penstock.store.flash.folder import (
     repair as repair,
 )
 from penstock.store.flash.forecast import FlashForecast as FlashForecast, forecast as forecast
+from penstock.store.flash.journal import REPAIR as REPAIR
 from penstock.store.flash.medium import ExtentFile as ExtentFile
 from penstock.store.flash.reader import FlashReader as FlashReader
 from penstock.store.flash.sharded import (

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from penstock.config import size_above
 from penstock.errors import BudgetError
 from penstock.step_schedule import sweep_order
 from penstock.store.flash.frames import Visit, least_bytes
@@ -245,12 +246,7 @@ def _without_flash(
 def _spilling(options: _Options, budget: int, beside: int) -> Division:
     option = options.spilling
     if budget < option.least_bytes:
-        masks = f", masks and their changes {beside:,}" if beside else ""
-        least = options.least
-        raise BudgetError(
-            f"store.dram: {options.parts(least)}{masks}; the budget is {budget + beside:,}; raise "
-            f"store.dram to {least.least_bytes + beside:,} or more"
-        )
+        raise _too_small(options, budget, beside)
     buffers, left = option.divided(budget, options.blocks)
     resident, room = options.tied, left // 2
     spilled: dict[int, int] = {}
@@ -270,4 +266,20 @@ def _spilling(options: _Options, budget: int, beside: int) -> Division:
         spilled_bytes=sum(spilled.values()),
         slab_bytes=options.slab,
         held_bytes=0,
+    )
+
+
+def _too_small(options: _Options, budget: int, beside: int) -> BudgetError:
+    """Return the error of a budget in which no option fits; both sizes without the masks."""
+    least = options.least
+    need, budget = least.least_bytes + beside, budget + beside
+    masks = f", masks and their changes {beside:,}" if beside else ""
+    is_all = least is options.everything
+    why = "; the model is so small that this is the whole store" if is_all else ""
+    instead = "; with that much the store needs no flash" if is_all else ""
+    return BudgetError(
+        f"store.dram: a store on flash needs at least {size_above(need)} of memory for this model, "
+        f"got {size_above(budget)}{why}: {options.parts(least)}{masks}; the budget is {budget:,}; "
+        f"raise store.dram to {need:,} or more (store.dram={size_above(need).replace(' ', '')})"
+        f"{instead}"
     )

@@ -39,7 +39,7 @@ _MAGIC, _SEAL = b"PSTKREC\1", b"PSTKSEAL"
 _HEADER = struct.Struct("<8sQQ16s")  # magic, number, payload bytes, checksum of the payload
 _SEALED = struct.Struct("<8sQ16s")  # magic, number, checksum of the whole record
 _LOOKED_THROUGH_BYTES = 1 << 20  # at a time
-_REPAIR = "`penstock inspect RUN --repair` rolls back to the newest intact durable step"
+REPAIR = "`penstock inspect RUN --repair` rolls back to the newest intact durable step"
 _CHECK_BYTES = 16  # the last bytes of a sector are the checksum of the bytes before them
 
 
@@ -272,7 +272,7 @@ def _sealed(path: Path, file: BinaryIO, place: int, header: _Header) -> Record:
         raise CorruptionError(
             f"{path}: record {header.number}, bytes {place:,} to {end:,}: expected checksum "
             f"{sealed.hex()}, got {actual.hex()}; the file has changed since it was written; "
-            f"{_REPAIR}"
+            f"{REPAIR}"
         )
     try:
         size = int.from_bytes(payload[:8], "little")
@@ -307,7 +307,7 @@ def _require_sector(path: Path, sector: memoryview, place: int, what: str) -> No
     if found != expected:
         raise CorruptionError(
             f"{path}: {what}, at byte {place:,}: expected checksum {expected.hex()}, got "
-            f"{found.hex()}; the file has changed since it was written; {_REPAIR}"
+            f"{found.hex()}; the file has changed since it was written; {REPAIR}"
         )
 
 
@@ -324,7 +324,7 @@ def _require_end(path: Path, file: BinaryIO, place: int, what: str) -> None:
                 raise CorruptionError(
                     f"{path}: {what}, at byte {place:,}: expected a checksum, got zeros, although "
                     f"a sealed record follows at byte {behind + begin:,}; the file has changed "
-                    f"since it was written; {_REPAIR}"
+                    f"since it was written; {REPAIR}"
                 )
         behind += len(sectors)
 

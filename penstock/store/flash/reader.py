@@ -128,9 +128,7 @@ class FlashReader(StepsReader):
             if not self._records:
                 read_records(self._journal)  # raises if the journal is damaged
                 raise self._none_durable()
-            raise CorruptionError(
-                f"{self.folder}: no durable step is intact; restore the weights from an export"
-            )
+            raise CorruptionError(f"{self.folder}: no durable step is intact; nothing was changed")
         return self.go_back(self.whole_steps[-1])
 
     @property

@@ -130,8 +130,7 @@ class ShardedReader(StepsReader):
             if not any(reader.steps for reader in self._readers):
                 raise self._none_durable()
             raise CorruptionError(
-                f"{self.folder}: no durable step is intact in all shards; restore the weights from "
-                "an export"
+                f"{self.folder}: no durable step is intact in all shards; nothing was changed"
             )
         step = max(whole)
         for reader in self._readers:

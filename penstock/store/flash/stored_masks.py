@@ -16,7 +16,7 @@ import xxhash
 from penstock.errors import CorruptionError
 from penstock.kernels.memory import allocate
 from penstock.sparsity import PackedIndex, compact_bytes, empty_index, index_from_compact
-from penstock.store.flash.journal import Record
+from penstock.store.flash.journal import REPAIR, Record
 from penstock.store.flash.layout import FlashLayout, Unit
 from penstock.store.flash.medium import ALIGNMENT_BYTES, ExtentFile
 from penstock.store.masks import Masks
@@ -157,8 +157,7 @@ class StoredMasks:
             raise CorruptionError(
                 f"{self._file.path}: damaged in bytes {offset:,} to {offset + size:,}, which hold "
                 f"the mask of {unit.names[0]}: expected checksum {expected.hex()}, got "
-                f"{found.hex()}; `penstock inspect --repair` rolls back to the previous durable "
-                "step, if that step is intact"
+                f"{found.hex()}; {REPAIR}"
             )
         return data[:size]
 

@@ -14,7 +14,7 @@ from penstock.kernels.memory import allocate
 from penstock.kernels.split_master import Weight
 from penstock.store.codecs import decode
 from penstock.store.content_hash import hash_read
-from penstock.store.flash.journal import Record
+from penstock.store.flash.journal import REPAIR, Record
 from penstock.store.flash.layout import Block, FlashLayout, Unit
 from penstock.store.flash.medium import ALIGNMENT_BYTES, ExtentFile
 from penstock.store.flash.stored_masks import CHECKSUM_BYTES, MaskHistory, StoredMasks
@@ -187,8 +187,7 @@ class Version:
         raise CorruptionError(
             f"{self._file.path}: damaged in bytes {offset:,} to {offset + data.nbytes:,}, which "
             f"hold {'the state' if half else 'the weights'} of {held}: expected checksum "
-            f"{expected.hex()}, got {found.hex()}; `penstock inspect --repair` rolls back to the "
-            "previous durable step, if that step is intact"
+            f"{expected.hex()}, got {found.hex()}; {REPAIR}"
         )
 
     def read(self, name: str, role: str, begin: int, end: int) -> np.ndarray:

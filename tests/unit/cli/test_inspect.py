@@ -3,7 +3,14 @@
 import shutil
 
 import pytest
-from store_programs import LAYERS, flash_store, make_program, random_weights, training_store
+from store_programs import (
+    LAYERS,
+    flash_store,
+    make_program,
+    random_weights,
+    train,
+    training_store,
+)
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
@@ -66,6 +73,10 @@ def test_a_damaged_checkpoint_is_named(run):
     assert "checkpoint   step-00000000  DAMAGED" in result.stdout
     assert isinstance(result.exception, CorruptionError)
     assert str(file) in str(result.exception)
+    assert str(result.exception).endswith(
+        "use another checkpoint: without a store on flash, "
+        f"`penstock inspect {run} --repair` goes back to the newest intact one"
+    )
 
 
 @pytest.mark.parametrize("is_best", [False, True])
@@ -134,3 +145,82 @@ def test_flash_store_killed_during_first_load_is_listed(tmp_path):
         result = inspect(tmp_path, option)
         assert isinstance(result.exception, ConfigError)
         assert str(result.exception) == f"{flash}: no durable step yet; start the run again"
+
+
+@pytest.fixture
+def flash_run(tmp_path):
+    """A run with two durable steps on flash, both damaged; return its folder and the store."""
+    flash = tmp_path / "flash"
+    settings = {"run": {"dir": str(tmp_path)}, "store": {"flash": {"path": str(flash)}}}
+    write_record(Config.from_mapping({"model": "gpt2", **settings}))
+    store = flash_store(make_program(LAYERS), flash, keep_steps=2)
+    store.load(random_weights(store.program, 0).items())
+    for _ in range(2):
+        train(store, 1, seed=store.step)
+        store.make_durable()
+    yield tmp_path, store
+    store.close()
+
+
+def damage_flash(run, store):
+    store.close()
+    extents = run / "flash" / "extents"
+    extents.write_bytes(bytes(byte ^ 1 for byte in extents.read_bytes()))
+
+
+def test_damaged_step_on_flash_names_the_run_in_the_command(flash_run):
+    run, store = flash_run
+    unit = store._layout.units[1]
+    place = unit.stream_offset(store._version._place[1])
+    store.close()
+    with (run / "flash" / "extents").open("r+b") as file:
+        file.seek(place)
+        file.write(b"another")
+    result = inspect(run)
+    assert "durable      step 1  all checksums match" in result.stdout
+    assert str(result.exception).endswith(
+        f"; `penstock inspect {run} --repair` rolls back to the newest intact durable step"
+    )
+
+
+def test_without_an_intact_step_on_flash_the_best_checkpoint_is_named(flash_run):
+    run, store = flash_run
+    best = save_checkpoint(store, run / "checkpoints", {}, best=True).folder
+    damage_flash(run, store)
+    told = (
+        f"{run / 'flash'}: no durable step is intact; {best}, the best checkpoint, of step 2, is "
+        f"intact: `penstock export {run} OUT --best` writes its weights to OUT; a new run with "
+        "model.hf=OUT starts from them"
+    )
+    shown = inspect(run)
+    assert shown.stdout.count("DAMAGED") == 2
+    assert str(shown.exception).endswith(f"\n{told}")
+    assert "--repair" not in str(shown.exception)
+    repaired = inspect(run, "--repair")
+    assert isinstance(repaired.exception, CorruptionError)
+    assert str(repaired.exception) == told.replace("intact; ", "intact; nothing was changed; ", 1)
+
+
+@pytest.mark.parametrize("has_best", [False, True])
+def test_run_on_flash_without_any_intact_state_says_so(flash_run, has_best):
+    run, store = flash_run
+    if has_best:
+        damage(save_checkpoint(store, run / "checkpoints", {}, best=True).folder)
+    damage_flash(run, store)
+    told = f"; {run} has no intact checkpoint either: restore the store from a copy"
+    assert told in str(inspect(run).exception)
+    assert str(inspect(run, "--repair").exception).endswith(told)
+
+
+def test_damaged_journal_leaves_the_checkpoints_listed(flash_run):
+    run, store = flash_run
+    save_checkpoint(store, run / "checkpoints", {}, best=True)
+    store.close()
+    journal = run / "flash" / "journal"
+    content = bytearray(journal.read_bytes())
+    content[700] ^= 1
+    journal.write_bytes(content)
+    result = inspect(run)
+    assert f"flash        {run / 'flash'}  DAMAGED" in result.stdout
+    assert "checkpoint   step-00000002  step 2" in result.stdout
+    assert isinstance(result.exception, CorruptionError)

@@ -20,12 +20,13 @@ class PretendTrainer:
     """Does 100 steps at once, and stops after the step in which it was asked to."""
 
     on_step = staticmethod(lambda number: None)
+    saved_step: int | None = None
     made: list = []  # noqa: RUF012 - the test reads what the command gave to the constructor
 
     def __init__(self, config, on_event, quiet):
         assert quiet, "the command shows the run itself"
         self.config, self.on_event, self.reason = config, on_event, None
-        self.is_closed = False
+        self.is_closed, self.step = False, 0
         PretendTrainer.made.append(self)
 
     def request_stop(self, reason):
@@ -36,6 +37,7 @@ class PretendTrainer:
         for number in range(1, 101):
             PretendTrainer.on_step(number)
             self.on_event(step(number))
+            self.step = number
             if self.reason:
                 self.on_event(Stopped(number, self.reason, "the trainer's own idea"))
                 return
@@ -165,6 +167,27 @@ def test_the_second_signal_stops_at_once():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert asked == ["SIGTERM"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        (5, "the last saved step is 5; resume from there with: penstock train 'my run.yaml'"),
+        (None, "nothing was saved: the run starts again"),
+        (0, "nothing was saved: the run starts again"),  # on flash: the initial weights
+    ],
+)
+def test_the_second_signal_tells_what_is_saved(run, monkeypatch, capfd, saved, told):
+    def interrupt_twice_at_seven(at):
+        if at == 7:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(interrupt_twice_at_seven))
+    monkeypatch.setattr(PretendTrainer, "saved_step", saved)
+    assert run("my run.yaml").exit_code == 130
+    assert capfd.readouterr().err.endswith(f"stopped at once in step 7; {told}\n")
+    assert PretendTrainer.made[0].is_closed
 
 
 def test_fresh_refuses_a_non_empty_folder(run, tmp_path):

@@ -80,6 +80,14 @@ def test_simulated_products_are_near_the_closed_form_for_the_same_mask():
     page = wafer("product", *LAYER, "--density", 0.3, "--simulate").stdout
     cycles = found[0]["simulated cycles"]
     assert f"forward{cycles:>24,.0f}" in page
+    above, here = page.split("\nclosed form: here of the drawn entries, in the table above of the ")
+    parts = step_cycles(StreamedProduct(96, 64, 48, 0.3), PLAIN, SIM)
+    expected = [f"{part.total:,.0f}" for part in parts]
+    assert (
+        next(line.split()[1:] for line in above.splitlines() if line[:7] == "cycles ") == expected
+    )
+    forms = [f"{one['closed form cycles']:,.0f}" for one in found]
+    assert [line.split()[-5] for line in here.splitlines()[2:]] == forms != expected
     assert max(map(len, page.splitlines())) <= 80
 
 

@@ -1,9 +1,12 @@
 """What a run may change when it resumes, and what it may not."""
 
 import json
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.config import (
     Config,
     check_resumable,
@@ -155,6 +158,40 @@ def test_moved_run_is_found_with_its_data(tmp_path):
     assert found.run.dir == tmp_path / "new"
     assert found.data.path == tmp_path / "new" / "text"
     assert digest(found) == digest(config)
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "inspect", "export", "scale"])
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("model: gpt2\n", "runs/small"),
+        ("run: {steps: 3}\n", "runs/small"),
+        ("run: {dir: elsewhere}\n", "elsewhere"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_configuration_file_given_as_run_names_its_folder(
+    tmp_path, monkeypatch, command, text, folder, is_there
+):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(text)
+    if is_there:
+        Path(folder).mkdir(parents=True)
+    more = {"export": ["out"], "scale": ["engines=2"]}.get(command, [])
+    result = CliRunner().invoke(app, [command, "small.yaml", *more])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == (
+        "small.yaml: expected the folder of a run, got a configuration file; the folder of its run "
+        f"is {folder}" + ("" if is_there else ", which does not exist yet")
+    )
+
+
+def test_other_file_given_as_run_is_refused(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"\xff")
+    with pytest.raises(
+        ConfigError, match="expected the folder of a run, got a file; give the fold"
+    ):
+        load_run(tmp_path / "weights.bin")
 
 
 def test_folder_without_run_is_refused(tmp_path):

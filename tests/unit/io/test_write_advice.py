@@ -23,6 +23,8 @@ FREE = "free some space"
         (errno.EROFS, "make the folder writable or choose another folder"),
         (errno.EACCES, "make the folder writable or choose another folder"),
         (errno.EIO, "check the disk"),
+        (errno.ENOENT, "choose another folder"),
+        (errno.ELOOP, "choose another folder"),
     ],
 )
 def test_advice_suits_the_error(number, advice):

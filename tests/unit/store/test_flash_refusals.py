@@ -9,6 +9,7 @@ from process_files import open_files
 from store_programs import LAYERS, make_program, random_weights, train
 from test_flash import DEEP, LEAST
 
+from penstock.config import ByteSize
 from penstock.errors import BudgetError, ConfigError, StorageError
 from penstock.store import AdamW, Lion
 from penstock.store.flash import least_dram_bytes
@@ -63,6 +64,27 @@ def test_too_small_budget_names_the_required_bytes(flash):
     with pytest.raises(BudgetError, match="the weights of two stages need 65,536 bytes"):
         flash(program, dram=need - 1)
     flash(program, dram=need)
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "is_whole_store"),
+    [(LAYERS, {"block_elements": BLOCK_ELEMENTS}, True), (DEEP, {}, False)],
+)
+def test_too_small_budget_shows_a_size_to_paste(flash, layers, settings, is_whole_store):
+    program = make_program(layers)
+    with pytest.raises(BudgetError) as caught:
+        flash(program, dram=70_000, **settings)
+    text = str(caught.value)
+    begin = "store.dram: a store on flash needs at least "
+    assert text.startswith(begin)
+    shown, pasted = text[len(begin) :].split(" of memory")[0], text.split("(store.dram=")[1]
+    assert pasted.split(")")[0] == shown.replace(" ", "")
+    assert "for this model, got 68.36 KiB" in text
+    assert ("; the model is so small that this is the whole store: all weights" in text) == (
+        is_whole_store
+    )
+    assert text.endswith("; with that much the store needs no flash") == is_whole_store
+    flash(program, dram=ByteSize.parse(pasted.split(")")[0]), **settings)
 
 
 MANY_BLOCKS = [{f"{i}.weight": (500, 400)} for i in range(24)]  # 98 blocks a stage

@@ -81,3 +81,19 @@ def test_full_disk_refuses_a_lock_and_leaves_no_file_open(tmp_path, monkeypatch)
             FolderLock(tmp_path, "wait")
     assert open_files(tmp_path) == before
     locked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ENOENT, "No such file or directory; choose another folder; "),
+        (errno.ENOSPC, "No space left on device; it needs 1,234 bytes, "),
+    ],
+)
+def test_only_a_full_disk_is_answered_with_advice_about_space(tmp_path, number, told):
+    with pytest.raises(StorageError) as caught, files.storage_errors(tmp_path / "run", 1234):
+        raise OSError(number, os.strerror(number))
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/run: cannot write it: {told}")
+    assert ("free some space" in text) == ("bytes are free" in text) == (number == errno.ENOSPC)
+    assert text.endswith("; what was saved before is unchanged")
