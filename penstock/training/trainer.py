@@ -280,9 +280,8 @@ class Trainer:
                 early_stop=self._early_stop,
             )
         )
-        if self.resumed_from is None:
-            for text in cautions(self.config, self.model, self._layout):
-                self._notice(text)
+        for text in cautions(config, self.model, self._layout) if self.resumed_from is None else ():
+            self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.check()
         if self._early_stop.forgotten is not None:
