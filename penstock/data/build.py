@@ -138,7 +138,9 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
-            BuiltFrom.of(named, corpus.files, *fields, validation).write(folder)
+            reads_all = glob is None and not exclude and chosen_from is None
+            made_from = BuiltFrom.of(named, corpus.files, *fields, validation, reads_all=reads_all)
+            made_from.write(folder)
         finally:
             packer.abandon()
     notes = (*packer.notes, *_notes_on(encoder, size))

@@ -28,7 +28,8 @@ _RECORD_FIELDS = ("prompt_field", "completion_field")
 class BuiltFrom(BaseModel):
     """The request to `build_dataset`.
 
-    `paths` are the inputs as absolute paths. `sample` is the result of `sample_of` for their files.
+    `paths` are the inputs as absolute paths. `sample` is the result of `sample_of` for the files
+    that were read: all files of the inputs if `reads_all`, which older releases did not record.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -41,6 +42,7 @@ class BuiltFrom(BaseModel):
     prompt_field: str
     completion_field: str
     validation: float
+    reads_all: bool = False
 
     @classmethod
     def of(
@@ -52,6 +54,8 @@ class BuiltFrom(BaseModel):
         prompt_field: str,
         completion_field: str,
         validation: float,
+        *,
+        reads_all: bool,
     ) -> BuiltFrom:
         """Return the record, given the files that were found for the inputs."""
         return cls(
@@ -63,6 +67,7 @@ class BuiltFrom(BaseModel):
             prompt_field=prompt_field,
             completion_field=completion_field,
             validation=float(validation),
+            reads_all=reads_all,
         )
 
     def is_named_as(self, inputs: Sequence[str | os.PathLike[str]]) -> bool:

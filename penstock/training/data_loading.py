@@ -197,6 +197,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
             data.prompt_field,
             data.completion_field,
             data.validation,
+            reads_all=True,
         )
     )
     if difference is not None:
@@ -208,12 +209,15 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
 def _has_changed_input(config: Config) -> bool:
     """Return whether the files of which the run has built its own data set have other content now.
 
-    Files under other names are not compared here, nor data sets of older releases.
+    Files under other names are not compared here, nor data sets of some of the files, and of older
+    releases.
     """
     if config.data.path is not None or not config.data.input:
         return False
     made_from = read_built_from(config.data_dir)
-    if made_from is None or not made_from.sample or not made_from.is_named_as(config.data.input):
+    if made_from is None or not made_from.reads_all or not made_from.sample:
+        return False
+    if not made_from.is_named_as(config.data.input):
         return False
     with contextlib.suppress(DataError):  # a deleted file: the data set is whole without it
         return sample_of(find_files(config.data.input)) not in ("", made_from.sample)

@@ -73,7 +73,7 @@ def test_refused_budget_names_the_minimum_that_works(penstock):
     assert_refused(
         result,
         5,
-        r"the engine needs (\S+) MiB for a step of 2 micro-batch\(es\), the budget is 97\.66 KiB; "
+        r"the engine needs (\S+) MiB for a step of 2 micro-batches, the budget is 97\.66 KiB; "
         r"the peak is at stage \S+\. Raise engine\.memory to at least \1 MiB, or lower "
         r"batch\.micro, batch\.size or data\.sequence_length\.",
     )

@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written_does_not_lose_the_measurement(cache):
     machine = this_host(key=KEY, measure=Measurement(), notice=notices.append)
     assert rate_of(machine) == 1.0
     assert len(notices) == 2
-    assert "free some space there, or set XDG_CACHE_HOME to another folder" in notices[1]
+    assert "make that folder, or set XDG_CACHE_HOME to another folder" in notices[1]
 
 
 def test_an_error_while_writing_leaves_the_old_file(monkeypatch):

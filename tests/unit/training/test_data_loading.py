@@ -1,8 +1,26 @@
 """The run's own data set: what is left of building it."""
 
 from penstock.config import Config
+from penstock.data import build_dataset
 from penstock.models import ModelSource
 from penstock.training import data_loading
+
+TINY = ModelSource.from_preset("tiny", {})
+
+
+def settings_of(folder, text):
+    return Config.from_mapping(
+        {
+            "model": {"preset": "tiny", "n_positions": 16},
+            "data": {
+                "input": [str(text)],
+                "tokenizer": "bytes",
+                "sequence_length": 16,
+                "validation": 0.2,
+            },
+            "run": {"dir": str(folder / "run")},
+        }
+    )
 
 
 def test_free_pages_of_the_build_are_returned_to_the_system(tmp_path, monkeypatch):
@@ -28,5 +46,20 @@ def test_free_pages_of_the_build_are_returned_to_the_system(tmp_path, monkeypatc
     monkeypatch.setattr(data_loading, "build_dataset", noting)
     monkeypatch.setattr(data_loading, "return_free_pages", lambda: events.append("returned"))
     for _ in range(2):
-        data_loading.open_data(config, source, lambda text: None)
+        data_loading.open_data(config, TINY, lambda text: None)
     assert events == ["built", "returned"]
+
+
+def test_data_set_of_some_files_is_not_compared_with_all_of_them(tmp_path):
+    """The demo's, say, which leaves out the caches of Python."""
+    texts, folder = tmp_path / "texts", tmp_path / "run" / "data"
+    texts.mkdir()
+    (texts / "a.txt").write_text("water streams\n" * 200)
+    (texts / "b.bin").write_bytes(b"\xff")
+    folder.parent.mkdir()
+    build_dataset([texts], "bytes", folder, validation=0.2, glob="*.txt")
+    before = (folder / "dataset.json").read_bytes()
+    notices = []
+    data_loading.open_data(settings_of(tmp_path, texts), TINY, notices.append)
+    assert (folder / "dataset.json").read_bytes() == before
+    assert not any("changed" in text for text in notices)
