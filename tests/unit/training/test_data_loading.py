@@ -26,17 +26,7 @@ def settings_of(folder, text):
 def test_free_pages_of_the_build_are_returned_to_the_system(tmp_path, monkeypatch):
     """They would be counted as memory of libraries, in the first process of a run only."""
     (tmp_path / "text.txt").write_text("water streams\n" * 200)
-    settings = {
-        "model": {"preset": "tiny", "n_positions": 16},
-        "data": {
-            "input": [str(tmp_path / "text.txt")],
-            "tokenizer": "bytes",
-            "sequence_length": 16,
-        },
-        "run": {"dir": str(tmp_path / "run")},
-    }
-    config, source = Config.from_mapping(settings), ModelSource.from_preset("tiny", {})
-    events = []
+    config, events = settings_of(tmp_path, tmp_path / "text.txt"), []
     build = data_loading.build_dataset
 
     def noting(*arguments, **options):
