@@ -100,12 +100,19 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
 
 def stopped_at_once(trainer: Trainer, resume_command: str) -> str:
     """Return a line that says from which step a run resumes that a second signal has stopped."""
-    step, saved = trainer.step, trainer.saved_step
+    from penstock.errors import PenstockError
+
+    is_over = trainer.step >= trainer.config.run.steps
+    where = "after the last step" if is_over else f"in step {trainer.step + 1}"
+    try:
+        saved = trainer.saved_step
+    except PenstockError as error:  # of the folder, which the next start reports again
+        return f"stopped at once {where}; {error}\n"
     if not saved:
-        return f"stopped at once in step {step + 1}; nothing was saved: the run starts again\n"
+        return f"stopped at once {where}; nothing was saved: the run starts again\n"
     return (
-        f"stopped at once in step {step + 1}; the last saved step is {saved}; resume from there "
-        f"with: {resume_command}\n"
+        f"stopped at once {where}; the last saved step is {saved}; resume from there with: "
+        f"{resume_command}\n"
     )
 
 

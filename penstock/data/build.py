@@ -126,8 +126,7 @@ def build_dataset(
     encoder = load_tokenizer(tokenizer) if size is None else None
     corpus = _Corpus.of(find_files(inputs, glob, exclude), on_progress)
     _refuse_output_inside(inputs, out)
-    fields = (content, field, prompt_field, completion_field)
-    read = _reader(*fields)
+    read = _reader(*(fields := (content, field, prompt_field, completion_field)))
     make_packer: type[Packer[Any]] = TextPacker if content == "text" else RecordPacker
     named = inputs if chosen_from is None else chosen_from
     with published_folder(out, _is_dataset if overwrite else None) as folder:
@@ -138,9 +137,8 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
-            reads_all = glob is None and not exclude and chosen_from is None
-            made_from = BuiltFrom.of(named, corpus.files, *fields, validation, reads_all=reads_all)
-            made_from.write(folder)
+            whole = glob is None and not exclude and chosen_from is None
+            BuiltFrom.of(named, corpus.files, *fields, validation, reads_all=whole).write(folder)
         finally:
             packer.abandon()
     notes = (*packer.notes, *_notes_on(encoder, size))

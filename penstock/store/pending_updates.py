@@ -180,17 +180,15 @@ class PendingUpdates:
 
         **Raises:** as `make`.
         """
+        if name not in self.pending:
+            return
         early, decision = self.early, self._decision
-        if (
-            early is None
-            or decision is None
-            or decision.replaces_update
-            or not (
-                early.is_there(name)
-                or (early.has_room(name) and self._make_early(name, early, decision))
-            )
-        ):
-            self.make(name)
+        if early is not None and decision is not None and not decision.replaces_update:
+            if early.is_there(name):
+                return
+            if early.has_room(name) and self._make_early(name, early, decision):
+                return
+        self.make(name)
 
     def _make_early(self, name: str, early: EarlyWeights, decision: Decision) -> bool:
         """Make the new streamed values of a weight; return whether they are there."""

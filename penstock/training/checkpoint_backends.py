@@ -9,7 +9,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from penstock.config import Config, recorded_flash, trajectory
 from penstock.engine import target_of
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.io import file_in_place
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan, store_factory
@@ -236,24 +236,35 @@ class FileCheckpoints:
             self._saving = None
 
 
-def _require_own(config: Config, folder: Path, recorded: ResumeState) -> None:
-    """Refuse a store on flash that is another run's: a run and its store may be moved or copied."""
-    if recorded.run_dir is None or recorded.run_dir == flash_run_dir(config):
+def require_own_store(config: Config, recorded: ResumeState | None) -> None:
+    """Refuse to train the store on flash of another run; a run and its store may be moved or
+    copied.
+
+    **Raises:** `ConfigError` if the store lies where the other run had it, and that run is there.
+    """
+    folders = flash_folders(config)
+    if recorded is None or recorded.run_dir is None or recorded.flash_dir != folders["flash_dir"]:
         return
-    other, theirs = Path(recorded.run_dir), None
-    with suppress(PenstockError):  # an unreadable configuration
-        theirs = recorded_flash(other)
-    if theirs is None or os.path.realpath(theirs) != os.path.realpath(folder):
+    other = Path(recorded.run_dir)
+    try:
+        is_there = (other / "config.yaml").is_file()
+        is_own = is_there and config.run.dir.exists() and config.run.dir.samefile(other)
+    except OSError:  # a folder of somebody else
         return
-    raise ConfigError(
-        f"store.flash.path: {folder} holds the weights of another run, {other}; choose another "
-        f"folder for {config.run.dir}, or set run.dir to {other} to train that run further"
-    )
+    if is_there and not is_own:
+        raise ConfigError(
+            f"store.flash.path: {config.store.flash.path} holds the weights of another run, "
+            f"{other}; choose another folder for {config.run.dir}, or set run.dir to {other} to "
+            "train that run further"
+        )
 
 
-def flash_run_dir(config: Config) -> str | None:
-    """Return the folder of a run as its store on flash records it; None if it is in memory."""
-    return None if config.store.flash.path is None else os.path.realpath(config.run.dir)
+def flash_folders(config: Config) -> dict[str, str | None]:
+    """Return the folders of a run and of its store on flash as the store records them."""
+    flash = config.store.flash.path
+    if flash is None:
+        return {"run_dir": None, "flash_dir": None}
+    return {"run_dir": os.path.realpath(config.run.dir), "flash_dir": os.path.realpath(flash)}
 
 
 class FlashCheckpoints:
@@ -268,8 +279,6 @@ class FlashCheckpoints:
             if self._found and "trajectory" in self._found
             else None
         )
-        if self.recorded is not None:
-            _require_own(config, folder, self.recorded)
         self.bfloat16 = None if self.recorded is None else recorded_bfloat16(folder)
         self.needs_base = False  # the store holds all weights
         self._model: ModelSource | None = None

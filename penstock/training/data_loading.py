@@ -1,10 +1,9 @@
 """The data of a run: the configured data set, built if necessary, and its batches."""
 
 import contextlib
-import shutil
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.config import Config
 from penstock.data import (
@@ -66,18 +65,16 @@ def open_data(
             "Trainer(config, source=ArraySource(...))"
         )
     folder = config.data_dir
-    if recorded is None and folder.exists() and _has_changed_input(config):
-        notice(f"the files of data.input have changed since {folder} was built")
-        _delete(folder)
     if not folder.exists() and config.data.input:
         _check_mask_id(config, source)
         _build(config, notice)
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
-    if recorded is not None and _has_changed_input(config):
+    if _has_changed_input(config):
+        new_text = f"delete {folder}" if recorded is None else "choose another run.dir"
         notice(
-            f"the files of data.input have changed since {folder} was built: the run goes on with "
-            "the text as it was. To train on the new text, choose another run.dir"
+            f"the files of data.input have changed since {folder} was built, and the run takes the "
+            f"text as it was. To train on the new text, {new_text}"
         )
     _note_repeated_files(config, dataset, notice)
     _check_content(config, source, dataset)
@@ -130,17 +127,6 @@ def _build(config: Config, notice: Callable[[str], None]) -> None:
     for note in report.notes:
         notice(note)
     return_free_pages()  # which would be counted as memory of libraries
-
-
-def _delete(folder: Path) -> None:
-    """**Raises:** `DataError` if the data set in a folder cannot be deleted."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise DataError(
-            f"cannot delete {folder}, to have it built again: {error.strerror or error}; delete "
-            "it, or choose another run.dir"
-        ) from None
 
 
 def _check_mask_id(config: Config, source: ModelSource) -> None:
@@ -209,7 +195,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
 def _has_changed_input(config: Config) -> bool:
     """Return whether the files of which the run has built its own data set have other content now.
 
-    Files under other names are not compared here, nor data sets of some of the files, and of older
+    Files at other places are not compared here, nor data sets of some of the files, and of older
     releases.
     """
     if config.data.path is not None or not config.data.input:
@@ -217,7 +203,7 @@ def _has_changed_input(config: Config) -> bool:
     made_from = read_built_from(config.data_dir)
     if made_from is None or not made_from.reads_all or not made_from.sample:
         return False
-    if not made_from.is_named_as(config.data.input):
+    if [os.path.abspath(name) for name in config.data.input] != made_from.paths:
         return False
     with contextlib.suppress(DataError):  # a deleted file: the data set is whole without it
         return sample_of(find_files(config.data.input)) not in ("", made_from.sample)

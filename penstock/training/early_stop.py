@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.config import Config
 from penstock.data import Source
@@ -54,8 +55,11 @@ class EarlyStop:
             )
         return cls(patience, loss, since_best, judged, recorded.best_step)
 
-    def judge(self, step: int, loss: float) -> bool:
+    def judge(self, step: int, loss: float, *, is_counted: bool = True) -> bool:
         """Record the loss after a step, and return whether it is the best so far.
+
+        With `is_counted`, an evaluation without a better loss counts towards `patience`. That after
+        the last step does not: a run that is continued would stop before an uninterrupted one.
 
         A loss that is not finite is never the best. A step that is repeated after a rollback has
         the same loss and changes nothing.
@@ -66,13 +70,23 @@ class EarlyStop:
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.best_step, self.evaluations_since_best = loss, step, 0
             return True
-        self.evaluations_since_best += 1
+        self.evaluations_since_best += is_counted
         return False
 
     @property
     def is_due(self) -> bool:
         """Whether the loss has not improved for `patience` evaluations."""
         return self.patience is not None and self.evaluations_since_best >= self.patience
+
+
+def evaluation_due(config: Config, step: int) -> Literal["scheduled", "last"] | None:
+    """Return why a run is evaluated after a step: the interval, or the end of the run."""
+    every = config.evaluation.every
+    if every is None or step == 0:
+        return None
+    if step % every == 0:
+        return "scheduled"
+    return "last" if step == config.run.steps else None
 
 
 def require_held_out(config: Config, held_out: Source | None) -> None:

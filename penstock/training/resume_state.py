@@ -31,8 +31,8 @@ class ResumeState:
     `best_batches` the `evaluation.batches` that it was measured on. `evaluated_step` is the newest
     step that was evaluated, 0 if none was; older releases recorded None. `tokenizer` is the digest
     of the rules by which the data set's text became ids (`same_tokenizer.py`). `buffer_seed` is the
-    seed of random buffers; older releases recorded none and drew from seed 0. `run_dir` is the
-    run's folder, if its store is on flash: it may lie anywhere.
+    seed of random buffers; older releases recorded none and drew from seed 0. `run_dir`
+    and `flash_dir` are the folders of the run and of its store on flash, which may lie anywhere.
     """
 
     trajectory: Mapping[str, Any]
@@ -53,6 +53,7 @@ class ResumeState:
     tokenizer: str | None = None
     buffer_seed: int = 0
     run_dir: str | None = None
+    flash_dir: str | None = None
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
@@ -89,6 +90,7 @@ class ResumeState:
                 "tokenizer": None | str(),
                 "buffer_seed": int(buffer_seed),
                 "run_dir": None | str(),
+                "flash_dir": None | str(),
             } if (
                 _is_count(micro_batch)
                 and _is_count(slot_bytes)

@@ -35,10 +35,10 @@ from penstock.telemetry import (
     broadcast,
     open_run_files,
 )
+from penstock.training import checkpoint_backends
 from penstock.training.best_checkpoint import nothing_trained
-from penstock.training.checkpoint_backends import flash_run_dir, make_checkpoint_backend
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
-from penstock.training.early_stop import EarlyStop, require_held_out
+from penstock.training.early_stop import EarlyStop, evaluation_due, require_held_out
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
 from penstock.training.gradient_check import GradientCheck
@@ -108,11 +108,12 @@ class Trainer:
         self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         self._notify = self._listener
         set_threads(self.config.engine.threads)
-        self._checkpoints = make_checkpoint_backend(self.config, best)
-        recorded = self._checkpoints.recorded
-        if must_exist and recorded is None:
+        self._checkpoints = checkpoint_backends.make_checkpoint_backend(self.config, best)
+        self._recorded = recorded = self._checkpoints.recorded
+        if not must_exist:
+            checkpoint_backends.require_own_store(self.config, recorded)
+        elif recorded is None:
             raise nothing_trained(self.config)
-        self._recorded = recorded
         self._has_given_model = model is not None
         self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
         self.model, self.device = self._setup.model, self._setup.device
@@ -288,8 +289,8 @@ class Trainer:
             self._notice(self._early_stop.forgotten)
         first_step = self.step
         last_loss: float | None = None
-        if self.step > self._early_stop.judged_step:
-            self._evaluate_and_judge()  # the run was killed between the step and its evaluation
+        if self.step > self._early_stop.judged_step:  # the run was killed between a step and its
+            self._evaluate_and_judge(is_start=True)  # evaluation
         if self._early_stop.is_due:
             self._notice(
                 "the run has stopped early; raise evaluation.early_stop_patience to continue"
@@ -374,15 +375,14 @@ class Trainer:
             return None
         return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
 
-    def _evaluate_and_judge(self) -> None:
+    def _evaluate_and_judge(self, is_start: bool = False) -> None:
         """Evaluate if it is due, save the best checkpoint, stop early without improvement."""
-        early_stop, every = self._early_stop, self.config.evaluation.every
-        is_due = every and (self.step % every == 0 or self.step == self.config.run.steps)
-        if self._evaluator is None or not is_due:
+        early_stop, due = self._early_stop, evaluation_due(self.config, self.step)
+        if self._evaluator is None or due is None or (is_start and due == "last"):
             return
         started = time.perf_counter()
         found = self.evaluate()
-        best = early_stop.judge(self.step, found["loss"])
+        best = early_stop.judge(self.step, found["loss"], is_counted=due == "scheduled")
         seconds = time.perf_counter() - started
         self._notify(Evaluated.of(found, self.step, seconds, best))
         if best and self.config.checkpoint.best:
@@ -416,7 +416,7 @@ class Trainer:
             sparse_products=in_engines.products.as_record() if in_engines else None,
             tokenizer=self._data.tokenizer,
             buffer_seed=self.model.buffer_seed,
-            run_dir=flash_run_dir(self.config),
+            **checkpoint_backends.flash_folders(self.config),
         ).to_mapping()
 
     def close(self) -> None:

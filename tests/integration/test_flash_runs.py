@@ -1,5 +1,6 @@
 """Whole runs with a store on flash: the bits of a run in memory, resumed, inspected, repaired."""
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_run_on_flash_equals_run_in_memory(in_memory, tmp_path):
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
-def test_flash_folder_of_another_run_is_refused_by_name(tmp_path):
+def test_flash_folder_of_another_run_is_refused_by_name(tmp_path, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
     flash = tmp_path / "flash"
 
@@ -90,6 +91,16 @@ def test_flash_folder_of_another_run_is_refused_by_name(tmp_path):
         f"folder for {second}, or set run.dir to {first} to train that run further"
     )
     assert not (second / "config.yaml").exists()
+    monkeypatch.chdir(tmp_path)
+    with closing(trainer(Path("first"), 2)) as same:  # by another name
+        assert same.step == 2
+    copied = shutil.copytree(first, tmp_path / "copied")
+    own = tmp_path / "own flash"
+    shutil.copytree(flash, own)
+    settings = config(copied, 3, on_flash=True)
+    settings["store"]["flash"]["path"] = str(own)
+    with closing(Trainer(settings, quiet=True)) as copy:
+        assert copy.step == 2
     first.rename(second)  # a run that was moved keeps its store
     with closing(trainer(second, 3)) as moved:
         assert moved.step == 2

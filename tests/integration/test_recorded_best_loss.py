@@ -56,6 +56,7 @@ def test_resumed_run_starts_with_recorded_best_loss(tmp_path, monkeypatch, store
     first, shown = trained(5, 3.0, 3.25, 3.75)
     assert first == (None, None)
     assert "│ best      3.0000 at step 2  " in shown
+    trained(5)  # a complete run is not evaluated again
     second, shown = trained(7, 3.25, 3.5)
     assert second == (3.0, 2)
     assert "│ held out  3.5000  " in shown

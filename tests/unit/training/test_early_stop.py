@@ -8,7 +8,7 @@ import math
 import pytest
 
 from penstock.config import Config
-from penstock.training.early_stop import EarlyStop
+from penstock.training.early_stop import EarlyStop, evaluation_due
 from penstock.training.resume_state import ResumeState
 
 CONFIG = Config.from_mapping(
@@ -83,3 +83,24 @@ def test_newest_judged_step_is_the_recorded_one(evaluated, expected):
     # None: recorded by an older release, whose runs were evaluated before they were saved.
     found = EarlyStop.of_run(CONFIG, recorded(evaluated_step=evaluated), 400)
     assert found.judged_step == expected
+
+
+def test_evaluation_after_the_last_step_may_be_the_best_but_costs_no_patience():
+    """Else a run that is continued would stop before an uninterrupted one."""
+    early_stop = EarlyStop(patience=2)
+    assert early_stop.judge(2, 3.0)
+    assert not early_stop.judge(4, 3.5)
+    assert not early_stop.judge(5, 3.5, is_counted=False)
+    assert (early_stop.evaluations_since_best, early_stop.is_due) == (1, False)
+    assert early_stop.judge(7, 2.5, is_counted=False)
+    assert (early_stop.best_step, early_stop.evaluations_since_best) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "due"), [(0, None), (2, "scheduled"), (3, None), (4, "scheduled"), (5, "last")]
+)
+def test_run_is_evaluated_at_its_interval_and_after_its_last_step(step, due):
+    config = Config.from_mapping({"run": {"steps": 5}, "evaluation": {"every": 2}})
+    assert evaluation_due(config, step) == due
+    never = Config.from_mapping({"run": {"steps": 5}, "evaluation": {"every": None}})
+    assert evaluation_due(never, step) is None

@@ -13,6 +13,7 @@ KEPT = ResumeState(
     {"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn",
     sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}], best_step=400, best_batches=8,
     evaluated_step=410, tokenizer="t", buffer_seed=7, run_dir="/runs/x",
+    flash_dir="/flash",
 )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ def test_keys_missing_in_older_releases_are_optional():
         ("buffer_seed", "7"),
         ("buffer_seed", True),
         ("run_dir", 7),
+        ("flash_dir", 7),
     ],
 )
 def test_value_of_another_type_is_refused_by_its_key(key, value):
