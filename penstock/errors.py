@@ -94,6 +94,12 @@ class ProtocolError(PenstockError):
     exit_code = 71
 
 
+def require_utf8(name: str, text: str) -> None:
+    """**Raises:** `ConfigError` if a text has bytes that were not UTF-8 (lone surrogates)."""
+    if any("\ud800" <= each <= "\udfff" for each in text):
+        raise ConfigError(f"{name}: expected text in UTF-8, got {text!a}")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

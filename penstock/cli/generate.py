@@ -24,11 +24,10 @@ def generate(
 ) -> None:
     """Generate text with the newest checkpoint of RUN, and print each token at once."""
     from penstock.config import load_run
-    from penstock.errors import ConfigError
+    from penstock.errors import require_utf8
     from penstock.progress import SilentView, View, view_for_command
 
-    if any("\ud800" <= each <= "\udfff" for each in prompt):
-        raise ConfigError(f"--prompt: expected text in UTF-8, got {prompt!a}")
+    require_utf8("--prompt", prompt)
     settings = load_run(run)
 
     from rich.console import Console

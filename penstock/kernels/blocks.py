@@ -4,9 +4,9 @@ The division depends on the length alone. Sums are computed per granule, and the
 added exactly, so no result depends on the number of threads.
 
 A stride is two vectors: one or two whole cache lines of every array. The optimizers, which traverse
-up to five arrays at once, prefetch the lines that are `AHEAD` of the present line. A core of a Xeon
-(Emerald Rapids) reads 10 to 13 GB/s by a plain loop, 20 with a distance of 64 elements and 26 with
-256 or 512; on Zen 5 all distances are equal.
+up to five arrays at once, prefetch the lines that are `AHEAD` of the present line: of 64, 256 and
+512 elements, the distance that was best or equal on each processor measured
+(`benchmarks/README.md`, "AdamW on that processor").
 """
 
 from penstock.kernels.compilation import inlined

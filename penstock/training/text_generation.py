@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.data import Tokenizer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, require_utf8
 from penstock.training.token_generation import TokenGenerator
 
 
@@ -34,8 +34,7 @@ class TextGenerator:
                 f"prompt: expected a text, got {prompt!r}; token_generator().generate takes token "
                 "ids"
             )
-        if any("\ud800" <= each <= "\udfff" for each in prompt):
-            raise ConfigError(f"prompt: expected text in UTF-8, got {prompt!a}")
+        require_utf8("prompt", prompt)
         tokenizer = self._tokenizer
         encoded = tokenizer.encode_batch([prompt])[0].tolist()
         text = _ContinuedText(tokenizer, encoded)

@@ -289,8 +289,8 @@ class Trainer:
             self._notice(self._early_stop.forgotten)
         first_step = self.step
         last_loss: float | None = None
-        if self.step > self._early_stop.judged_step:  # the run was killed between a step and its
-            self._evaluate_and_judge(is_start=True)  # evaluation
+        if self.step > self._early_stop.judged_step:  # killed between a step and its evaluation
+            self._evaluate_and_judge(is_start=True)
         if self._early_stop.is_due:
             self._notice(
                 "the run has stopped early; raise evaluation.early_stop_patience to continue"
