@@ -14,12 +14,20 @@ from numba.extending import overload
 
 from penstock.kernels.arguments import require_flat
 from penstock.kernels.bfloat16 import from_bfloat16, to_bfloat16
-from penstock.kernels.blocks import GRANULE, STRIDE, block_bounds, block_count, granule_bounds
+from penstock.kernels.blocks import (
+    AHEAD,
+    GRANULE,
+    STRIDE,
+    block_bounds,
+    block_count,
+    granule_bounds,
+)
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.packed_entries import PackedEntries
 from penstock.kernels.vectors import (
     LANES,
     every_lane,
+    fetch,
     first_lanes,
     fma,
     load,
@@ -87,18 +95,27 @@ def _square_at(gradient, _, i, lanes, total):
 
 
 @inlined
+def _over_range(at, source, destination, begin, whole, last):
+    """In a kernel: apply `at` to the elements from `begin` to `last`, whose whole strides end at
+    `whole`; return the sum of its results."""
+    total = splat(0.0)
+    for i in range(begin, whole, STRIDE):
+        fetch(source, i + AHEAD)
+        fetch(destination, i + AHEAD)
+        for j in range(i, i + STRIDE, LANES):
+            total = at(source, destination, j, every_lane(), total)
+    for i in range(whole, last, LANES):
+        total = at(source, destination, i, first_lanes(last - i), total)
+    return sum_lanes(total)
+
+
+@inlined
 def _over_granules(at, source, destination, sums, block):
     """In a kernel: apply `at` to all elements of a block; its results are summed per granule."""
     first, _, end = block_bounds(block, source.size)
     for begin in range(first, end, GRANULE):
         whole, last = granule_bounds(begin, end)
-        total = splat(0.0)
-        for i in range(begin, whole, STRIDE):
-            for j in range(i, i + STRIDE, LANES):
-                total = at(source, destination, j, every_lane(), total)
-        for i in range(whole, last, LANES):
-            total = at(source, destination, i, first_lanes(last - i), total)
-        sums[begin // GRANULE] = sum_lanes(total)
+        sums[begin // GRANULE] = _over_range(at, source, destination, begin, whole, last)
 
 
 @inlined
@@ -106,13 +123,7 @@ def _over_packed_granules(at, source, destination, entries, sums, granule):
     """In a kernel: like `_over_granules`, for the entries of one dense granule."""
     begin, last = entries[granule], entries[granule + 1]
     whole = last - (last - begin) % STRIDE
-    total = splat(0.0)
-    for i in range(begin, whole, STRIDE):
-        for j in range(i, i + STRIDE, LANES):
-            total = at(source, destination, j, every_lane(), total)
-    for i in range(whole, last, LANES):
-        total = at(source, destination, i, first_lanes(last - i), total)
-    sums[granule] = sum_lanes(total)
+    sums[granule] = _over_range(at, source, destination, begin, whole, last)
 
 
 @kernel
