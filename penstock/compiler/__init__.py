@@ -34,16 +34,16 @@ if TYPE_CHECKING:
         Head as Head,
     )
     from penstock.compiler.hooks import refuse_gradient_hooks as refuse_gradient_hooks
-    from penstock.compiler.matmul_backend import (
+    from penstock.compiler.matmul_backend import choose_products as choose_products
+    from penstock.compiler.options import CompileOptions as CompileOptions
+    from penstock.compiler.product_libraries import (
         PRODUCTS as PRODUCTS,
         Products as Products,
-        choose_products as choose_products,
         has_onednn as has_onednn,
         products_for as products_for,
         uses_onednn as uses_onednn,
         widens as widens,
     )
-    from penstock.compiler.options import CompileOptions as CompileOptions
     from penstock.compiler.selection import select_trainable as select_trainable
     from penstock.compiler.sparse_lowering import calls_operand as calls_operand
 

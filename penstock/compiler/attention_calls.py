@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from penstock.compiler.matmul_backend import Products
 from penstock.compiler.nodes import arguments_by_name
+from penstock.compiler.product_libraries import Products
 from penstock.kernels import attention as kernels
 from penstock.kernels.attention_shape import Shape, has_kernel as has_kernel_of_size, memory_bytes
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.compiler import device_losses, onednn_products
-from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product, uses_onednn, widens
+from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product
+from penstock.compiler.product_libraries import uses_onednn, widens
 from penstock.kernels import cross_entropy as kernels
 
 # Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk

@@ -25,8 +25,8 @@ from penstock.compiler.cached_attention import lower_writes
 from penstock.compiler.counted_costs import operator_costs, total_flops, weight_flops
 from penstock.compiler.executables import executable
 from penstock.compiler.joint_tracing import StageSignature, trace_joint
-from penstock.compiler.matmul_backend import Products
 from penstock.compiler.peak_bytes import peak_bytes
+from penstock.compiler.product_libraries import Products
 from penstock.compiler.recompute_cheap import keep_costly, make_late
 from penstock.compiler.sparse_lowering import mark_sparse
 from penstock.compiler.tensors import storage_of

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler.functional import without_writes
-from penstock.compiler.matmul_backend import Products, choose_products
+from penstock.compiler.matmul_backend import choose_products
 from penstock.compiler.nodes import source_line
+from penstock.compiler.product_libraries import Products
 from penstock.compiler.tensors import storage_of
 from penstock.compiler.unsupported import advice_on, first_line
 from penstock.errors import CompileError, PenstockError

@@ -1,70 +1,31 @@
-"""Which library multiplies matrices on the CPU, and in which precision.
+"""Makes the products of a traced graph those of the chosen library (`product_libraries.py`).
 
-PyTorch computes float32 products with MKL and bfloat16 products with oneDNN. MKL uses AVX-512 on
-processors from Intel only. On others with AVX-512 oneDNN is also faster for float32 (measured: 1.15
-to 1.35 times for the shapes of GPT-2 on Zen 4, 2 times on Zen 5, `docs/decisions.md`), so large
-products use oneDNN there. With AVX2 alone MKL is as fast for a forward product, and up to 2.4 times
-as fast for gradients (Zen 3). The two libraries sum in different orders, so the choice affects
-bits.
-
-oneDNN multiplies bfloat16 only with AVX-512 or instructions made for it. Elsewhere PyTorch falls
-back to plain loops, which take many times as long (`benchmarks/attention.py` shows it). The
-operands are then widened to float32 and the product is rounded to bfloat16. The products of two
-bfloat16 numbers are exact in float32 and are summed there in either case. PyTorch's fused attention
-has the same loops in its backward pass, so its operands are widened too.
+Where bfloat16 is multiplied in float32, operands are widened and the product is rounded. The
+products of two bfloat16 numbers are exact in float32, and are summed there in either case.
+PyTorch's fused attention has plain loops in its backward pass, so its operands are widened too,
+unless a kernel of Penstock computes it (`attention_calls.py`): those widen a tile at a time, with
+the same bits.
 
 In programs of incremental decoding, products with one token have a kernel of their own
 (`token_products.py`).
-
-A target chooses by the processor alone, never by a timing. A run records the choice, and all
-processes of the run and every resume compile with the recorded one.
 """
 
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from penstock.compiler import onednn_products, token_products
-from penstock.kernels.processor import Processor
+from penstock.compiler import attention_calls, onednn_products, token_products
+from penstock.compiler.product_libraries import Products, uses_onednn, widens
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
-
-Products = Literal["torch", "onednn", "torch+float32", "onednn+float32"]
-"""The library for products of large float32 matrices: PyTorch's default, or oneDNN; with `+float32`
-bfloat16 matrices are multiplied in float32."""
-PRODUCTS: tuple[Products, ...] = get_args(Products)
 
 _LEAST_FLOPS = 1 << 22  # smaller products are too short for the library to matter
 ALIGNED_COLUMNS = 16
 """Of float32 numbers, a cache line: MKL is slow to write another number of columns."""
 _BAND_ELEMENTS = 1 << 20  # of an operand that a head widens at once
-
-
-def has_onednn() -> bool:
-    """Return whether this PyTorch allows the explicit use of oneDNN."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def products_for(processor: Processor) -> Products:
-    """Return the library for large float32 products on a processor, with this PyTorch, and whether
-    bfloat16 is multiplied in float32."""
-    if processor.prefers_onednn and has_onednn():
-        return "onednn"
-    return "torch" if processor.multiplies_bfloat16 else "torch+float32"
-
-
-def uses_onednn(products: str) -> bool:
-    """Return whether oneDNN multiplies large float32 matrices."""
-    return products.startswith("onednn")
-
-
-def widens(products: str) -> bool:
-    """Return whether bfloat16 matrices are multiplied in float32."""
-    return products.endswith("+float32")
 
 
 def product(left: Tensor, right: Tensor, products: str) -> Tensor:
@@ -120,7 +81,7 @@ def choose_products(graph: fx.Graph, products: Products, *, one_token: bool = Fa
     for node in list(graph.nodes):
         if node.target in heads:
             node.kwargs = {**node.kwargs, "products": products}
-        elif node.target in _BFLOAT16_LOOPS and widens(products):
+        elif widens(products) and _has_loops(node, products):
             _widen(graph, node)
     if uses_onednn(products):
         _choose(graph, penstock.onednn_linear.default, _is_for_onednn)
@@ -133,9 +94,14 @@ _BFLOAT16_LOOPS = {
     aten.bmm.default,
     aten.baddbmm.default,
     aten.mv.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
+
+
+def _has_loops(node: fx.Node, products: Products) -> bool:
+    """Return whether PyTorch computes a node on bfloat16 tensors with plain loops."""
+    if node.target in attention_calls.OPERATORS.values():
+        return not attention_calls.has_kernel(node, products)
+    return node.target in _BFLOAT16_LOOPS
 
 
 def _widen(graph: fx.Graph, node: fx.Node) -> None:

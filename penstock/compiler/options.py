@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.compiler.capture import Precision
 from penstock.compiler.decoding import Decoding
-from penstock.compiler.matmul_backend import Products
+from penstock.compiler.product_libraries import Products
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from penstock.compiler import (
 )
 from penstock.compiler.attention_calls import attention_scratch_bytes
 from penstock.compiler.fused_head import chunk_bytes, chunk_rows, scratch_bytes
-from penstock.compiler.matmul_backend import Products
+from penstock.compiler.product_libraries import Products
 from penstock.compiler.sparse_lowering import (
     head_scratch_bytes,
     sparse_scratch_bytes,

@@ -133,22 +133,9 @@ def _train(config: Config, view: View, listener: Listener) -> Trainer:
                 "models with: penstock train"
             )
         with stop.handling(trainer.request_stop):
-            if trainer.step == 0:
-                evaluate_untrained(trainer, view)
             if trainer.step < config.run.steps:
                 trainer.train()
     return trainer
-
-
-def evaluate_untrained(trainer: Trainer, view: View) -> None:
-    """Show and record the held-out loss before the first step."""
-    from penstock.telemetry import Evaluated, MetricsFile, broadcast
-
-    found = trainer.evaluate()
-    folder = trainer.config.run.dir
-    folder.mkdir(parents=True, exist_ok=True)
-    report = broadcast([MetricsFile(folder / "metrics.jsonl"), view])
-    report(Evaluated.of(found, 0, 0.0, best=False))
 
 
 def write_a_sample(trainer: Trainer, console: Console) -> None:

@@ -28,7 +28,12 @@ def figures(config: Config, exported: Path) -> Table:
     table.add_column(overflow="fold")
 
     table.add_row("speed", f"{speed:,.0f} tokens/s", "over all steps")
-    for row in (evaluations[0], evaluations[-1]) if evaluations else ():
+    table.add_row(
+        f"loss, step {steps[0]['step']}",
+        f"{steps[0]['loss']:.3f} nats per token",
+        "of the first batch, by the untrained model",
+    )
+    for row in evaluations[-1:]:
         bits = row.get("bits_per_byte")
         table.add_row(
             f"held-out loss, step {row['step']}",

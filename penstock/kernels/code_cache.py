@@ -33,6 +33,7 @@ from typing import Any
 import numba
 import xxhash
 from numba.core import caching
+from numba.core.runtime import rtsys
 
 from penstock.user_folders import cache_folder
 
@@ -125,13 +126,20 @@ class CodeCache(caching.FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the code, or nothing if this process is to compile it: `save_overload` is next."""
         self._lock.release()  # of a compilation that failed
-        found = super().load_overload(sig, target_context)
+        found = self._read(sig, target_context)
         if found is None:
             self._lock.acquire()
-            found = super().load_overload(sig, target_context)  # another process may have made it
+            found = self._read(sig, target_context)  # another process may have made it
             if found is not None:
                 self._lock.release()
         return found
+
+    def _read(self, sig: Any, target_context: Any) -> Any:
+        """Return the code, without the import of all that Numba can compile."""
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

@@ -75,8 +75,8 @@ def test_demo_trains_generates_exports_and_reports(finished):
     out = result.stdout
     assert "given 'class Stack: def', the model writes" in out
     before, after = (
-        float(re.search(rf"held-out loss, step {step} +│ ([\d.]+) nats per token", out)[1])
-        for step in (0, 8)
+        float(re.search(rf"│ {loss} +│ ([\d.]+) nats per token", out)[1])
+        for loss in ("loss, step 1", "held-out loss, step 8")
     )
     assert after < before
     assert steps_recorded(folder) == list(range(1, 9))
@@ -163,7 +163,6 @@ def test_ctrl_c_in_a_terminal_saves_and_the_next_run_resumes(tmp_path):
     arguments = ["run.steps=2000", "evaluation.every=500"]
     seen, code = in_a_terminal(tmp_path, arguments, until=" left", send=b"\x03")
     assert code == 130
-    assert "held-out loss" in seen
     assert "tokens/s" in seen
     assert "stopped after step" in seen
     assert "To resume: " in seen

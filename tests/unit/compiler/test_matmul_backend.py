@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from penstock.calibration.operator_cases import Operand, traced
-from penstock.compiler import has_onednn, products_for
+from penstock.compiler import has_onednn, lower_attention, products_for
 from penstock.compiler.matmul_backend import choose_products, product
 from penstock.engine import EnginePlan, TorchEngine
 from penstock.kernels import processor
@@ -238,8 +238,8 @@ def test_widened_product_is_rounded_once(shape, monkeypatch):
     assert ((found.double() - exact).abs() <= bound).all()
 
 
-def test_attention_is_widened_and_its_results_are_rounded_once():
-    operands = (Operand((2, 64, 3, 16), torch.bfloat16),) * 4
+def test_attention_without_kernels_is_widened_and_its_results_are_rounded_once():
+    operands = (Operand((2, 64, 3, 24), torch.bfloat16),) * 4
     torch.manual_seed(0)
     tensors = [torch.randn(operand.shape).bfloat16() for operand in operands]
     narrow = traced(causal_attention, operands, "torch")
@@ -254,6 +254,27 @@ def test_attention_is_widened_and_its_results_are_rounded_once():
         # The backward pass reads the rounded output.
         atol = 2**-8 * exact.abs().max().item()
         torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=atol)
+
+
+def test_attention_of_kernels_is_not_widened():
+    """The kernels widen tiles, and multiply no pairs of heads of 16."""
+    operands = (Operand((2, 64, 3, 16), torch.bfloat16),) * 4
+    torch.manual_seed(0)
+    tensors = [torch.randn(operand.shape).bfloat16() for operand in operands]
+    graph = traced(causal_attention, operands, "torch+float32")
+    (attention,) = [n for n in graph.nodes if n.target is ATTENTION]
+    assert all(query.meta["val"].dtype == torch.bfloat16 for query in attention.args[:3])
+    wide = traced(causal_attention, (Operand((2, 64, 3, 16), torch.float32),) * 4, "torch")
+    for each in (graph, wide):
+        lower_attention(each, "torch+float32")
+        assert not any(node.target is ATTENTION for node in each.nodes)
+    found = fx.GraphModule(torch.nn.Module(), graph)(*tensors)
+    of_wide = fx.GraphModule(torch.nn.Module(), wide)(*(t.float() for t in tensors))
+    assert torch.equal(found[0], of_wide[0].bfloat16())
+    for ours, exact in zip(found[1:], of_wide[1:], strict=True):
+        assert ours.dtype == torch.bfloat16
+        # The backward pass reads the rounded output.
+        torch.testing.assert_close(ours, exact.bfloat16(), rtol=2**-7, atol=2**-6)
 
 
 def test_no_bfloat16_product_is_left_where_they_are_widened():

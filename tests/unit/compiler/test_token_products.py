@@ -5,7 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from penstock.compiler import token_products
-from penstock.compiler.matmul_backend import PRODUCTS, choose_products
+from penstock.compiler.matmul_backend import choose_products
+from penstock.compiler.product_libraries import PRODUCTS
 from penstock.compiler.token_products import linear, scratch_bytes
 
 aten = torch.ops.aten

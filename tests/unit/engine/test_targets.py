@@ -99,7 +99,7 @@ def test_engine_of_each_target_executes_a_step(name):
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_recorded_products_are_kept_if_available(target: Target, monkeypatch):
-    monkeypatch.setattr("penstock.compiler.matmul_backend.has_onednn", lambda: True)
+    monkeypatch.setattr("penstock.compiler.product_libraries.has_onednn", lambda: True)
     monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: True)
     for processor in (AMD, INTEL, WITHOUT_AVX512):
         chosen = target.products_as_recorded(None, processor)

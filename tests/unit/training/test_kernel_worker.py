@@ -174,6 +174,15 @@ if has_onednn():  # the run's own products are too small
     onednn_products.linear(torch.ones(8, 4).t(), torch.ones(8, 4).t())
 """
 
+AGAIN = """
+import sys
+from penstock.kernels import compiled_ahead
+for group in sys.argv[2:]:
+    name, _, size = group.partition(":")
+    compiled_ahead.GROUPS[name](compiled_ahead.TYPES[sys.argv[1]], size)
+assert "numba.np.linalg" not in sys.modules, "code was compiled instead of read"
+"""
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", compiled_ahead.TYPES)
@@ -191,3 +200,5 @@ def test_kernels_of_a_run_are_those_that_the_process_compiles(precision, tmp_pat
     run = [sys.executable, "-c", RUN, precision, str(tmp_path / "run")]
     subprocess.run(run, env=environment, cwd=tmp_path, check=True)
     assert code() == compiled
+    again = [sys.executable, "-c", AGAIN, precision, *GROUPS]
+    subprocess.run(again, env=environment, stdin=subprocess.PIPE, check=True)
