@@ -36,7 +36,8 @@ from contract import describe_machine, plain_precisions, print_result
 from numba import prange
 from optimizer_pass import timed, waited_seconds
 
-from penstock.compiler.matmul_backend import product, products_for
+from penstock.compiler import products_for
+from penstock.compiler.matmul_backend import product
 from penstock.engine import keep_freed_pages
 from penstock.kernels.memory import cache_lines
 from penstock.kernels.processor import Processor

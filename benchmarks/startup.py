@@ -30,7 +30,7 @@ from contract import describe_machine, print_result
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_STEP = "step 1/"  # in the line of the demo's first step
 PENSTOCK = [str(Path(sys.executable).with_name("penstock"))]
-# Where Python keeps no byte code, which is unusual, each start compiles 400 modules of Penstock.
+# Some environments forbid bytecode; each start would then compile 400 modules of Penstock.
 BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 

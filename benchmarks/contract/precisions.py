@@ -1,7 +1,8 @@
 """In which precisions plain PyTorch can be compared on this processor.
 
 Where oneDNN has no products of bfloat16, PyTorch's take up to 200 times as long as those of float32
-(`penstock/compiler/matmul_backend.py`): nobody would train so. Plain loops then compute in float32.
+(`penstock/compiler/product_libraries.py`): nobody would train so. Plain loops then compute in
+float32.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from penstock.kernels.processor import processor_name
 from penstock.machines import MachineDescription
 from penstock.user_folders import cache_folder
 
-MEASUREMENTS = 4
+MEASUREMENTS = 5
 """Raised when the measurements change, or the libraries that they measure, so that kept figures are
 measured again."""
 

@@ -100,7 +100,7 @@ def operator_cases(products: Products, threads: int) -> Iterator[Case]:
     for name, dtype in DTYPES.items():
         if dtype == torch.float32 or not widens(products):
             yield from _products(make, name, dtype)
-            yield from _attention(make, name, dtype, threads)
+        yield from _attention(make, name, dtype, threads)
         yield from _heads(make, name, dtype, products)
         yield from _elementwise(make, name, dtype)
         yield from _rows(make, name, dtype)

@@ -6,8 +6,9 @@ executables, and costs are counted as those of the operators.
 
 bfloat16 stays with PyTorch where the recorded library of products is "torch", as on processors from
 Intel, whose AMX multiplies bfloat16 many times faster. Elsewhere the kernels multiply pairs of
-bfloat16 if the processor can, else in float32. The record and the processor decide, never a timing,
-so a run that is resumed on such a processor has the same bits.
+bfloat16, if the processor can and the record does not demand float32, else in float32. The record
+and the processor decide, never a timing, so a run that is resumed on such a processor has the same
+bits.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from penstock.compiler.nodes import arguments_by_name
-from penstock.compiler.product_libraries import Products
+from penstock.compiler.product_libraries import Products, widens
 from penstock.kernels import attention as kernels
 from penstock.kernels.attention_shape import Shape, has_kernel as has_kernel_of_size, memory_bytes
 
@@ -27,12 +28,18 @@ _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    may_pair: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[batch, heads, queries, size]`, and the logarithms of the sums of
     exponentials, float32 `[batch, heads, queries]`, for the backward pass.
 
-    Keys and values may have fewer heads than queries, of which a group shares each of them.
+    `may_pair` is that of the kernel. Keys and values may have fewer heads than queries, of which a
+    group shares each of them.
     """
     batch, heads, queries, size = query.shape
     result = torch.empty_like(query)  # with the strides of PyTorch's
@@ -48,6 +55,7 @@ def attention(
         shape=shape_of(query, key),
         is_causal=is_causal,
         scale=size**-0.5 if scale is None else scale,
+        may_pair=may_pair,
     )
     if out is not result:
         result.copy_(out)
@@ -63,6 +71,7 @@ def attention_backward(
     logarithms: Tensor,
     is_causal: bool,
     scale: float | None,
+    may_pair: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
@@ -85,6 +94,7 @@ def attention_backward(
         shape=shape_of(query, key),
         is_causal=is_causal,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
+        may_pair=may_pair,
     )
     return gradients
 
@@ -100,7 +110,7 @@ def lower_attention(graph: fx.Graph, products: Products) -> None:
             if not has_kernel(node, products):
                 continue
             given = arguments_by_name(node)
-            options = (given.get("is_causal", False), given.get("scale"))
+            options = (given.get("is_causal", False), given.get("scale"), not widens(products))
             tensors = [value for value in node.args if isinstance(value, fx.Node)]
             node.target, node.args, node.kwargs = function, (*tensors, *options), {}
 
@@ -139,7 +149,7 @@ def attention_scratch_bytes(node: fx.Node, products: Products) -> int:
     held = memory_bytes(
         shape_of(query, key),
         backward=node.target is _BACKWARD,
-        is_bfloat16=query.dtype == torch.bfloat16,
+        may_pair=query.dtype == torch.bfloat16 and not widens(products),
     )
     operands = [value.meta["val"] for value in node.args if isinstance(value, fx.Node)]
     copied = sum(value.nbytes for value in operands if value.dim() == 4 and value.stride(-1) != 1)

@@ -82,7 +82,7 @@ class HeadWeight(Protocol):
 
 
 class _DenseWeight:
-    """A dense weight [vocabulary, width]; `products` are those of `matmul_backend.py`.
+    """A dense weight [vocabulary, width]; `products` are those of `product_libraries.py`.
 
     On a device, cuBLAS has fast kernels only for sizes that 16 bytes divide: the weight gets rows
     of zeros at its end, and the logits columns of zeros, which no loss reads and no gradient
@@ -242,7 +242,7 @@ def loss_sum(
 
     **Arguments:** `hidden` [tokens, width]; `weight` [vocabulary, width]; `bias` [vocabulary] or
     None; `labels` int64 [tokens], entries equal to `ignore_index` are ignored; `products` says who
-    multiplies (`matmul_backend.py`).
+    multiplies (`product_libraries.py`).
     """
     return Head(hidden, _DenseWeight(weight, products), bias, labels, ignore_index).loss_sum()
 

@@ -1,9 +1,9 @@
-"""Makes the products of a traced graph those of the chosen library (`product_libraries.py`).
+"""Replaces the products of a traced graph by those of the chosen library (`product_libraries.py`).
 
 Where bfloat16 is multiplied in float32, operands are widened and the product is rounded. The
 products of two bfloat16 numbers are exact in float32, and are summed there in either case.
 PyTorch's fused attention has plain loops in its backward pass, so its operands are widened too,
-unless a kernel of Penstock computes it (`attention_calls.py`): those widen a tile at a time, with
+unless kernels of Penstock compute it (`attention_calls.py`): these widen one tile at a time, with
 the same bits.
 
 In programs of incremental decoding, products with one token have a kernel of their own
@@ -81,7 +81,7 @@ def choose_products(graph: fx.Graph, products: Products, *, one_token: bool = Fa
     for node in list(graph.nodes):
         if node.target in heads:
             node.kwargs = {**node.kwargs, "products": products}
-        elif widens(products) and _has_loops(node, products):
+        elif widens(products) and _needs_float32(node, products):
             _widen(graph, node)
     if uses_onednn(products):
         _choose(graph, penstock.onednn_linear.default, _is_for_onednn)
@@ -97,8 +97,8 @@ _BFLOAT16_LOOPS = {
 }
 
 
-def _has_loops(node: fx.Node, products: Products) -> bool:
-    """Return whether PyTorch computes a node on bfloat16 tensors with plain loops."""
+def _needs_float32(node: fx.Node, products: Products) -> bool:
+    """Return whether PyTorch would compute a node on bfloat16 tensors with plain loops."""
     if node.target in attention_calls.OPERATORS.values():
         return not attention_calls.has_kernel(node, products)
     return node.target in _BFLOAT16_LOOPS

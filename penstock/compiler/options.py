@@ -15,7 +15,7 @@ class CompileOptions:
     `train`, `freeze` and `adapters` select the trained weights (`selection.py`). `bfloat16` names
     frozen weights that the store keeps and streams as bfloat16 in every precision. `sparse` maps
     the names of sparse weights to the most entries that their masks may keep. `device` is the
-    engine's device, and `products` the library for its matrix products (`matmul_backend.py`).
+    engine's device, and `products` the library for its matrix products (`product_libraries.py`).
     `slot_bytes` limits the weights of one stage. `weight_prefix` is removed from the parameters'
     names (it belongs to the wrapper that adds the loss). `training` programs return a scalar loss;
     other programs only run forward. `decoding` makes one of the programs of incremental decoding

@@ -23,7 +23,7 @@ from penstock.kernels.processor import Processor
 
 Products = Literal["torch", "onednn", "torch+float32", "onednn+float32"]
 """The library for products of large float32 matrices: PyTorch's default, or oneDNN; with `+float32`
-bfloat16 matrices are multiplied in float32."""
+bfloat16 matrices, also those of attention, are multiplied in float32."""
 PRODUCTS: tuple[Products, ...] = get_args(Products)
 
 

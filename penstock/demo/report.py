@@ -8,16 +8,20 @@ from typing import Any
 from rich.table import Table
 
 from penstock.config import Config
+from penstock.errors import StorageError
 from penstock.progress import show_bytes, show_duration
 from penstock.telemetry import read_metrics
 
 
 def figures(config: Config, exported: Path) -> Table:
     """Return the table: speed, loss, bytes streamed and predicted, memory, time."""
-    rows = read_metrics(config.run.dir / "metrics.jsonl")
+    path = config.run.dir / "metrics.jsonl"
+    rows = read_metrics(path)
     steps = [row for row in rows if row["event"] == "step"]
     evaluations = [row for row in rows if row["event"] == "evaluation"]
-    last = steps[-1]
+    if not steps:
+        raise StorageError(f"{path}: expected the steps of the run; it has none")
+    first, last = steps[0], steps[-1]
     step_seconds = sum(row["seconds"] for row in steps)
     speed = sum(row["tokens"] for row in steps) / step_seconds
     most_out, _ = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
@@ -28,16 +32,14 @@ def figures(config: Config, exported: Path) -> Table:
     table.add_column(overflow="fold")
 
     table.add_row("speed", f"{speed:,.0f} tokens/s", "over all steps")
-    table.add_row(
-        f"loss, step {steps[0]['step']}",
-        f"{steps[0]['loss']:.3f} nats per token",
-        "of the first batch, by the untrained model",
-    )
+    if first["step"] == 1:
+        loss = shown_loss(first)
+        table.add_row("loss, step 1", loss, "of the first batch, by the untrained model")
     for row in evaluations[-1:]:
         bits = row.get("bits_per_byte")
         table.add_row(
             f"held-out loss, step {row['step']}",
-            f"{row['loss']:.3f} nats per token",
+            shown_loss(row),
             "" if bits is None else f"{bits:.3f} bits per byte",
         )
     table.add_row(
@@ -64,6 +66,11 @@ def figures(config: Config, exported: Path) -> Table:
         f"{show_duration(step_seconds)} of it in steps",
     )
     return table
+
+
+def shown_loss(row: Mapping[str, Any]) -> str:
+    """Return the loss of a step or an evaluation; null means that it was not finite."""
+    return "not finite" if row["loss"] is None else f"{row['loss']:.3f} nats per token"
 
 
 def training_seconds(rows: Sequence[Mapping[str, Any]]) -> float:

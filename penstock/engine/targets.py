@@ -53,7 +53,7 @@ class Target(ABC):
     Attributes:
         name: as in `engine.device`, and before the colon in `engine.devices`.
         trace_device: PyTorch's device on whose (fake) tensors stages are traced.
-        products: who may multiply matrices (`compiler/matmul_backend.py`), the default first.
+        products: who may multiply matrices (`compiler/product_libraries.py`), the default first.
         has_own_memory: weights are copied to the device; otherwise they are read in the store's
             memory.
         expands_sparse: sparse weights are expanded for dense products; otherwise their products are

@@ -64,6 +64,7 @@ def attention(
     shape: Shape,
     is_causal: bool,
     scale: float,
+    may_pair: bool = True,
 ) -> None:
     """Write the outputs of attention, and the logarithms that the backward pass needs.
 
@@ -76,6 +77,8 @@ def attention(
         shape: the sizes; that of a head is a multiple of 16.
         is_causal: whether query i attends only to the keys up to i.
         scale: factor of the scores.
+        may_pair: whether bfloat16 is multiplied in pairs where the processor can, which rounds the
+            weights; else in float32.
 
     Raises:
         ValueError: a size or an array is not as above.
@@ -83,7 +86,7 @@ def attention(
     over_queries, over_keys = {"query": query, "out": out}, {"key": key, "value": value}
     _check(shape, over_queries, over_keys, logarithms, ("out", "logarithms"))
     parts = min(numba.get_num_threads(), shape.batch * shape.heads)
-    numbers = _numbers_per_element(query, shape)
+    numbers = _numbers_per_element(query, shape, may_pair)
     (keys, values, rows, weights), floats = _memory(parts, numbers, forward_counts(shape, numbers))
     scores, totals, of_queries, sums = floats
     weights = weights if numbers == 2 else scores
@@ -119,12 +122,13 @@ def attention_backward(
     shape: Shape,
     is_causal: bool,
     scale: float,
+    may_pair: bool = True,
 ) -> None:
     """Write the gradients of queries, keys and values.
 
     Args:
         gradient: the gradient of the outputs.
-        query, key, value, shape, is_causal, scale: the arguments of `attention`.
+        query, key, value, shape, is_causal, scale, may_pair: the arguments of `attention`.
         out, logarithms: the results of `attention`.
         gradients: the gradients of query, key and value, which are written.
 
@@ -136,7 +140,7 @@ def attention_backward(
     over_keys = {"key": key, "value": value, written[1]: gradients[1], written[2]: gradients[2]}
     _check(shape, over_queries, over_keys, logarithms, written)
     parts = min(numba.get_num_threads(), shape.batch * shape.key_heads)
-    numbers = _numbers_per_element(query, shape)
+    numbers = _numbers_per_element(query, shape, may_pair)
     (rows, paired, tiles, *packed), floats = _memory(
         parts, numbers, backward_counts(shape, numbers)
     )
@@ -169,10 +173,10 @@ def _sizes(shape: Shape, is_causal: bool, scale: float) -> tuple[Any, ...]:
     return heads, heads // key_heads, *lengths, batch * heads, is_causal, np.float32(scale)
 
 
-def _numbers_per_element(query: Tokens, shape: Shape) -> int:
+def _numbers_per_element(query: Tokens, shape: Shape, may_pair: bool) -> int:
     """Return 2 if products are made of pairs of patterns, else 1."""
-    is_bfloat16 = query.elements.dtype == np.uint16
-    return 2 if is_bfloat16 and can_pair(shape.size) and has_bfloat16_dot() else 1
+    may_pair = may_pair and query.elements.dtype == np.uint16 and can_pair(shape.size)
+    return 2 if may_pair and has_bfloat16_dot() else 1
 
 
 def _memory(

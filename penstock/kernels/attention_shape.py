@@ -36,14 +36,13 @@ def can_pair(size: int) -> bool:
     return size % (2 * LANES) == 0
 
 
-def memory_bytes(shape: Shape, *, backward: bool, is_bfloat16: bool) -> int:
-    """Return the most bytes that the threads allocate, whatever the processor: pairs take less than
-    float32, but for heads of 32 backward. There are at most as many threads as heads, backward as
-    heads of keys."""
+def memory_bytes(shape: Shape, *, backward: bool, may_pair: bool) -> int:
+    """Return the most bytes that the threads allocate, whatever the processor: with `may_pair` the
+    greater of two forms. There are at most as many threads as heads, backward as heads of keys."""
     counts = backward_counts if backward else forward_counts
     threads = shape.batch * (shape.key_heads if backward else shape.heads)
     forms = [counts(shape, 1)]
-    if is_bfloat16 and can_pair(shape.size):
+    if may_pair and can_pair(shape.size):
         forms.append(counts(shape, 2))
     return threads * max(sum(4 * n + _CACHE_LINE for own in form for n in own) for form in forms)
 

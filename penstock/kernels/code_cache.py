@@ -135,11 +135,16 @@ class CodeCache(caching.FunctionCache):
         return found
 
     def _read(self, sig: Any, target_context: Any) -> Any:
-        """Return the code, without the import of all that Numba can compile."""
+        """Return the code if it is kept.
+
+        `FunctionCache.load_overload` first imports all of Numba's implementations (0.5 s), which a
+        compilation needs and imports itself. Machine code refers to C functions, to the runtime
+        that is initialized here, and to the pool of threads, which it starts.
+        """
         rtsys.initialize(target_context)
         with self._guard_against_spurious_io_errors():
             return self._load_overload(sig, target_context)
-        return None
+        return None  # the guard has caught an error
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

@@ -109,14 +109,14 @@ def _halves() -> tuple[np.ndarray, np.ndarray]:
 
 
 GROUPS: dict[str, Callable[[str, str], None]] = {
+    "masters": _masters,
     "attention": _attention,
     "gelu": _gelu,
     "transposition": _transposition,
     "loss": _loss,
-    "evaluation": _evaluation,
     "gradients": _gradients,
-    "masters": _masters,
     "adamw": _adamw,
+    "evaluation": _evaluation,
 }
 """The kernels in the order in which a run needs them; after a colon attention has the size of a
 head."""

@@ -113,22 +113,21 @@ def groups_of(config: Config) -> list[str]:
         return []
     with contextlib.suppress(PenstockError):  # which the run reports
         preset = resolve_preset(config.model.preset, config.model.overrides)
-        groups = [*_attention_of(preset.task, preset.config)]
+        groups = ["masters", *_attention_of(preset.task, preset.config, config.precision)]
         if preset.config.get("activation_function") == "gelu_new":
             groups.append("gelu")
         if config.precision == "fp32" and Processor.here().prefers_onednn:
             groups.append("transposition")
-        groups.append("loss")
-        if config.evaluation.every is not None:
-            groups.append("evaluation")
-        groups += ["gradients", "masters"]
+        groups += ["loss", "gradients"]
         if config.optimizer.name == "adamw" and config.optimizer.moments == "fp32":
             groups.append("adamw")
+        if config.evaluation.every is not None:
+            groups.append("evaluation")
         return groups
     return []
 
 
-def _attention_of(task: str, fields: Mapping[str, Any]) -> list[str]:
+def _attention_of(task: str, fields: Mapping[str, Any], precision: str) -> list[str]:
     """Return the group of causal attention, if the model's heads are computed by its kernels."""
     width = fields.get("n_embd") or fields.get("hidden_size") or 0
     heads = fields.get("n_head") or fields.get("num_attention_heads") or 1
@@ -136,7 +135,16 @@ def _attention_of(task: str, fields: Mapping[str, Any]) -> list[str]:
     drops = fields.get("attn_pdrop") or fields.get("attention_dropout")
     if task != "causal_lm" or drops or not size or size % _LANES:
         return []
+    if precision == "bf16" and _is_attention_pytorchs():
+        return []
     return [f"attention:{size}"]
+
+
+def _is_attention_pytorchs() -> bool:
+    """Whether PyTorch computes attention in bfloat16 on this processor."""
+    from penstock.compiler import products_for
+
+    return products_for(Processor.here()) == "torch"
 
 
 def _has_room(config: Config) -> bool:

@@ -22,17 +22,17 @@ class ResumeState:
 
     `trajectory` is the part of the configuration that decides the result. `micro_batch` decides the
     order of sums. `slot_bytes` decides the cut into stages, and so the layout of files on flash.
-    `products` is the library of matrix products (`compiler/matmul_backend.py`). `data`, `weights`
-    (of a folder) and `values` (of a module) are fingerprints of the run's initial inputs, None if
-    absent. `architecture` describes the computation of a model of the user's own code
+    `products` is the library of matrix products (`compiler/product_libraries.py`). `data`,
+    `weights` (of a folder) and `values` (of a module) are fingerprints of the run's initial inputs,
+    None if absent. `architecture` describes the computation of a model of the user's own code
     (`same_run.Architecture`). `sparse_entries` are the numbers of entries that the sparse weights
     had at the start, `sparse_products` the algorithms of their products (`engine.SparseProducts`);
     None for a run without sparse weights. `best_step` is the step of `best_loss`, and
     `best_batches` the `evaluation.batches` that it was measured on. `evaluated_step` is the newest
     step that was evaluated, 0 if none was; older releases recorded None. `tokenizer` is the digest
     of the rules by which the data set's text became ids (`same_tokenizer.py`). `buffer_seed` is the
-    seed of random buffers; older releases recorded none and drew from seed 0. `run_dir`
-    and `flash_dir` are the folders of the run and of its store on flash, which may lie anywhere.
+    seed of random buffers; older releases recorded none and drew from seed 0. `run_dir` and
+    `flash_dir` are the folders of the run and of its store on flash, which may lie anywhere.
     """
 
     trajectory: Mapping[str, Any]

@@ -19,6 +19,7 @@ from penstock.calibration.operator_cases import (
 )
 from penstock.calibration.repetitions import Measured, Quantity
 from penstock.calibration.sparse_cases import SPARSITIES, Choices
+from penstock.compiler import PRODUCTS, widens
 from penstock.errors import ProgramError
 from penstock.machines import IN_FLOPS
 
@@ -56,18 +57,20 @@ def test_curves_are_those_of_one_part_and_one_type():
     assert curves(measured, "flash") == ()
 
 
-def operator_work():
+def operator_work(products="torch"):
     return {
         (case.quantity.work, case.quantity.dtype, case.quantity.layout)
-        for case in operator_cases("torch", 2)
+        for case in operator_cases(products, 2)
     }
 
 
-def test_every_kind_of_an_engines_work_is_measured_in_both_types():
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_every_kind_of_an_engines_work_is_measured_in_its_types(products):
     works = ("attention", "head", "norm", "pointwise", "activation", "reduction", "lookup", "copy")
     expected = {(work, dtype, "any") for work in works for dtype in DTYPES}
-    expected |= {("product", d, layout) for d in DTYPES for layout in ("features", "tokens")}
-    assert operator_work() == expected
+    of_products = ("float32",) if widens(products) else DTYPES
+    expected |= {("product", d, layout) for d in of_products for layout in ("features", "tokens")}
+    assert operator_work(products) == expected
 
 
 @pytest.mark.parametrize("products", ["torch", "onednn"])

@@ -12,7 +12,11 @@ from penstock.compiler import attention_calls, lower_attention, operator_costs
 from penstock.compiler.attention_calls import attention, attention_backward, has_kernel
 from penstock.compiler.peak_bytes import peak_bytes
 from penstock.kernels.attention_shape import Shape, memory_bytes
+from penstock.kernels.pair_code import has_bfloat16_dot
 
+needs_dots = pytest.mark.skipif(
+    not has_bfloat16_dot(), reason="this processor has no dot product of bfloat16"
+)
 aten = torch.ops.aten
 OPERATOR = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -261,7 +265,7 @@ def test_default_type_of_pytorch_does_not_matter():
 def test_peak_counts_what_a_kernel_takes_for_every_head():
     graph = traced(heads())
     without = peak_bytes(traced(heads(size=20)))
-    held = memory_bytes(Shape(1, 2, 2, 5, 5, 16), backward=False, is_bfloat16=False)
+    held = memory_bytes(Shape(1, 2, 2, 5, 5, 16), backward=False, may_pair=False)
     assert without < held / 2
     counted = peak_bytes(graph, "onednn")
     lower_attention(graph, "onednn")
@@ -281,19 +285,24 @@ def test_peak_of_the_backward_counts_what_its_kernel_takes(key_heads):
         graph = make_fx(lambda *given: BACKWARD(*given, 0.0, True))(
             *(mode.from_tensor(tensor) for tensor in given)
         ).graph
-    held = memory_bytes(Shape(3, 2, key_heads, 5, 5, 16), backward=True, is_bfloat16=False)
+    held = memory_bytes(Shape(3, 2, key_heads, 5, 5, 16), backward=True, may_pair=False)
     results = query.nbytes + key.nbytes + value.nbytes
     assert peak_bytes(graph, "onednn") == held + results
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize(
-    ("dtype", "size"),
-    [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32), (torch.bfloat16, 64)],
+    ("dtype", "size", "may_pair"),
+    [
+        (torch.float32, 16, False),
+        *((torch.bfloat16, size, False) for size in (16, 32, 64)),
+        *(pytest.param(torch.bfloat16, size, True, marks=needs_dots) for size in (32, 64)),
+    ],
 )
 def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
-    dtype, size, key_heads, monkeypatch
+    dtype, size, may_pair, key_heads, monkeypatch
 ):
+    """Where pairs are possible, the greater of two forms is planned."""
     taken = []
     original = attention_calls.kernels.cache_lines
 
@@ -302,6 +311,13 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
         taken.append(memory.base.nbytes)
         return memory
 
+    def bytes_taken(is_paired):
+        taken.clear()
+        results = attention(query, key, value, False, None, is_paired)
+        forward, taken[:] = sum(taken), []
+        attention_backward(query, query, key, value, *results, False, None, is_paired)
+        return forward, sum(taken)
+
     monkeypatch.setattr(attention_calls.kernels, "cache_lines", counted)
     query, key, value = heads(keys=70, key_heads=key_heads, batch=3, size=size, dtype=dtype)
     shape = Shape(3, 2, key_heads, 5, 70, size)
@@ -309,16 +325,9 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
         monkeypatch.setattr(
             attention_calls.kernels.numba, "get_num_threads", lambda threads=threads: threads
         )
-        taken.clear()
-        results = attention(query, key, value, False, None)
-        forward, taken[:] = sum(taken), []
-        attention_backward(query, query, key, value, *results, False, None)
-        for bytes_taken, backward in ((forward, False), (sum(taken), True)):
-            of_all = memory_bytes(shape, backward=backward, is_bfloat16=dtype == torch.bfloat16)
+        forms = [bytes_taken(is_paired) for is_paired in {False, may_pair}]
+        for found, backward in zip(map(max, zip(*forms, strict=True)), (False, True), strict=True):
+            of_all = memory_bytes(shape, backward=backward, may_pair=may_pair)
             of_these = of_all * threads // (3 * (key_heads if backward else 2))
             expected = min(of_all, of_these)
-            # A line per array and thread. Where pairs are possible, the greater of two forms is
-            # planned, and the processor decides which of them is allocated.
-            can_pair = dtype == torch.bfloat16 and size >= 32
-            least = expected / 2 if can_pair else expected - 4096
-            assert least <= bytes_taken <= expected
+            assert expected - 4096 <= found <= expected  # a line per array and thread

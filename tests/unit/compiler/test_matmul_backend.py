@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from penstock.calibration.operator_cases import Operand, traced
 from penstock.compiler import has_onednn, lower_attention, products_for
+from penstock.compiler.attention_calls import attention, attention_backward
 from penstock.compiler.matmul_backend import choose_products, product
 from penstock.engine import EnginePlan, TorchEngine
 from penstock.kernels import processor
@@ -256,25 +257,26 @@ def test_attention_without_kernels_is_widened_and_its_results_are_rounded_once()
         torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=atol)
 
 
-def test_attention_of_kernels_is_not_widened():
-    """The kernels widen tiles, and multiply no pairs of heads of 16."""
-    operands = (Operand((2, 64, 3, 16), torch.bfloat16),) * 4
+@pytest.mark.parametrize("size", [16, 64])
+def test_attention_of_kernels_is_not_widened_and_has_the_bits_of_float32(size):
+    """The kernels widen tiles, and multiply no pairs, whatever the processor."""
+    operands = (Operand((2, 70, 3, size), torch.bfloat16),) * 4
     torch.manual_seed(0)
     tensors = [torch.randn(operand.shape).bfloat16() for operand in operands]
     graph = traced(causal_attention, operands, "torch+float32")
-    (attention,) = [n for n in graph.nodes if n.target is ATTENTION]
-    assert all(query.meta["val"].dtype == torch.bfloat16 for query in attention.args[:3])
-    wide = traced(causal_attention, (Operand((2, 64, 3, 16), torch.float32),) * 4, "torch")
-    for each in (graph, wide):
-        lower_attention(each, "torch+float32")
-        assert not any(node.target is ATTENTION for node in each.nodes)
+    (node,) = graph.find_nodes(op="call_function", target=ATTENTION)
+    assert all(operand.meta["val"].dtype == torch.bfloat16 for operand in node.args[:3])
+    lower_attention(graph, "torch+float32")
+    assert not graph.find_nodes(op="call_function", target=ATTENTION)
     found = fx.GraphModule(torch.nn.Module(), graph)(*tensors)
-    of_wide = fx.GraphModule(torch.nn.Module(), wide)(*(t.float() for t in tensors))
-    assert torch.equal(found[0], of_wide[0].bfloat16())
-    for ours, exact in zip(found[1:], of_wide[1:], strict=True):
-        assert ours.dtype == torch.bfloat16
-        # The backward pass reads the rounded output.
-        torch.testing.assert_close(ours, exact.bfloat16(), rtol=2**-7, atol=2**-6)
+    query, key, value, gradient = (tensor.float().transpose(1, 2) for tensor in tensors)
+    out, logarithms = attention(query, key, value, True, None)
+    rounded = out.bfloat16()
+    of_wide = attention_backward(
+        gradient, query, key, value, rounded.float(), logarithms, True, None
+    )
+    for ours, exact in zip(found, (rounded, *of_wide), strict=True):
+        assert torch.equal(ours, exact.bfloat16())
 
 
 def test_no_bfloat16_product_is_left_where_they_are_widened():

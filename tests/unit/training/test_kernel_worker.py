@@ -19,14 +19,14 @@ from penstock.training.kernel_worker import groups_of
 
 SMALL = {"preset": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 257}
 GROUPS = [
+    "masters",
     "attention:16",
     "gelu",
     "transposition",
     "loss",
-    "evaluation",
     "gradients",
-    "masters",
     "adamw",
+    "evaluation",
 ]
 
 
