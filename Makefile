@@ -64,6 +64,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Penstock needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 			"name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Installing Penstock and the packages that it needs into $(VENV): one to five minutes, once."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@

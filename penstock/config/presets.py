@@ -55,6 +55,17 @@ class ResolvedPreset:
     task: str
     config: Mapping[str, Any]
 
+    @property
+    def positions(self) -> str:
+        """The field of `config` with the number of positions."""
+        return "n_positions" if "n_positions" in self.config else "max_position_embeddings"
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The most tokens of a sequence; None for no limit."""
+        value = self.config.get(self.positions)
+        return value if type(value) is int else None
+
 
 ARCHITECTURES: dict[str, PresetArchitecture] = {
     "gpt2": PresetArchitecture(

@@ -24,6 +24,7 @@ from penstock.config.model import (
     PresetModel,
 )
 from penstock.config.optimizer import OptimizerConfig
+from penstock.config.presets import resolve_preset
 from penstock.config.problems import Origin, explain
 from penstock.config.run import RunConfig
 from penstock.config.schedule import DECAYING
@@ -123,6 +124,7 @@ class Config(Section):
                 f"expected auto or 0 with cluster.start: none, got {self.fabric.relays}; relays "
                 "are processes of their own: set cluster.start to local, ray or listen",
             )
+        self._check_length()
         self._check_devices()
         self._check_wafer()
         self._check_sparsity()
@@ -133,6 +135,19 @@ class Config(Section):
                 "each engine needs a sequence",
             )
         return self
+
+    def _check_length(self) -> None:
+        """Refuse sequences that a preset does not take before a data set is built."""
+        length = self.data.sequence_length
+        if not isinstance(self.model, PresetModel) or length is None:
+            return
+        preset = resolve_preset(self.model.preset, self.model.overrides)
+        if preset.longest_sequence is not None and length > preset.longest_sequence:
+            raise refuse(
+                "data.sequence_length",
+                f"expected at most {preset.longest_sequence}, the number of positions of "
+                f"{preset.name}, got {length}; lower it, or raise model.{preset.positions}",
+            )
 
     def _check_devices(self) -> None:
         devices = self.engine.devices

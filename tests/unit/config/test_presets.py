@@ -6,6 +6,7 @@ import sys
 import pytest
 from grids import quick_first
 
+from penstock.config import Config
 from penstock.config.presets import ARCHITECTURES, find_preset, preset_names, resolve_preset
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
@@ -185,3 +186,31 @@ def test_shapes_that_do_not_fit_are_refused(preset, changes, message):
     with pytest.raises(ConfigError) as raised:
         resolve_preset(preset, changes)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_longest_sequence_is_that_of_the_model(name):
+    preset = resolve_preset(name, {})
+    assert preset.longest_sequence == preset.config[preset.positions]
+    small = {"n_layer": 1} if preset.model_type == "gpt2" else {"num_hidden_layers": 1}
+    assert ModelSource.from_preset(name, small).max_sequence_length == preset.longest_sequence
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "longest"),
+    [
+        ({"preset": "tiny"}, "n_positions", 256),
+        ({"preset": "tiny", "n_positions": 100}, "n_positions", 100),
+        ({"preset": "llama-7b"}, "max_position_embeddings", 4096),
+    ],
+)
+def test_sequences_longer_than_a_preset_takes_are_refused_before_data_is_built(
+    model, field, longest
+):
+    Config.from_mapping({"model": model, "data": {"sequence_length": longest}})
+    with pytest.raises(ConfigError) as raised:
+        Config.from_mapping({"model": model, "data": {"sequence_length": longest + 1}})
+    assert str(raised.value).endswith(
+        f"data.sequence_length: expected at most {longest}, the number of positions of "
+        f"{model['preset']}, got {longest + 1}; lower it, or raise model.{field}"
+    )
