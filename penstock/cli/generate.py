@@ -1,12 +1,18 @@
 """`penstock generate`: let a trained model write."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.arguments import Best
+
+if TYPE_CHECKING:
+    from penstock.telemetry import Event
 
 
 def generate(
@@ -25,7 +31,7 @@ def generate(
     """Generate text with the newest checkpoint of RUN, and print each token at once."""
     from penstock.config import load_run
     from penstock.errors import require_utf8
-    from penstock.progress import SilentView, View, view_for_command
+    from penstock.progress import SilentView, view_for_command
 
     require_utf8("--prompt", prompt)
     settings = load_run(run)
@@ -34,7 +40,8 @@ def generate(
 
     from penstock.training import Trainer
 
-    view: View = SilentView()  # `penstock train` shows the notices about the run
+    # `penstock train` shows the notices about the run.
+    view: Callable[[Event], None] = SilentView()
     trainer = Trainer(
         settings,
         must_exist=True,
@@ -43,7 +50,7 @@ def generate(
         quiet=True,
         best=best,
     )
-    view = view_for_command(Console(stderr=True), settings.logging.every, quiet=True)
+    view = shown = view_for_command(Console(stderr=True), settings.logging.every, quiet=True)
     with closing(trainer):
         pieces = trainer.generate(
             prompt,
@@ -52,8 +59,12 @@ def generate(
             top_k=top_k or None,
             seed=seed,
         )
-        # Most errors and notices come with the first token: then text and notes share no line.
+        # Most errors and notices come with the first token. Later notices follow the text.
         typer.echo(prompt + next(pieces, ""), nl=False)
+        later: list[Event] = []
+        view = later.append
         for piece in pieces:
             typer.echo(piece, nl=False)
         typer.echo()
+        for event in later:
+            shown(event)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from grids import quick_first
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.data import ArraySource
 from penstock.errors import ConfigError
 from penstock.models import ModelSource
@@ -153,6 +155,16 @@ def test_generation_continues_beyond_the_context_window(trained):
     trainer, _ = trained
     text = "".join(trainer.generate("water " * 40, max_new_tokens=10, temperature=0.0))
     assert text
+
+
+def test_note_on_the_window_follows_the_text(trained):
+    _, folder = trained
+    run, words = str(folder / "run"), "water " * 12
+    result = CliRunner().invoke(app, ["generate", run, "--prompt", words, "--max-new-tokens", "90"])
+    assert result.exit_code == 0, result.output
+    text, note = result.output.rsplit("\n", 2)[:2]
+    assert text.startswith(words)
+    assert note.startswith("note: from here on every token computes the whole window")
 
 
 @pytest.mark.long
