@@ -46,7 +46,13 @@ class DataConfig(Section):
         ge=1,
         le=10**9,
     )
-    seed: int = setting(0, "seed of the order in which sequences are drawn", ge=0, le=2**63 - 1)
+    seed: int = setting(
+        0,
+        "seed of the order in which sequences are drawn, and of the choice of documents that a "
+        "build holds out",
+        ge=0,
+        le=2**63 - 1,
+    )
 
     @field_validator("tokenizer")
     @classmethod

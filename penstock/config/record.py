@@ -114,6 +114,11 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
             + ("; name the run whose store.flash.path this is" * _holds_store(folder))
         )
     data, lines = read(path)
+    if not data:
+        raise ConfigError(
+            f"{path} is empty, so it is damaged; delete it and repeat the command that started the "
+            "run: it resumes, and writes the file again"
+        )
     _follow(data, folder)
     return Config.from_mapping(data, overrides, Origin(name=str(path), lines=lines))
 

@@ -138,7 +138,9 @@ def build_dataset(
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
             whole = glob is None and not exclude and chosen_from is None
-            BuiltFrom.of(named, corpus.files, *fields, validation, reads_all=whole).write(folder)
+            BuiltFrom.of(named, corpus.files, *fields, validation, seed, reads_all=whole).write(
+                folder
+            )
         finally:
             packer.abandon()
     notes = (*packer.notes, *_notes_on(encoder, size))

@@ -42,6 +42,7 @@ class BuiltFrom(BaseModel):
     prompt_field: str
     completion_field: str
     validation: float
+    seed: int | None = None  # None: not recorded, by an older release
     reads_all: bool = False
 
     @classmethod
@@ -54,6 +55,7 @@ class BuiltFrom(BaseModel):
         prompt_field: str,
         completion_field: str,
         validation: float,
+        seed: int,
         *,
         reads_all: bool,
     ) -> BuiltFrom:
@@ -67,6 +69,7 @@ class BuiltFrom(BaseModel):
             prompt_field=prompt_field,
             completion_field=completion_field,
             validation=float(validation),
+            seed=seed,
             reads_all=reads_all,
         )
 
@@ -88,6 +91,8 @@ class BuiltFrom(BaseModel):
             was, wants = getattr(self, name), getattr(wanted, name)
             if was != wants:
                 return name, was, wants
+        if self.seed not in (None, wanted.seed) and self.validation:  # it chose what is held out
+            return "seed", self.seed, wanted.seed
         return None
 
     def write(self, folder: Path) -> None:

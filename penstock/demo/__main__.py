@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = demo_config(arguments)
         exported = config.run.dir / "exported"
-        done = exported.exists()
+        done = is_complete(config, exported)
         if done:
             console.print(f"The demo is complete: {config.run.dir} has all its steps.\n")
         else:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
             export_and_compare(trainer, exported, console)
         from penstock.demo.report import figures
 
-        console.print(figures(config, exported))
+        console.print(figures(config, exported) or f"{config.run.dir} has no metrics of its steps.")
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -84,6 +84,14 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     show_next_commands(config, console, done)
     return 0
+
+
+def is_complete(config: Config, exported: Path) -> bool:
+    """Return whether the run has all its steps, and its model is exported."""
+    from penstock.demo.report import trained_steps
+
+    trained = trained_steps(config)
+    return any(exported.glob("*.safetensors")) and (trained is None or trained >= config.run.steps)
 
 
 def demo_config(overrides: Sequence[str]) -> Config:
@@ -155,8 +163,7 @@ def export_and_compare(trainer: Trainer, exported: Path, console: Console) -> No
     The folder gets its final name only after the comparison.
     """
     unchecked = exported.with_name("exported.unchecked")
-    if unchecked.exists():
-        shutil.rmtree(unchecked)
+    remove(unchecked)
     trainer.export(unchecked)
     ours, theirs = trainer.evaluate()["loss"], loss_in_transformers(trainer, unchecked)
     precision = trainer.config.precision
@@ -165,6 +172,7 @@ def export_and_compare(trainer: Trainer, exported: Path, console: Console) -> No
             f"{unchecked}: the held-out loss is {ours:.5f} in Penstock and {theirs:.5f} in "
             "transformers, expected equal losses; please report this"
         )
+    remove(exported)  # a damaged one, or one of fewer steps
     unchecked.replace(exported)
     console.print(
         f"\n{exported} loads with transformers' AutoModelForCausalLM. The same held-out tokens, "
@@ -172,6 +180,14 @@ def export_and_compare(trainer: Trainer, exported: Path, console: Console) -> No
         f"Penstock, difference {abs(ours - theirs):.1e}.\n",
         soft_wrap=True,
     )
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def loss_in_transformers(trainer: Trainer, folder: Path) -> float:

@@ -12,18 +12,44 @@ from penstock.errors import StorageError
 from penstock.progress import show_bytes, show_duration
 from penstock.telemetry import read_metrics
 
+_FIELDS = {
+    "step": {
+        *("seconds", "tokens", "loss", "streamed_bytes", "gradient_bytes"),
+        *("store_bytes", "engine_bytes"),
+    },
+    "evaluation": {"seconds", "loss"},
+    "report": {"seconds", "steps"},
+}
 
-def figures(config: Config, exported: Path) -> Table:
-    """Return the table: speed, loss, bytes streamed and predicted, memory, time."""
-    path = config.run.dir / "metrics.jsonl"
-    rows = read_metrics(path)
+
+def metrics_of(config: Config) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics that have all that is shown of them."""
+    rows = read_metrics(config.run.dir / "metrics.jsonl")
+    return [
+        row for row in rows if row.get("event") in _FIELDS and _FIELDS[row["event"]] <= row.keys()
+    ]
+
+
+def trained_steps(config: Config) -> int | None:
+    """Return the newest step in the metrics of a run; None if there is none."""
+    return max((row["step"] for row in metrics_of(config)), default=None)
+
+
+def figures(config: Config, exported: Path) -> Table | None:
+    """Return the table: speed, loss, bytes streamed and predicted, memory, time; None if the
+    metrics have no steps.
+
+    Raises:
+        StorageError: the exported model is damaged.
+    """
+    rows = metrics_of(config)
     steps = [row for row in rows if row["event"] == "step"]
     evaluations = [row for row in rows if row["event"] == "evaluation"]
     if not steps:
-        raise StorageError(f"{path}: expected the steps of the run; it has none")
+        return None
     first, last = steps[0], steps[-1]
     step_seconds = sum(row["seconds"] for row in steps)
-    speed = sum(row["tokens"] for row in steps) / step_seconds
+    speed = sum(row["tokens"] for row in steps) / (step_seconds or math.inf)
     most_out, _ = traffic_by_the_rule(exported, 2 if config.precision == "bf16" else 4)
 
     table = Table(title=f"{config.run.dir}, {last['step']} steps", show_header=False)
@@ -98,14 +124,20 @@ def traffic_by_the_rule(exported: Path, bytes_per_number: int) -> tuple[int, int
     not read, such as a bias or the embedding table, are sent once. Gradients are sent once, in
     float32.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     numbers = {"wte": 0, "wpe": 0, "h": 0, "ln_f": 0}
     for path in sorted(exported.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                part = name.removeprefix("transformer.").split(".")[0]
-                numbers[part] += math.prod(file.get_slice(name).get_shape())
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                    part = name.removeprefix("transformer.").split(".")[0]
+                    numbers[part] += math.prod(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError, KeyError) as error:
+            raise StorageError(
+                f"{path} is damaged ({error}); delete {exported}: the next start exports the model "
+                "again"
+            ) from error
     all_but_last = numbers["wte"] + numbers["wpe"] + numbers["h"]
     last = numbers["ln_f"] + numbers["wte"]
     return (2 * all_but_last + last) * bytes_per_number, (all_but_last + last) * 4

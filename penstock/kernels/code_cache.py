@@ -71,7 +71,8 @@ class _Implementation(caching.CompileResultCacheImpl):
 
 
 class _SealedFiles(caching.IndexDataCacheFile):
-    """An index and the machine code, each with a checksum at its end, which unpickling ignores.
+    """An index and the machine code, each with a checksum of its name and content at its end, which
+    unpickling ignores.
 
     Code files have random numbers: where files have no locks, two processes that save at once would
     give one number to different code.
@@ -97,7 +98,7 @@ class _SealedFiles(caching.IndexDataCacheFile):
         content = io.BytesIO()
         yield content
         with super()._open_for_write(filepath) as file:
-            file.write(content.getvalue() + xxhash.xxh3_128_digest(content.getvalue()))
+            file.write(content.getvalue() + _checksum(filepath, content.getvalue()))
 
 
 def _is_whole(path: str) -> bool:
@@ -106,7 +107,12 @@ def _is_whole(path: str) -> bool:
     except OSError:
         return False
     size = xxhash.xxh3_128().digest_size
-    return content[-size:] == xxhash.xxh3_128_digest(content[:-size])
+    return content[-size:] == _checksum(path, content[:-size])
+
+
+def _checksum(path: str, content: bytes) -> bytes:
+    """Return the checksum of a file, which is damaged under another name."""
+    return xxhash.xxh3_128_digest(Path(path).name.encode() + b"\0" + content)
 
 
 class CodeCache(caching.FunctionCache):

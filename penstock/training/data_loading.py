@@ -183,6 +183,7 @@ def _check_build(config: Config, dataset: TokenDataset) -> None:
             data.prompt_field,
             data.completion_field,
             data.validation,
+            data.seed,
             reads_all=True,
         )
     )

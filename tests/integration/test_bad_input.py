@@ -121,6 +121,12 @@ def test_data_set_of_another_text_is_refused(penstock):
         3,
         rf"data\.validation: run/data was built with 0\.05, got 0\.2; {again}",
     )
+    shutil.rmtree("run/checkpoints")  # which would refuse another order of sequences before
+    assert_refused(
+        penstock(*ours, "data.input=[text.txt]", "data.seed=1"),
+        3,
+        rf"data\.seed: run/data was built with 0, got 1; {again}",
+    )
     # The same file by another name, and one that has gone since, are no other text.
     whole = str(Path("text.txt").absolute())
     assert penstock(*ours, f"data.input=[{whole}]")[0] == 0

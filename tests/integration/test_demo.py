@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 import warm_start
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.demo.__main__ import main
-from penstock.demo.report import training_seconds
+from penstock.config import Config
+from penstock.demo.__main__ import is_complete, main
+from penstock.demo.report import figures, training_seconds
 from penstock.demo.text import python_files
+from penstock.errors import StorageError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 SMALL = [
@@ -99,6 +103,91 @@ def test_reported_time_of_a_resumed_run_counts_each_step_once():
     assert training_seconds([*step, *evaluation, report]) == 4 + 10 + 10 + 20
     first = {"event": "report", "step": 4, "steps": 4, "seconds": 15.0}
     assert training_seconds([*step, *evaluation[1:], first, report]) == 35
+
+
+STEP = {
+    "event": "step",
+    "loss": 8.4,
+    "seconds": 0.5,
+    "tokens": 10,
+    "streamed_bytes": 4,
+    "gradient_bytes": 4,
+    "store_bytes": 4,
+    "engine_bytes": 4,
+}
+
+
+@pytest.fixture
+def past_run(tmp_path):
+    """A run of 8 steps: its configuration, and the folder of its exported model."""
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    save_file({"transformer.wte.weight": torch.zeros(4, 2)}, exported / "model.safetensors")
+    rows = [{**STEP, "step": step} for step in range(1, 9)]
+    evaluated = {"event": "evaluation", "step": 8, "seconds": 0.1, "loss": None}
+    write_metrics(tmp_path, [*rows, evaluated])
+    return Config.from_mapping(
+        {"model": "tiny", "run": {"dir": str(tmp_path), "steps": 8}}
+    ), exported
+
+
+def write_metrics(folder, rows):
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def shown(table):
+    return dict(zip(*(column._cells for column in table.columns[:2]), strict=True))
+
+
+def test_losses_of_the_untrained_and_the_trained_model_are_shown(past_run):
+    table = shown(figures(*past_run))
+    assert table["loss, step 1"] == "8.400 nats per token"
+    assert table["held-out loss, step 8"] == "not finite"
+    assert table["speed"] == "20 tokens/s"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"event": None}, {"evenu": "step"}, {"step": 2, "event": "step"}, {**STEP, "seconds": 0.0}],
+)
+def test_damaged_metrics_are_left_out(damage, past_run, tmp_path):
+    write_metrics(tmp_path, [{"step": 1, **damage}, {**STEP, "step": 3}])
+    table = shown(figures(*past_run))
+    assert ("loss, step 1" in table) == (damage.get("loss") is not None)
+    write_metrics(tmp_path, [])
+    assert figures(*past_run) is None
+
+
+def test_damaged_export_is_an_error_that_says_how_to_make_it_again(past_run):
+    (past_run[1] / "model.safetensors").write_bytes(b"half a model")
+    with pytest.raises(
+        StorageError, match=r"model\.safetensors is damaged .*; delete .*exported; "
+    ):
+        figures(*past_run)
+
+
+def test_demo_is_complete_with_all_its_steps_and_an_export(past_run):
+    config, exported = past_run
+    assert is_complete(config, exported)
+    further = config.model_copy(update={"run": config.run.model_copy(update={"steps": 16})})
+    assert not is_complete(further, exported)
+    (config.run.dir / "metrics.jsonl").unlink()  # nothing says that steps are missing
+    assert is_complete(further, exported)
+    (exported / "model.safetensors").unlink()
+    assert not is_complete(config, exported)
+
+
+@pytest.mark.long
+def test_further_steps_are_trained_and_exported(finished, tmp_path):
+    folder, _ = finished
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    result = demo(tmp_path, "run.steps=10", "optimizer.schedule.decay_steps=8")
+    assert result.returncode == 0, result.stderr
+    assert steps_recorded(tmp_path) == list(range(1, 11))
+    before, after = (
+        load_file(place / "runs/demo/exported/model.safetensors") for place in (folder, tmp_path)
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.long

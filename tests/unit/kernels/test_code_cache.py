@@ -154,6 +154,19 @@ def test_damaged_code_is_compiled_again(cache, suffix, damage):
     assert [is_found(), is_found()] == [False, True]
 
 
+def tripled(values):
+    return 3 * values.sum()
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_code_under_the_name_of_another_kernel_is_compiled_again(cache, suffix):
+    assert not is_found()
+    assert serial_kernel(tripled)(np.ones(3)) == 9.0
+    (path,), (other,) = (list(cache.rglob(f"*{name}*.{suffix}")) for name in ("doubled", "tripled"))
+    shutil.copyfile(other, path)
+    assert [is_found(), is_found()] == [False, True]
+
+
 def test_code_is_not_taken_for_that_of_other_types_where_files_have_no_locks(tmp_path):
     """Some network file systems have none: two processes may save at once."""
     both = [code_cache._SealedFiles(str(tmp_path), "kernel", "sources") for _ in range(2)]
