@@ -129,6 +129,7 @@ def build_dataset(
     read = _reader(*(fields := (content, field, prompt_field, completion_field)))
     make_packer: type[Packer[Any]] = TextPacker if content == "text" else RecordPacker
     named = inputs if chosen_from is None else chosen_from
+    reads_all = glob is None and not exclude and chosen_from is None
     with published_folder(out, _is_dataset if overwrite else None) as folder:
         if encoder is None:
             assert size is not None
@@ -137,10 +138,8 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
-            whole = glob is None and not exclude and chosen_from is None
-            BuiltFrom.of(named, corpus.files, *fields, validation, seed, reads_all=whole).write(
-                folder
-            )
+            of = (named, corpus.files, *fields, validation, seed)
+            BuiltFrom.of(*of, reads_all=reads_all).write(folder)
         finally:
             packer.abandon()
     notes = (*packer.notes, *_notes_on(encoder, size))

@@ -161,7 +161,7 @@ def test_damaged_metrics_are_left_out(damage, past_run, tmp_path):
 def test_damaged_export_is_an_error_that_says_how_to_make_it_again(past_run):
     (past_run[1] / "model.safetensors").write_bytes(b"half a model")
     with pytest.raises(
-        StorageError, match=r"model\.safetensors is damaged .*; delete .*exported; "
+        StorageError, match=r"model\.safetensors is damaged .*; delete .*exported: the next"
     ):
         figures(*past_run)
 
