@@ -121,14 +121,12 @@ def build_dataset(
         StorageError: the operating system refused a write.
     """
     _check_arguments(validation, seed, content)
-    out = Path(out)
     size = train_size(tokenizer)
     encoder = load_tokenizer(tokenizer) if size is None else None
     corpus = _Corpus.of(find_files(inputs, glob, exclude), on_progress)
-    _refuse_output_inside(inputs, out)
+    _refuse_output_inside(inputs, out := Path(out))
     read = _reader(*(fields := (content, field, prompt_field, completion_field)))
     make_packer: type[Packer[Any]] = TextPacker if content == "text" else RecordPacker
-    named = inputs if chosen_from is None else chosen_from
     reads_all = glob is None and not exclude and chosen_from is None
     with published_folder(out, _is_dataset if overwrite else None) as folder:
         if encoder is None:
@@ -138,6 +136,7 @@ def build_dataset(
         try:
             packer.add(corpus.parts(read, "tokenising"))
             manifest = packer.finish(corpus.where)
+            named = inputs if chosen_from is None else chosen_from
             of = (named, corpus.files, *fields, validation, seed)
             BuiltFrom.of(*of, reads_all=reads_all).write(folder)
         finally:
