@@ -63,8 +63,10 @@ def generate(
         typer.echo(prompt + next(pieces, ""), nl=False)
         later: list[Event] = []
         view = later.append
-        for piece in pieces:
-            typer.echo(piece, nl=False)
-        typer.echo()
-        for event in later:
-            shown(event)
+        try:
+            for piece in pieces:
+                typer.echo(piece, nl=False)
+            typer.echo()
+        finally:
+            for event in later:
+                shown(event)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
         gelu_tanh_backward as gelu_tanh_backward,
         lower_activations as lower_activations,
     )
-    from penstock.compiler.attention_calls import lower_attention as lower_attention
+    from penstock.compiler.attention_calls import (
+        kernel_types as kernel_types,
+        lower_attention as lower_attention,
+    )
     from penstock.compiler.build import compile_module as compile_module
     from penstock.compiler.capture import (
         Precision as Precision,

@@ -115,16 +115,20 @@ def lower_attention(graph: fx.Graph, products: Products) -> None:
             node.target, node.args, node.kwargs = function, (*tensors, *options), {}
 
 
+def kernel_types(products: Products) -> tuple[torch.dtype, ...]:
+    """Return the types that the kernels compute; PyTorch computes others."""
+    return (torch.float32,) if products == "torch" else (torch.float32, torch.bfloat16)
+
+
 def has_kernel(node: fx.Node, products: Products) -> bool:
     """Return whether the kernels support a node of one of the operators."""
     given = arguments_by_name(node)
     if given.get("dropout_p", 0.0) or given.get("attn_mask") is not None:
         return False
     query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
-    types = (torch.float32,) if products == "torch" else (torch.float32, torch.bfloat16)
     return (
         query.device.type == "cpu"
-        and query.dtype in types
+        and query.dtype in kernel_types(products)
         and query.dim() == 4
         and key.shape == value.shape
         and query.numel() > 0

@@ -62,7 +62,7 @@ class ResolvedPreset:
 
     @property
     def longest_sequence(self) -> int | None:
-        """The most tokens of a sequence; None for no limit."""
+        """The most tokens of a sequence; None if the field is no number."""
         value = self.config.get(self.positions)
         return value if type(value) is int else None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from penstock.cli.output import surviving_loss
 from penstock.cli.train import GracefulStop, naming_command, recorded_extra
 from penstock.config import Config, check_run, load, load_run
 from penstock.errors import ConfigError, PenstockError, ProgramError
+from penstock.io import remove
 from penstock.progress import View, view_for_command
 
 if TYPE_CHECKING:
@@ -180,14 +180,6 @@ def export_and_compare(trainer: Trainer, exported: Path, console: Console) -> No
         f"Penstock, difference {abs(ours - theirs):.1e}.\n",
         soft_wrap=True,
     )
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def loss_in_transformers(trainer: Trainer, folder: Path) -> float:

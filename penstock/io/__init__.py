@@ -1,6 +1,7 @@
 """Files: durable writes, safe reads, failpoints, safetensors headers."""
 
 from penstock.io import durable as durable, failpoints as failpoints
+from penstock.io.removal import remove as remove
 from penstock.io.safe_open import (
     NotPlainError as NotPlainError,
     file_in_place as file_in_place,

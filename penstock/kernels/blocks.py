@@ -4,9 +4,10 @@ The division depends on the length alone. Sums are computed per granule, and the
 added exactly, so no result depends on the number of threads.
 
 A stride is two vectors: one or two whole cache lines of every array. The optimizers, which traverse
-up to five arrays at once, and the copies of gradients prefetch the lines that are `AHEAD` of the
-present line: of 64, 256 and 512 elements, the distance that was best or equal on each processor
-measured (`benchmarks/README.md`, "AdamW on that processor", "Received gradients").
+up to five arrays at once, prefetch the lines that are `AHEAD` of the present line: of 64, 256 and
+512 elements, the distance that was best or equal on each processor measured
+(`benchmarks/README.md`, "AdamW on that processor"). The copies of gradients have the same distance
+("Received gradients" there).
 """
 
 from penstock.kernels.compilation import inlined

@@ -112,7 +112,9 @@ def _is_whole(path: str) -> bool:
 
 def _checksum(path: str, content: bytes) -> bytes:
     """Return the checksum of a file, which is damaged under another name."""
-    return xxhash.xxh3_128_digest(Path(path).name.encode() + b"\0" + content)
+    checksum = xxhash.xxh3_128(Path(path).name.encode() + b"\0")
+    checksum.update(content)
+    return checksum.digest()
 
 
 class CodeCache(caching.FunctionCache):

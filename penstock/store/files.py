@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import ConfigError, StorageError
-from penstock.io import durable, failpoints, is_full, write_advice
+from penstock.io import durable, failpoints, is_full, remove, write_advice
 
 CHUNK_BYTES = 8 << 20
 """Bytes under one checksum; a multiple of every element size."""
@@ -106,14 +106,6 @@ def remove_folder(folder: Path) -> None:
     durable.sync_folder(folder.parent)
     failpoints.point("remove.after_rename")
     remove(old_folder)
-
-
-def remove(path: Path) -> None:
-    """Delete a folder or a file, if it exists; a link is deleted, its target is not."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -135,16 +135,18 @@ def _attention_of(task: str, fields: Mapping[str, Any], precision: str) -> list[
     drops = fields.get("attn_pdrop") or fields.get("attention_dropout")
     if task != "causal_lm" or drops or not size or size % _LANES:
         return []
-    if precision == "bf16" and _is_attention_pytorchs():
+    if precision == "bf16" and not _has_attention_in_bfloat16():
         return []
     return [f"attention:{size}"]
 
 
-def _is_attention_pytorchs() -> bool:
-    """Whether PyTorch computes attention in bfloat16 on this processor."""
-    from penstock.compiler import products_for
+def _has_attention_in_bfloat16() -> bool:
+    """Whether kernels compute attention in bfloat16 on this processor."""
+    import torch
 
-    return products_for(Processor.here()) == "torch"
+    from penstock.compiler import kernel_types, products_for
+
+    return torch.bfloat16 in kernel_types(products_for(Processor.here()))
 
 
 def _has_room(config: Config) -> bool:

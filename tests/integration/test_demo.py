@@ -126,9 +126,8 @@ def past_run(tmp_path):
     rows = [{**STEP, "step": step} for step in range(1, 9)]
     evaluated = {"event": "evaluation", "step": 8, "seconds": 0.1, "loss": None}
     write_metrics(tmp_path, [*rows, evaluated])
-    return Config.from_mapping(
-        {"model": "tiny", "run": {"dir": str(tmp_path), "steps": 8}}
-    ), exported
+    run = {"dir": str(tmp_path), "steps": 8}
+    return Config.from_mapping({"model": "tiny", "run": run}), exported
 
 
 def write_metrics(folder, rows):
