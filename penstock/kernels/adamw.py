@@ -14,8 +14,8 @@ from numba import prange
 from numba.extending import overload
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import GRANULE, block_bounds, block_count
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.blocks import GRANULE, block_bounds, block_count, block_kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.gradients import load_gradient
 from penstock.kernels.moments import (
     GROUP,
@@ -114,14 +114,14 @@ def _at(weight, gradient, moments, scalars, i, lanes):
 # A parallel loop takes no tuples of tuples, so these are put together inside.
 
 
-@kernel
+@block_kernel(over="gradient")
 def _adamw(weight, gradient, average, square, numbers, corrections):
     for block in prange(block_count(gradient.size)):
         scalars = (numbers, corrections)
         over_block(_at, weight, gradient, (average, square), scalars, block)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _adamw_8bit(weight, gradient, average, square, numbers, corrections, work, keys, position):
     length = gradient.size
     for block in prange(block_count(length)):
@@ -135,7 +135,7 @@ def _adamw_8bit(weight, gradient, average, square, numbers, corrections, work, k
             encode(power, group, length, keys[1], position)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _adamw_8bit_packed(
     weight,
     gradient,

@@ -1,7 +1,8 @@
 """Division of a flat array: blocks for threads, strides of whole vectors, and a masked tail.
 
 The division depends on the length alone. Sums are computed per granule, and the granules' sums are
-added exactly, so no result depends on the number of threads.
+added exactly, so no result depends on the number of threads. A kernel uses no more threads than its
+array has blocks: on a busy machine, waiting for a second thread takes longer than a block.
 
 A stride is two vectors: one or two whole cache lines of every array. The optimizers, which traverse
 up to five arrays at once, prefetch the lines that are `AHEAD` of the present line: of 64, 256 and
@@ -10,7 +11,14 @@ up to five arrays at once, prefetch the lines that are `AHEAD` of the present li
 ("Received gradients" there).
 """
 
-from penstock.kernels.compilation import inlined
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.vectors import LANES
 
 BLOCK_LENGTH = 65536
@@ -25,6 +33,36 @@ STRIDE = 2 * LANES
 
 AHEAD = 256
 """Prefetch distance, in elements."""
+
+
+def block_kernel(over: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for a kernel (`kernel`) whose parallel loop runs over the blocks of an array.
+
+    **Arguments:** `over` is the name of the parameter that has the array or a tuple of arrays of
+    one length.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = kernel(function)
+        place = list(inspect.signature(function).parameters).index(over)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            array = arguments[place]
+            length = (array[0] if isinstance(array, tuple) else array).size
+            threads = numba.get_num_threads()
+            needed = max(1, -(-length // BLOCK_LENGTH))
+            if threads <= needed:
+                return compiled(*arguments)
+            numba.set_num_threads(needed)
+            try:
+                return compiled(*arguments)
+            finally:
+                numba.set_num_threads(threads)
+
+        return call
+
+    return declare
 
 
 @inlined

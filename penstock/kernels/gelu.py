@@ -13,8 +13,8 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import STRIDE, block_bounds, block_count
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.blocks import STRIDE, block_bounds, block_count, block_kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.exponential import exponential
 from penstock.kernels.gradients import load_gradient, store_gradient
 from penstock.kernels.vectors import (
@@ -63,7 +63,7 @@ def _gradient_at(gradient, x, out, i, lanes):
     store_gradient(out, i, load_gradient(gradient, i, lanes) * derivative, lanes)
 
 
-@kernel
+@block_kernel(over="x")
 def _values(x, out):
     for block in prange(block_count(x.size)):
         first, whole, last = block_bounds(block, x.size)
@@ -74,7 +74,7 @@ def _values(x, out):
             _value_at(x, out, i, first_lanes(last - i))
 
 
-@kernel
+@block_kernel(over="x")
 def _gradients(gradient, x, out):
     for block in prange(block_count(x.size)):
         first, whole, last = block_bounds(block, x.size)

@@ -20,9 +20,10 @@ from penstock.kernels.blocks import (
     STRIDE,
     block_bounds,
     block_count,
+    block_kernel,
     granule_bounds,
 )
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.packed_entries import PackedEntries
 from penstock.kernels.vectors import (
     LANES,
@@ -126,31 +127,31 @@ def _over_packed_granules(at, source, destination, entries, sums, granule):
     sums[granule] = _over_range(at, source, destination, begin, whole, last)
 
 
-@kernel
+@block_kernel(over="source")
 def _copy(source, destination, sums):
     for block in prange(block_count(source.size)):
         _over_granules(_copy_at, source, destination, sums, block)
 
 
-@kernel
+@block_kernel(over="source")
 def _add(source, destination, sums):
     for block in prange(block_count(source.size)):
         _over_granules(_add_at, source, destination, sums, block)
 
 
-@kernel
+@block_kernel(over="source")
 def _copy_packed(source, destination, entries, sums):
     for granule in prange(entries.size - 1):
         _over_packed_granules(_copy_at, source, destination, entries, sums, granule)
 
 
-@kernel
+@block_kernel(over="source")
 def _add_packed(source, destination, entries, sums):
     for granule in prange(entries.size - 1):
         _over_packed_granules(_add_at, source, destination, entries, sums, granule)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _square(gradient, sums):
     for block in prange(block_count(gradient.size)):
         _over_granules(_square_at, gradient, gradient, sums, block)

@@ -4,8 +4,8 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import block_bounds, block_count
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.blocks import block_bounds, block_count, block_kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.gradients import load_gradient
 from penstock.kernels.moments import (
     GROUP,
@@ -58,13 +58,13 @@ def _at(weight, gradient, moments, scalars, i, lanes):
     store_moment(average, i, fma(splat(average_rate), g - m, m), lanes)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _lion(weight, gradient, average, scalars):
     for block in prange(block_count(gradient.size)):
         over_block(_at, weight, gradient, (average,), scalars, block)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _lion_8bit(weight, gradient, average, scalars, work, key, position):
     length = gradient.size
     for block in prange(block_count(length)):
@@ -75,7 +75,7 @@ def _lion_8bit(weight, gradient, average, scalars, work, key, position):
             encode(mean, group, length, key, position)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _lion_8bit_packed(weight, gradient, average, scalars, work, key, position, entries, groups):
     places = (entries, groups)
     for block in prange(packed_blocks(entries)):

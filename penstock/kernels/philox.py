@@ -9,8 +9,8 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import block_bounds, block_count
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.blocks import block_bounds, block_count, block_kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.vectors import (
     LANES,
     every_lane,
@@ -54,7 +54,7 @@ def _words(group, stream0, stream1, k0, k1):
     return philox(low, high, splat(stream0), splat(stream1), splat(k0), splat(k1))
 
 
-@kernel
+@block_kernel(over="out")
 def _mask(out, k0, k1, stream0, stream1, limit):
     length = out.size
     for block in prange(block_count(length)):

@@ -9,8 +9,8 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import block_bounds, block_count
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.blocks import block_bounds, block_count, block_kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.gradients import load_gradient
 from penstock.kernels.moments import (
     GROUP,
@@ -51,7 +51,7 @@ def _plain_at(weight, gradient, moments, scalars, i, lanes):
     store_weight(weight, i, w - splat(learning_rate) * g, lanes)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _plain(weight, gradient, scalars):
     for block in prange(block_count(gradient.size)):
         over_block(_plain_at, weight, gradient, (), scalars, block)
@@ -69,13 +69,13 @@ def _momentum_at(weight, gradient, moments, scalars, i, lanes):
     store_moment(momentum, i, m, lanes)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _momentum(weight, gradient, momentum, scalars):
     for block in prange(block_count(gradient.size)):
         over_block(_momentum_at, weight, gradient, (momentum,), scalars, block)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _momentum_8bit(weight, gradient, momentum, scalars, work, key, position):
     length = gradient.size
     for block in prange(block_count(length)):
@@ -86,7 +86,7 @@ def _momentum_8bit(weight, gradient, momentum, scalars, work, key, position):
             encode(mean, group, length, key, position)
 
 
-@kernel
+@block_kernel(over="gradient")
 def _momentum_8bit_packed(
     weight, gradient, momentum, scalars, work, key, position, entries, groups
 ):

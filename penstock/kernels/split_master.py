@@ -32,8 +32,8 @@ from numba import prange
 from numba.extending import overload
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.blocks import STRIDE, block_bounds, block_count
-from penstock.kernels.compilation import inlined, kernel
+from penstock.kernels.blocks import STRIDE, block_bounds, block_count, block_kernel
+from penstock.kernels.compilation import inlined
 from penstock.kernels.vectors import (
     LANES,
     bits_of,
@@ -130,7 +130,7 @@ def _copy_at(source, destination, i, lanes):
     store_weight(destination, i, load_weight(source, i, lanes), lanes)
 
 
-@kernel
+@block_kernel(over="source")
 def _copy(source, destination):
     length = source[0].size
     for block in prange(block_count(length)):

@@ -259,7 +259,7 @@ def require_own_store(config: Config, recorded: ResumeState | None) -> None:
         )
 
 
-def flash_folders(config: Config) -> dict[str, str | None]:
+def flash_folders(config: Config) -> dict[str, Any]:
     """Return the folders of a run and of its store on flash as the store records them."""
     flash = config.store.flash.path
     if flash is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.config import Config
 from penstock.data import Source
@@ -54,6 +54,19 @@ class EarlyStop:
                 "evaluation starts with a new best loss",
             )
         return cls(patience, loss, since_best, judged, recorded.best_step)
+
+    def to_record(self, batches: int) -> dict[str, Any]:
+        """Return the fields of `ResumeState` that `of_run` reads.
+
+        **Arguments:** `batches` is the number that each evaluation reads.
+        """
+        return {
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "best_batches": None if self.best_loss is None else batches,
+            "evaluated_step": self.judged_step,
+            "evaluations_since_best": self.evaluations_since_best,
+        }
 
     def judge(self, step: int, loss: float, *, is_counted: bool = True) -> bool:
         """Record the loss after a step, and return whether it is the best so far.

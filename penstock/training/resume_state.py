@@ -33,6 +33,8 @@ class ResumeState:
     of the rules by which the data set's text became ids (`same_tokenizer.py`). `buffer_seed` is the
     seed of random buffers; older releases recorded none and drew from seed 0. `run_dir` and
     `flash_dir` are the folders of the run and of its store on flash, which may lie anywhere.
+    `numerics` is what decides the last bits of a step (`numerics.py`); older releases recorded
+    none.
     """
 
     trajectory: Mapping[str, Any]
@@ -54,6 +56,7 @@ class ResumeState:
     buffer_seed: int = 0
     run_dir: str | None = None
     flash_dir: str | None = None
+    numerics: Mapping[str, str] | None = None
 
     @classmethod
     def read(cls, found: Mapping[str, Any], place: Path) -> ResumeState:
@@ -91,6 +94,7 @@ class ResumeState:
                 "buffer_seed": int(buffer_seed),
                 "run_dir": None | str(),
                 "flash_dir": None | str(),
+                "numerics": None | dict() as numerics,
             } if (
                 _is_count(micro_batch)
                 and _is_count(slot_bytes)
@@ -102,6 +106,7 @@ class ResumeState:
                 and all(
                     count is not None and _is_count(count) for count in (entries or {}).values()
                 )
+                and all(type(text) is str for text in (numerics or {}).values())
             ):
                 known = {field.name: whole[field.name] for field in dataclasses.fields(cls)}
                 return cls(**known)

@@ -1,4 +1,4 @@
-"""Notices about choices that are valid but may be unintended, before the first step."""
+"""Notices before the first step of a run or of its continuation."""
 
 import shlex
 from collections.abc import Iterator
@@ -9,9 +9,28 @@ from penstock.errors import few
 from penstock.models import ModelSource
 from penstock.planning import ExecutionPlan
 from penstock.program import Program
+from penstock.training.numerics import changed_numerics, numerics_here
+from penstock.training.resume_state import ResumeState
 
 
-def cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
+def notices_at_start(
+    config: Config,
+    source: ModelSource,
+    layout: ExecutionPlan,
+    recorded: ResumeState | None,
+    device: str,
+) -> Iterator[str]:
+    """Yield what the user of a run should know before its next step.
+
+    **Arguments:** `recorded` is the record of a run that is resumed, `device` that of its engines.
+    """
+    if recorded is None:
+        yield from _cautions(config, source, layout)
+    elif changed := changed_numerics(recorded.numerics, numerics_here(config, device)):
+        yield changed
+
+
+def _cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Iterator[str]:
     """Yield one sentence per choice that the author of a model may not have intended."""
     yield from _unregistered(source)
     yield from _trained_in_eval_mode(source, layout.program)

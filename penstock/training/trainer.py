@@ -42,6 +42,7 @@ from penstock.training.early_stop import EarlyStop, evaluation_due, require_held
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
 from penstock.training.gradient_check import GradientCheck
+from penstock.training.numerics import numerics_here
 from penstock.training.predicted_steps import keep_measured
 from penstock.training.read_only_store import no_training
 from penstock.training.resume_state import ResumeState
@@ -53,7 +54,7 @@ from penstock.training.run_assembly import (
 )
 from penstock.training.run_start import describe, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
-from penstock.training.startup_notices import all_steps_done, cautions
+from penstock.training.startup_notices import all_steps_done, notices_at_start
 from penstock.training.text_generation import TextGenerator
 from penstock.training.token_generation import TokenGenerator, closed_error, make_token_generator
 
@@ -281,7 +282,7 @@ class Trainer:
                 early_stop=self._early_stop,
             )
         )
-        for text in cautions(config, self.model, self._layout) if self.resumed_from is None else ():
+        for text in notices_at_start(config, self.model, self._layout, self._recorded, self.device):
             self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.check()
@@ -397,7 +398,7 @@ class Trainer:
     def _extra(self) -> dict[str, Any]:
         """Return the resume state outside the store."""
         dataset, sparse = self._data.dataset, self._layout.sparse
-        in_engines, best_loss = self._layout.sparse_weights, self._early_stop.best_loss
+        in_engines = self._layout.sparse_weights
         return ResumeState(
             trajectory=trajectory(self.config),
             micro_batch=self._layout.micro_batch,
@@ -407,15 +408,12 @@ class Trainer:
             weights=self._initial_weights,
             values=self._initial_values,
             architecture=self._architecture,
-            best_loss=best_loss,
-            best_step=self._early_stop.best_step,
-            best_batches=None if best_loss is None else self.config.evaluation.batches,
-            evaluated_step=self._early_stop.judged_step,
-            evaluations_since_best=self._early_stop.evaluations_since_best,
+            **self._early_stop.to_record(self.config.evaluation.batches),
             sparse_entries=dict(sparse.kept) if sparse else None,
             sparse_products=in_engines.products.as_record() if in_engines else None,
             tokenizer=self._data.tokenizer,
             buffer_seed=self.model.buffer_seed,
+            numerics=numerics_here(self.config, self.device),
             **checkpoint_backends.flash_folders(self.config),
         ).to_mapping()
 

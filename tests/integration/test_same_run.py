@@ -14,6 +14,7 @@ from penstock.data import ArraySource
 from penstock.errors import ConfigError
 from penstock.models import InputSpec, ModelSource
 from penstock.telemetry.events import Notice
+from penstock.training.numerics import changed_numerics
 from penstock.training.trainer import Trainer
 
 ACTIVATION = "tanh"  # of the factory below; a test changes it, as a user edits a file
@@ -101,6 +102,29 @@ def test_another_forward_with_the_same_weights_is_refused(tier, tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["memory", "flash"])
+def test_a_resume_tells_what_computes_it_otherwise(tier, tmp_path):
+    def notices_of(steps, **changes):
+        told = []
+        train(net(), tmp_path, tier=tier, told=told, steps=steps, **changes)
+        return [event.text for event in told if isinstance(event, Notice)]
+
+    assert notices_of(2) == notices_of(4) == []
+    assert notices_of(6, engine={"threads": 2}) == [
+        "what computes this run has changed since its last step (threads 1 -> 2): later steps may "
+        "differ in their last bits from those of a run without an interruption"
+    ]
+    assert notices_of(8, engine={"threads": 2}) == []
+
+
+def test_changes_of_a_release_are_told_and_an_older_record_is_not_judged():
+    now = {"torch": "2.13.0", "penstock": "0.2.0 (aa)"}
+    assert changed_numerics(None, now) is None
+    assert changed_numerics({"torch": "2.13.0", "of_another_release": "1"}, now) is None
+    changed = changed_numerics({"torch": "2.12.0", "penstock": "0.1.0 (bb)"}, now)
+    assert "(torch 2.12.0 -> 2.13.0, penstock 0.1.0 (bb) -> 0.2.0 (aa))" in str(changed)
+
+
+@pytest.mark.parametrize("tier", ["memory", "flash"])
 def test_other_initial_values_are_refused_unless_ignored(tier, tmp_path):
     train(net(seed=0), tmp_path, tier=tier)
     other = trainer_of(net(seed=1), tmp_path, tier=tier, steps=8)
@@ -175,7 +199,8 @@ def test_graph_of_another_release_gives_a_notice(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.__version__", "99.0")
     told = []
     assert train(net(), tmp_path, steps=6, told=told)["steps"] == 2
-    (notice,) = [event.text for event in told if isinstance(event, Notice)]
+    notice, changed = [event.text for event in told if isinstance(event, Notice)]
+    assert "changed since its last step (penstock 0" in changed
     assert re.match(
         r"cannot compare Net with the model of .*: the run's model was captured with torch "
         r"[\d.]+, transformers [\d.]+\w*, penstock [\d.]+, micro-batches of 8, fp32, this one "

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 
-from penstock.kernels import compilation
+from penstock.kernels import blocks, compilation
 from penstock.kernels.gradients import copy_gradient
 
 
@@ -21,6 +21,43 @@ def test_calls_from_several_threads_do_not_disturb_each_other():
             together = pool.map(lambda g: copy_gradient(g, np.empty_like(g)), gradients)
             for found, expected in zip(together, alone, strict=True):
                 np.testing.assert_array_equal(found, expected)
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """Numba's own count, which a machine of one processor keeps at one, is left alone."""
+    count = [3]
+    monkeypatch.setattr(numba, "get_num_threads", lambda: count[0])
+    monkeypatch.setattr(numba, "set_num_threads", lambda threads: count.__setitem__(0, threads))
+    return count
+
+
+@pytest.mark.parametrize(
+    ("length", "threads"),
+    [(0, 1), (1, 1), (65_536, 1), (65_537, 2), (131_073, 3), (10**7, 3)],
+)
+@pytest.mark.parametrize("of", [lambda array: array, lambda array: (array, array)])
+def test_no_more_threads_than_blocks(length, threads, of, three_threads, monkeypatch):
+    monkeypatch.setattr(blocks, "kernel", lambda function: function)
+
+    @blocks.block_kernel(over="data")
+    def used(_before, data):
+        return three_threads[0]
+
+    assert used(None, of(np.empty(length, np.uint8))) == threads
+    assert three_threads == [3]
+
+
+def test_threads_are_as_before_after_an_error(three_threads, monkeypatch):
+    monkeypatch.setattr(blocks, "kernel", lambda function: function)
+
+    @blocks.block_kernel(over="data")
+    def fail(data):
+        raise ValueError("as it does")
+
+    with pytest.raises(ValueError, match="as it does"):
+        fail(np.empty(1))
+    assert three_threads == [3]
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -13,7 +13,7 @@ KEPT = ResumeState(
     {"batch.size": 4}, 2, None, "d", None, 3.25, 1, "v", ARCHITECTURE, "onednn",
     sparse_entries={"w": 10}, sparse_products=[{"tokens": 1}], best_step=400, best_batches=8,
     evaluated_step=410, tokenizer="t", buffer_seed=7, run_dir="/runs/x",
-    flash_dir="/flash",
+    flash_dir="/flash", numerics={"torch": "2"},
 )  # fmt: skip
 
 
@@ -56,6 +56,8 @@ def test_keys_missing_in_older_releases_are_optional():
         ("evaluated_step", False),
         ("evaluations_since_best", None),
         ("evaluations_since_best", -1),
+        ("numerics", "torch 2"),
+        ("numerics", {"torch": 2}),
         ("sparse_entries", [10]),
         ("sparse_entries", {"w": 0}),
         ("sparse_entries", {"w": None}),
