@@ -164,7 +164,7 @@ def measure(folder: Path, names: list[str], minutes: float, *, is_quick: bool) -
                 described.write_text(dump(median_machine(hosts)))
                 measured_at = time.monotonic()
             around = [_product_rate(products)]
-            row = _predicted_and_trained(name, described, place)
+            row = _predicted_and_trained(name, described, place, is_quick=is_quick)
             around.append(_product_rate(products))
             expected = statistics.median(rates)
             row["drift"] = max((rate / expected - 1 for rate in around), key=abs)
@@ -194,12 +194,17 @@ def measure(folder: Path, names: list[str], minutes: float, *, is_quick: bool) -
     }
 
 
-def _predicted_and_trained(name: str, described: Path, place: Path) -> dict[str, Any]:
-    """Predict a run in one process, train it in others, and return both."""
+def _predicted_and_trained(
+    name: str, described: Path, place: Path, *, is_quick: bool
+) -> dict[str, Any]:
+    """Predict a run in one process, train it in others, with `is_quick` in one; return both."""
+    most_tries, runs_if_short = (1, 1) if is_quick else (TRIES, RUNS_IF_SHORT)
     before = _in_a_process("predict", name, described, place)
-    runs = [_trained_alone(name, described, place)]
+    runs = [_trained_alone(name, described, place, most_tries)]
     if runs[0]["seconds"] < SHORT_SECONDS:
-        runs += [_trained_alone(name, described, place) for _ in range(RUNS_IF_SHORT - 1)]
+        runs += [
+            _trained_alone(name, described, place, most_tries) for _ in range(runs_if_short - 1)
+        ]
     return compared(CASES[name], before, _median(runs)) | {
         "tries": sum(run["tries"] for run in runs),
         "all_seconds": [run["seconds"] for run in runs],
@@ -212,14 +217,14 @@ def _product_rate(products: Worker) -> float:
     return 1 / statistics.median(products.step() for _ in range(PROBES))
 
 
-def _trained_alone(name: str, described: Path, folder: Path) -> dict[str, Any]:
+def _trained_alone(name: str, described: Path, folder: Path, most_tries: int) -> dict[str, Any]:
     """Train a run in a process of its own, again if its processors were taken."""
     tries = 0
     while True:
         tries += 1
         with tempfile.TemporaryDirectory(dir=folder) as own:
             after = _in_a_process("train", name, described, Path(own))
-        if after["stolen"] <= MOST_STOLEN or tries == TRIES:
+        if after["stolen"] <= MOST_STOLEN or tries == most_tries:
             return after | {"tries": tries}
 
 
