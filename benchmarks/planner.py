@@ -9,11 +9,11 @@ The speed of a shared host drifts, so the host is measured again before a run wh
 measurement is older than --minutes; the medians of the last five measurements count, as with
 `penstock calibrate`. Dense products are timed right after a measurement, and before and after each
 run. If their rate has drifted by more than 10 %, the host is measured anew and the run is predicted
-and trained again, at most twice (not with --quick); the result has the drift that was left. A run
+and trained again, at most twice; the result has the drift that was left. A run
 is also trained again, at most twice, if other machines of the host took more than 5 % of the
 processors' time during its steps (`steal` in Linux's /proc/stat). A run with short steps is trained
 three times and its medians count, since equal runs differ. The result has how often each was
-trained, and the time and memory of each of the three.
+trained, and the time and memory of each of the three. With --quick, each run is trained once.
 
     python benchmarks/planner.py [--quick] [--folder FOLDER] [--only TEXT] [--minutes MINUTES]
 
