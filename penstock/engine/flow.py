@@ -47,6 +47,28 @@ def check_inputs(program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def out_of_range(
+    error: IndexError, place: str, micro_batches: Sequence[Mapping[str, torch.Tensor]]
+) -> DataError:
+    """Return the error for an index that a table of the model does not have: an embedding that is
+    too small for the tokens, or a loss with too few classes for the labels.
+
+    **Arguments:** `error` is PyTorch's, `place` what was computed, for `micro_batches`.
+    """
+    values: dict[str, list[int]] = {}
+    for inputs in micro_batches:
+        for name, given in inputs.items():
+            if given.numel() and not given.is_floating_point() and given.dtype != torch.bool:
+                values.setdefault(name, []).extend((int(given.min()), int(given.max())))
+    ranges = ", ".join(f"{name!r} from {min(v)} to {max(v)}" for name, v in values.items())
+    return DataError(
+        f"{place} reads an index that is out of range ({str(error).rstrip('.')}). The batch has "
+        f"{ranges or 'no whole numbers'}. Give the model a larger vocabulary (the rows of its "
+        "embedding, the outputs of its last layer), or build the data set with a tokenizer of "
+        "fewer ids"
+    )
+
+
 def on_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an input of a micro-batch in memory of its own, at the allocator's alignment.
 

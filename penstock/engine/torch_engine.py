@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from penstock.collectives import PartialSum, TreeReduction
-from penstock.engine.flow import Flow, check_inputs, on_device
+from penstock.engine.flow import Flow, check_inputs, on_device, out_of_range
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import InPlace, WeightSlots
@@ -24,7 +24,7 @@ from penstock.engine.sparse_weights import (
     dense_gradient_bytes,
     require_sparse_weights,
 )
-from penstock.errors import CompileError
+from penstock.errors import CompileError, DataError
 from penstock.program import Program, Stage
 from penstock.sparsity import SparseWeight, StreamedWeight
 
@@ -210,7 +210,10 @@ class TorchEngine:
                     program.constants[n] if n in program.constants else flow.values[n]
                     for n in program.prelude_inputs
                 ]
-                made = program.prelude(*args)
+                try:
+                    made = program.prelude(*args)
+                except IndexError as error:
+                    raise self._out_of_range(error, "the part before the first stage") from error
                 flow.put(
                     self.memory, dict(zip(program.prelude_outputs, made, strict=True)), "prelude"
                 )
@@ -287,6 +290,8 @@ class TorchEngine:
             self._transient = 0
             try:
                 yield weights
+            except IndexError as error:
+                raise self._out_of_range(error, f"stage {place.name}") from error
             except NotImplementedError as error:  # PyTorch has no kernel
                 raise CompileError(
                     f"stage {place.name} cannot run on {self._device.type}: {error}. Compute that "
@@ -295,6 +300,10 @@ class TorchEngine:
             self._hold_layouts(weights, place)
             self.memory.give_back(beside)
             self.memory.release(held)
+
+    def _out_of_range(self, error: IndexError, place: str) -> DataError:
+        assert self._batch is not None
+        return out_of_range(error, place, self._batch.micro_batches)
 
     def _prepared(self, weight: Any) -> Any:
         """Return a weight as executables take it."""

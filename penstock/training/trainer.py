@@ -303,7 +303,8 @@ class Trainer:
                 self._checkpoint_scheduler.poll()
                 self._evaluate_and_judge()
             except PenstockError as error:
-                if isinstance(error, (NonFiniteError, DataError)) or error.is_from_source:
+                is_of_data = isinstance(error, (NonFiniteError, DataError)) or error.is_from_source
+                if is_of_data and self.step > first_step:
                     self.save()  # the committed state is valid
                 raise
             except InterruptedError:  # a stop was requested while no engine was available

@@ -7,10 +7,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from plain_training import Recipe, trainer_of
 from tiny_models import CONTRASTIVE, language_model, with_rows
+from torch import nn
+from torch.nn import functional
 
+from penstock.data import ArraySource
 from penstock.errors import CorruptionError, DataError, PenstockError
+from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
 from penstock.training.trainer import Trainer
 
@@ -73,6 +78,50 @@ def test_token_that_is_not_in_the_vocabulary_is_refused(name, token, tmp_path):
         f"has the tokens 0 to {size - 1}"
     )
     assert trainer.step == 0
+
+
+class Tables(nn.Module):
+    """An embedding of 12 rows and a layer of 7 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 7)
+
+    def forward(self, word):
+        return self.head(self.table(word))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stage", "reason"),
+    [
+        ("word", 12, 0, "index out of range in self"),
+        ("kind", 7, 1, "Target 7 is out of bounds"),
+    ],
+)
+def test_index_beyond_a_table_of_a_module_is_refused(field, value, stage, reason, tmp_path):
+    rows = {"word": np.arange(16) % 12, "kind": np.arange(16) % 7}
+    rows[field][-1] = value
+    trainer = Trainer(
+        {"batch": {"size": 16, "micro": 8}, "run": {"dir": str(tmp_path), "steps": 2}},
+        model=ModelSource.from_module(
+            Tables(),
+            loss=lambda output, kind: functional.nll_loss(output.log_softmax(-1), kind),
+            inputs={"word": InputSpec((), torch.int64)},
+            targets={"kind": InputSpec((), torch.int64)},
+        ),
+        source=ArraySource(rows),
+        quiet=True,
+    )
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    trainer.close()
+    assert str(caught.value) == (
+        f"stage {stage} reads an index that is out of range ({reason}). The batch has 'word' from "
+        f"0 to {12 if field == 'word' else 11}, 'kind' from 0 to {7 if field == 'kind' else 6}. "
+        "Give the model a larger vocabulary (the rows of its embedding, the outputs of its last "
+        "layer), or build the data set with a tokenizer of fewer ids"
+    )
+    assert not (tmp_path / "checkpoints").exists()  # the next model starts in the same folder
 
 
 def test_source_with_too_few_rows_is_refused(tmp_path):
