@@ -31,12 +31,9 @@ def numerics_here(config: Config, device: str) -> dict[str, str]:
     the sources that compute.
     """
     return {
-        "processor": f"{processor_name()} with {torch.backends.cpu.get_cpu_capability()}",
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "threads": str(thread_count(config.engine.threads)),
-        "torch": metadata.version("torch"),
-        "numba": metadata.version("numba"),
-        "penstock": f"{penstock.__version__} ({_sources_digest()})",
+        **_of_this_process(penstock.__version__),
     }
 
 
@@ -59,8 +56,14 @@ def changed_numerics(recorded: Mapping[str, str] | None, now: Mapping[str, str])
 
 
 @functools.cache
-def _sources_digest() -> str:
+def _of_this_process(release: str) -> dict[str, str]:
+    """Return what stays the same: every step records its numerics."""
     root, digest = Path(penstock.__file__).parent, hashlib.blake2b(digest_size=4)
     for source in sorted(path for name in _COMPUTE for path in (root / name).rglob("*.py")):
         digest.update(source.read_bytes())
-    return digest.hexdigest()
+    return {
+        "processor": f"{processor_name()} with {torch.backends.cpu.get_cpu_capability()}",
+        "torch": metadata.version("torch"),
+        "numba": metadata.version("numba"),
+        "penstock": f"{release} ({digest.hexdigest()})",
+    }
