@@ -29,7 +29,7 @@ from penstock.planning import (
 )
 from penstock.prediction.gpu_run import GpuRun, gpu_run
 from penstock.prediction.model_figures import figures_of
-from penstock.prediction.planned_disk import other_disk_note
+from penstock.prediction.planned_disk import full_disk_note, other_disk_note
 from penstock.prediction.planned_length import PlannedLength, planned_length
 from penstock.prediction.predicted_run import Prediction, predict
 from penstock.program import Program, largest_stage
@@ -103,9 +103,13 @@ class Planner:
             ),
             compile_source=self._outlined.program,
         )
-        if is_here and (note := other_disk_note(config, machine)) is not None:
-            self._notice_once(note)
-        return replace(predict(config, plan, machine), length_note=length.note)
+        prediction = replace(predict(config, plan, machine), length_note=length.note)
+        if is_here:
+            stored = prediction.flash.flash_bytes if prediction.flash else 0
+            for note in (other_disk_note(config, machine), full_disk_note(config, stored)):
+                if note is not None:
+                    self._notice_once(note)
+        return prediction
 
     def plan_on_gpus(
         self, config: Config, cluster: GpuCluster, seconds: float | None = None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.store.comparing import Compared as Compared
     from penstock.store.dram import DramStore as DramStore
     from penstock.store.early_weights import early_weights_bytes as early_weights_bytes
+    from penstock.store.files import free_bytes as free_bytes
     from penstock.store.gradients import (
         Gradients as Gradients,
         trainable_weights as trainable_weights,

@@ -9,7 +9,7 @@ from penstock.calibration import device_of
 from penstock.config import Config
 from penstock.machines import FLASH_DEVICE, MachineDescription
 from penstock.prediction import Planner
-from penstock.prediction.planned_disk import other_disk_note
+from penstock.prediction.planned_disk import full_disk_note, other_disk_note
 
 
 def measured(device: str | None) -> MachineDescription:
@@ -42,6 +42,19 @@ def test_nothing_is_said_without_another_disk(tmp_path, case):
     device = {"same disk": device_of(tmp_path), "not known": None, "no flash": "file system abcd"}
     path = None if case == "no flash" else tmp_path / "flash"
     assert other_disk_note(run(path), measured(device[case])) is None
+
+
+def test_disk_without_room_for_a_new_store_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.prediction.planned_disk.free_bytes", lambda folder: 1 << 30)
+    path = tmp_path / "flash"
+    assert full_disk_note(run(path), 1 << 30) is None
+    assert full_disk_note(run(None), 0) is None
+    assert full_disk_note(run(path), 3 << 30) == (
+        f"store.flash.path: the store needs 3.00 GiB, and the disk of {path} has 1.00 GiB free: "
+        "the run does not fit there; free some space, or choose a folder on a larger disk"
+    )
+    path.mkdir()  # its blocks are part of what is not free
+    assert full_disk_note(run(path), 3 << 30) is None
 
 
 @pytest.mark.parametrize("is_here", [True, False])
