@@ -51,7 +51,7 @@ def out_of_range(
     error: IndexError, place: str, micro_batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> DataError:
     """Return the error for an index that a table of the model does not have: an embedding that is
-    too small for the tokens, or a loss with too few classes for the labels.
+    too small for the tokens or positions, or a loss with too few classes for the labels.
 
     **Arguments:** `error` is PyTorch's, `place` what was computed, for `micro_batches`.
     """
@@ -63,9 +63,9 @@ def out_of_range(
     ranges = ", ".join(f"{name!r} from {min(v)} to {max(v)}" for name, v in values.items())
     return DataError(
         f"{place} reads an index that is out of range ({str(error).rstrip('.')}). The batch has "
-        f"{ranges or 'no whole numbers'}. Give the model a larger vocabulary (the rows of its "
-        "embedding, the outputs of its last layer), or build the data set with a tokenizer of "
-        "fewer ids"
+        f"{ranges or 'no whole numbers'}. Give the model more rows in its embedding of tokens or "
+        "of positions, or more outputs of its last layer; or use a tokenizer of fewer ids, or "
+        "shorter sequences"
     )
 
 

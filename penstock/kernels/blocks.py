@@ -2,7 +2,8 @@
 
 The division depends on the length alone. Sums are computed per granule, and the granules' sums are
 added exactly, so no result depends on the number of threads. A kernel uses no more threads than its
-array has blocks: on a busy machine, waiting for a second thread takes longer than a block.
+array has blocks: on a busy machine, waiting for a second thread takes longer than a block
+(`benchmarks/README.md`, "Other benchmarks").
 
 A stride is two vectors: one or two whole cache lines of every array. The optimizers, which traverse
 up to five arrays at once, prefetch the lines that are `AHEAD` of the present line: of 64, 256 and
@@ -36,10 +37,10 @@ AHEAD = 256
 
 
 def block_kernel(over: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for a kernel (`kernel`) whose parallel loop runs over the blocks of an array.
+    """Decorator for a kernel (`kernel`) that divides an array among threads, in whole blocks.
 
     **Arguments:** `over` is the name of the parameter that has the array or a tuple of arrays of
-    one length.
+    one length; the entries of a sparse weight have as many blocks as a dense array of their number.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +52,7 @@ def block_kernel(over: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             array = arguments[place]
             length = (array[0] if isinstance(array, tuple) else array).size
             threads = numba.get_num_threads()
-            needed = max(1, -(-length // BLOCK_LENGTH))
+            needed = max(1, block_count.py_func(length))
             if threads <= needed:
                 return compiled(*arguments)
             numba.set_num_threads(needed)

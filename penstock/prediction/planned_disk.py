@@ -31,12 +31,15 @@ def other_disk_note(config: Config, machine: MachineDescription) -> str | None:
 def full_disk_note(config: Config, flash_bytes: int) -> str | None:
     """Return what to do if the disk of this host lacks room for a new store; else None.
 
-    It is also None for a store that exists, and for shards that may be on other hosts.
+    It is also None for a folder with files, perhaps the store's, whose bytes are not free any more,
+    and for shards that may be on other hosts.
 
     **Arguments:** `flash_bytes` are those of all shards and replicas.
     """
     path = config.store.flash.path
-    if path is None or path.exists() or config.cluster.shards == "apart":
+    if path is None or config.cluster.shards == "apart":
+        return None
+    if path.is_dir() and any(path.iterdir()):
         return None
     free = free_bytes(path.absolute())
     if flash_bytes <= free:

@@ -11,22 +11,19 @@ from penstock.planning import ExecutionPlan
 from penstock.program import Program
 from penstock.training.numerics import changed_numerics, numerics_here
 from penstock.training.resume_state import ResumeState
+from penstock.training.run_assembly import RunSetup
 
 
 def notices_at_start(
-    config: Config,
-    source: ModelSource,
-    layout: ExecutionPlan,
-    recorded: ResumeState | None,
-    device: str,
+    config: Config, setup: RunSetup, recorded: ResumeState | None
 ) -> Iterator[str]:
     """Yield what the user of a run should know before its next step.
 
-    **Arguments:** `recorded` is the record of a run that is resumed, `device` that of its engines.
+    **Arguments:** `recorded` is the record of a run that is resumed.
     """
     if recorded is None:
-        yield from _cautions(config, source, layout)
-    elif changed := changed_numerics(recorded.numerics, numerics_here(config, device)):
+        yield from _cautions(config, setup.model, setup.plan)
+    elif changed := changed_numerics(recorded.numerics, numerics_here(config, setup.device)):
         yield changed
 
 

@@ -282,8 +282,9 @@ class Trainer:
                 early_stop=self._early_stop,
             )
         )
-        for text in notices_at_start(config, self.model, self._layout, self._recorded, self.device):
-            self._notice(text)
+        if (self.resumed_from or 0) == self.step < config.run.steps:  # its first steps here follow
+            for text in notices_at_start(config, self._setup, self._recorded):
+                self._notice(text)
         if self._evaluator is not None and config.evaluation.every:
             self._evaluator.check()
         if self._early_stop.forgotten is not None:

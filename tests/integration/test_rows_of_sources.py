@@ -118,8 +118,8 @@ def test_index_beyond_a_table_of_a_module_is_refused(field, value, stage, reason
     assert str(caught.value) == (
         f"stage {stage} reads an index that is out of range ({reason}). The batch has 'word' from "
         f"0 to {12 if field == 'word' else 11}, 'kind' from 0 to {7 if field == 'kind' else 6}. "
-        "Give the model a larger vocabulary (the rows of its embedding, the outputs of its last "
-        "layer), or build the data set with a tokenizer of fewer ids"
+        "Give the model more rows in its embedding of tokens or of positions, or more outputs of "
+        "its last layer; or use a tokenizer of fewer ids, or shorter sequences"
     )
     assert not (tmp_path / "checkpoints").exists()  # the next model starts in the same folder
 

@@ -114,6 +114,8 @@ def test_a_resume_tells_what_computes_it_otherwise(tier, tmp_path):
         "differ in their last bits from those of a run without an interruption"
     ]
     assert notices_of(8, engine={"threads": 2}) == []
+    (done,) = notices_of(8, engine={"threads": 1})  # no step follows
+    assert "already has its 8 steps" in done
 
 
 def test_changes_of_a_release_are_told_and_an_older_record_is_not_judged():

@@ -53,7 +53,9 @@ def test_disk_without_room_for_a_new_store_is_named(tmp_path, monkeypatch):
         f"store.flash.path: the store needs 3.00 GiB, and the disk of {path} has 1.00 GiB free: "
         "the run does not fit there; free some space, or choose a folder on a larger disk"
     )
-    path.mkdir()  # its blocks are part of what is not free
+    path.mkdir()  # such as the folder where a disk is mounted
+    assert full_disk_note(run(path), 3 << 30) is not None
+    (path / "extents").touch()  # its bytes are part of what is not free
     assert full_disk_note(run(path), 3 << 30) is None
 
 
