@@ -41,13 +41,14 @@ def block_kernel(over: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
     **Arguments:** `over` is the name of the parameter that has the array or a tuple of arrays of
     one length; the entries of a sparse weight have as many blocks as a dense array of their number.
+    What Numba compiled is the decorated function's `__wrapped__`.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = kernel(function)
         place = list(inspect.signature(function).parameters).index(over)
 
-        @functools.wraps(function)
+        @functools.wraps(compiled, updated=())
         def call(*arguments: Any) -> Any:
             array = arguments[place]
             length = (array[0] if isinstance(array, tuple) else array).size
