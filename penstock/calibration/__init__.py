@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         BUSY_SPREAD as BUSY_SPREAD,
         busy_note as busy_note,
         curves_of as curves_of,
+        was_busy as was_busy,
     )
     from penstock.calibration.disk_device import device_of as device_of
     from penstock.calibration.host_key import HostKey as HostKey, kept_file as kept_file

@@ -1,5 +1,7 @@
 """Whether other work ran on the host while it was measured, as the spread of its rates shows."""
 
+import math
+
 from penstock.machines import MachineDescription, RateCurve
 
 BUSY_SPREAD = 1.0
@@ -15,14 +17,20 @@ def curves_of(machine: MachineDescription) -> list[RateCurve]:
     return curves
 
 
+def was_busy(machine: MachineDescription) -> bool:
+    """Return whether the host was busy while it was measured."""
+    return any(curve.spread > BUSY_SPREAD for curve in curves_of(machine))
+
+
 def busy_note(machine: MachineDescription) -> str | None:
     """Return a sentence for the user if the host was busy while it was measured."""
-    worst = max(curves_of(machine), key=lambda curve: curve.spread, default=None)
-    if worst is None or worst.spread <= BUSY_SPREAD:
+    if not was_busy(machine):
         return None
+    worst = max(curves_of(machine), key=lambda curve: curve.spread)
     named = " ".join(part for part in (worst.work, worst.dtype, worst.layout) if part != "any")
     return (
-        f"the host was busy while it was measured: repeated measurements of {named} vary by "
-        f"±{worst.spread:.0%}, and predictions from them can be far off. Run `penstock calibrate "
-        "--forget` when the host is idle"
+        "the host was busy while it was measured: the fastest measurement of "
+        f"{named} was more than {math.floor(2 * worst.spread)} times as fast as the median, and "
+        "predictions from them can be far off. Run `penstock calibrate --forget` when the host is "
+        "idle"
     )

@@ -174,7 +174,7 @@ def this_host(
     Args:
         budget_seconds, on_progress: of the measurement (`calibrate`).
         notice: called with a sentence for the user, if the host is measured; with another one if
-            the host was busy meanwhile.
+            the host was busy while it was measured, now or earlier.
         key: of this host.
         measure: measures it; None: `calibrate`, in a process of its own. The memory that a
             measurement leaves in a process would count as that of the libraries, which plans
@@ -185,6 +185,7 @@ def this_host(
     try:
         machine = kept_machine(key)
         if machine is not None:
+            _notice_of_busy(machine, notice)
             return machine
     except PenstockError as error:
         reason = str(error)
@@ -202,9 +203,13 @@ def this_host(
             keep(machine, key, forgets=True)
         except StorageError as error:
             notice(str(error))
+    _notice_of_busy(machine, notice)
+    return machine
+
+
+def _notice_of_busy(machine: MachineDescription, notice: Notice) -> None:
     if (note := busy_note(machine)) is not None:
         notice(note)
-    return machine
 
 
 def _measured_apart(key: HostKey, budget_seconds: float) -> MachineDescription | None:

@@ -148,15 +148,13 @@ def render(machine: MachineDescription) -> Table:
 
 
 def _row(curve: RateCurve) -> tuple[str, ...]:
-    from penstock.progress import show_sparsity
-
     return (
         curve.work,
         "" if curve.dtype == "any" else curve.dtype,
         "" if curve.layout == "any" else curve.layout,
         _sizes(curve),
         _rates(curve),
-        f"±{show_sparsity(curve.spread)}",
+        f"±{curve.spread:.2%}" if curve.spread <= 1 else "over ±100%",
     )
 
 

@@ -1,5 +1,6 @@
 """A predicted step in the parts by which a run measures its steps."""
 
+from penstock.calibration import was_busy
 from penstock.prediction.predicted_run import Prediction
 from penstock.telemetry import PredictedStep
 
@@ -28,4 +29,5 @@ def predicted_step(prediction: Prediction) -> PredictedStep:
         flash_read_bytes=0 if flash is None else flash.read_bytes,
         flash_written_bytes=0 if flash is None else flash.written_bytes,
         peak_memory_bytes=prediction.peak_memory_bytes if is_one_process else 0,
+        host_was_busy=int(was_busy(prediction.machine)),
     )

@@ -57,7 +57,16 @@ def _title(prediction: Prediction) -> str:
 
 def _fits(prediction: Prediction) -> str:
     need, limit = sum(prediction.plan.memory.values()), prediction.plan.memory_limit
-    text = f"\nIt fits: {show_bytes(need)} of {show_bytes(limit)} of the host's memory."
+    config = prediction.config
+    if config.memory is not None and limit == int(config.memory):
+        name = "`memory`"
+    else:
+        name = "the host's " + ("free memory" if is_kept(prediction.machine) else "memory")
+    who = "the process" if config.cluster.start == "none" else "its processes here"
+    text = (
+        f"\nIt fits: at most {show_bytes(need)} of {show_bytes(limit)} of {name}; {who} will "
+        f"probably use {show_bytes(prediction.peak_memory_bytes)}."
+    )
     if prediction.length_note is None:
         return text
     return f"{text}\n{most_tokens(prediction.plan.sequence_length)}"

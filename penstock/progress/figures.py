@@ -68,7 +68,7 @@ def show_duration(seconds: float) -> str:
     """Return `1.20 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `2 d 3 h` or `71 years`."""
     if not math.isfinite(seconds):
         return "unknown"
-    if 0 < seconds < 0.00995:
+    if 0 < seconds < 0.0995:
         return f"{_three(1e3 * seconds)} ms" if seconds >= 0.00095 else f"{1e6 * seconds:.0f} us"
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
@@ -83,9 +83,18 @@ def show_duration(seconds: float) -> str:
 
 
 def show_comparable_durations(seconds: Sequence[float]) -> list[str]:
-    """Return durations such as `7.75 ms` and `13.3 ms`, all in the unit that suits the longest."""
+    """Return durations such as `7.75 ms` and `13.3 ms`, all in the unit that suits the longest.
+
+    One that rounds to nothing in that unit is `<0.01 ms`; nothing itself is `0 ms`.
+    """
     unit, size = unit_of_duration(max(seconds))
-    return [f"{_three(each / size)} {unit}" for each in seconds]
+    return [f"{_three_or_less(each / size)} {unit}" for each in seconds]
+
+
+def _three_or_less(value: float) -> str:
+    if value == 0:
+        return "0"
+    return "<0.01" if 0 < value < 0.005 else _three(value)
 
 
 def unit_of_duration(seconds: float) -> tuple[str, float]:

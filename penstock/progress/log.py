@@ -20,6 +20,7 @@ from penstock.progress.figures import (
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View, show_on_stderr
 from penstock.telemetry import (
+    FIRST_STEPS,
     ClusterEvent,
     Evaluated,
     Event,
@@ -38,6 +39,14 @@ RATED_BYTES = 600 * 10**12
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
 # What a shorter run has written is mostly its checkpoints, whose interval it may not have reached.
 SECONDS_OF_A_RATE = 600.0
+
+_NAMES_OF_PARTS = {
+    "compute_seconds": "compute",
+    "flash_wait_seconds": "waiting for flash",
+    "weight_seconds": "moving weights and gradients",
+    "update_seconds": "updates",
+    "snapshot_seconds": "waiting for a checkpoint",
+}
 
 
 class LineView(View):
@@ -214,20 +223,15 @@ def started_lines(run: RunStarted) -> list[str]:
 
 def measured_lines(run: RunMeasured) -> list[str]:
     """Return the bottleneck of a run, its transfers, and their cost in disk endurance."""
-    parts = {
-        "compute": run.compute_seconds,
-        "waiting for flash": run.flash_wait_seconds,
-        "moving weights and gradients": run.weight_seconds,
-        "updates": run.update_seconds,
-        "waiting for a checkpoint": run.snapshot_seconds,
-    }
-    shares = {name: seconds / run.step_seconds for name, seconds in parts.items()}
+    parts = _usual_parts(run)
+    took = sum(parts.values())
+    shares = {_NAMES_OF_PARTS[key]: seconds / took for key, seconds in parts.items()}
     shown = ", ".join(
         f"{name} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
-    lines = [f"a step's time: {shown}", "a step's traffic: " + traffic(run)]
+    lines = [f"a step's time{_without_unusual(run)}: {shown}", "a step's traffic: " + traffic(run)]
     lines[1:1] = [*compared_lines(run), *cycle_lines(run)]
     if run.sparsity is not None:
         lines.append(
@@ -285,14 +289,7 @@ def compared_lines(run: RunMeasured) -> list[str]:
     predicted = run.predicted
     if predicted is None:
         return []
-    names = {
-        "compute_seconds": "compute",
-        "flash_wait_seconds": "waiting for flash",
-        "weight_seconds": "moving weights and gradients",
-        "update_seconds": "updates",
-        "snapshot_seconds": "waiting for a checkpoint",
-    }
-    usual = {key: run.usual_parts.get(key, getattr(run, key) / run.steps) for key in names}
+    usual = _usual_parts(run)
     took = sum(usual.values()) if run.usual_parts else run.step_seconds / run.steps
     parts = {key: (getattr(predicted, key, 0.0), after) for key, after in usual.items()}
     compared = {key: pair for key, pair in parts.items() if max(pair) >= 0.01 * took}
@@ -300,7 +297,7 @@ def compared_lines(run: RunMeasured) -> list[str]:
         [predicted.seconds, took, *itertools.chain(*compared.values())]
     )
     shown = [
-        f"{names[key]} {before}, was {after}"
+        f"{_NAMES_OF_PARTS[key]} {before}, was {after}"
         for key, before, after in zip(compared, durations[2::2], durations[3::2], strict=True)
     ]
     lines = [
@@ -313,7 +310,26 @@ def compared_lines(run: RunMeasured) -> list[str]:
             f"the process was predicted to use {show_bytes(predicted.peak_memory_bytes)} and used "
             f"{show_bytes(run.peak_rss_bytes)} ({error:+.0%})"
         )
+    if predicted.host_was_busy:
+        lines.append(
+            "the host was busy while it was measured for predictions: run `penstock calibrate "
+            "--forget` when it is idle"
+        )
     return lines
+
+
+def _usual_parts(run: RunMeasured) -> dict[str, float]:
+    """Return the mean seconds of a usual step by part; of all steps in files of older versions."""
+    return {key: run.usual_parts.get(key, getattr(run, key) / run.steps) for key in _NAMES_OF_PARTS}
+
+
+def _without_unusual(run: RunMeasured) -> str:
+    """Return which steps do not count in the mean of the usual ones; nothing if all count."""
+    if not run.unusual_steps:
+        return ""
+    first = min(run.unusual_steps, FIRST_STEPS)
+    others = "" if run.unusual_steps == first else " and those that change masks"
+    return f" (mean of {run.steps - run.unusual_steps} steps, without the first {first}{others})"
 
 
 def traffic(run: RunMeasured) -> str:

@@ -14,7 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What the planner predicted of a step; the parts of `seconds` are those of `StepDone`."""
+    """What the planner predicted of a step; the parts of `seconds` are those of `StepDone`.
+
+    `host_was_busy` is 1 if the rates behind the prediction were measured while the host was busy,
+    else 0.
+    """
 
     seconds: float
     compute_seconds: float
@@ -27,6 +31,7 @@ class PredictedStep:
     flash_written_bytes: int
     # of the process; 0 if the run has others too, and in files of older versions
     peak_memory_bytes: int = 0
+    host_was_busy: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,10 @@ class RunMeasured:
     are sums over all steps. `memory_bytes` is the cap on the process, if any. `flops` is the
     arithmetic of all steps, `sparsity` that after the last step, both as in `StepDone`. `predicted`
     is what the planner predicted of a step, if it could. `usual_step_seconds` is the median time of
-    a step, without the first ones of the process; 0 in files of older versions. `usual_parts` are
-    the mean seconds of these steps by the name of the part, such as `compute_seconds`; empty there.
+    the usual steps: those after the first ones of the process that change no mask, if there are
+    any, else all; 0 in files of older versions. `usual_parts` are the mean seconds of these steps
+    by the name of the part, such as `compute_seconds`; empty there. `unusual_steps` is the number
+    of the other steps.
     `closed_form_cycles` and `simulated_cycles` are sums over all steps of `StepCycles`, whose cores
     have `clock_hz`; 0 on every device but a simulated wafer.
     """
@@ -247,6 +254,7 @@ class RunMeasured:
     flash_speculated_bytes: int = 0
     flash_discarded_bytes: int = 0
     usual_parts: Mapping[str, float] = field(default_factory=dict)
+    unusual_steps: int = 0
 
 
 @dataclass(frozen=True)

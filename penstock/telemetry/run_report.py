@@ -29,6 +29,27 @@ _SUMMED = (
 )
 
 
+class _Steps:
+    """Some steps of a run: their number, the sums of their parts, and their recent durations."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._sums: Counter[str] = Counter()
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def add(self, step: StepDone) -> None:
+        self.number += 1
+        self._recent.append(step.seconds)
+        for name in _PARTS:
+            self._sums[name] += getattr(step, name)
+
+    def median_seconds(self) -> float:
+        return statistics.median(self._recent)
+
+    def mean_parts(self) -> dict[str, float]:
+        return {name: self._sums[name] / self.number for name in _PARTS}
+
+
 class RunReport:
     """A listener for events that sums the costs of steps and checkpoints.
 
@@ -45,8 +66,8 @@ class RunReport:
         self._last: StepDone | None = None
         self._steps = 0
         self._sums: Counter[str] = Counter()
-        self._first: Counter[str] = Counter()  # the parts of the first steps
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        # All steps; those after the first ones; those of them that change no mask.
+        self._all, self._later, self._usual = _Steps(), _Steps(), _Steps()
         self._checkpoint_bytes = 0
         self._closed_form_cycles = self._simulated_cycles = 0.0
 
@@ -61,20 +82,16 @@ class RunReport:
     def _add(self, step: StepDone) -> None:
         self._last = step
         self._steps += 1
-        if self._steps == FIRST_STEPS + 1:
-            self._recent.clear()
-            self._first = Counter({name: self._sums[name] for name in _PARTS})
-        self._recent.append(step.seconds)
+        self._all.add(step)
+        if self._steps > FIRST_STEPS:
+            self._later.add(step)
+            if not step.changed_entries:
+                self._usual.add(step)
         for name in ("seconds", "flash_read_bytes", "flash_written_bytes", *_SUMMED):
             self._sums[name] += getattr(step, name)
         if step.cycles is not None:
             self._closed_form_cycles += step.cycles.closed_form
             self._simulated_cycles += step.cycles.simulated
-
-    def _usual_parts(self) -> dict[str, float]:
-        """Return the mean parts of a step without the first ones, if there are others."""
-        steps = self._steps - FIRST_STEPS if self._steps > FIRST_STEPS else self._steps
-        return {name: (self._sums[name] - self._first[name]) / steps for name in _PARTS}
 
     def add_behind(self, traffic: FlashTraffic) -> None:
         """Count the flash traffic that follows the last step and makes it durable."""
@@ -85,13 +102,15 @@ class RunReport:
         last, started, behind, sums = self._last, self._started, self._behind, self._sums
         if last is None or started is None:
             return None
+        usual = next(kind for kind in (self._usual, self._later, self._all) if kind.number)
         return RunMeasured(
             step=last.step,
             steps=self._steps,
             seconds=seconds,
             step_seconds=sums["seconds"],
-            usual_step_seconds=statistics.median(self._recent),
-            usual_parts=self._usual_parts(),
+            usual_step_seconds=usual.median_seconds(),
+            usual_parts=usual.mean_parts(),
+            unusual_steps=self._steps - usual.number,
             flash_read_bytes=behind.read_bytes + sums["flash_read_bytes"],
             flash_written_bytes=behind.written_bytes + sums["flash_written_bytes"],
             flash_rule_read_bytes=started.flash_rule_read_bytes * self._steps,

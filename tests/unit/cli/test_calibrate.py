@@ -80,10 +80,11 @@ def test_page_of_a_busy_host_advises_to_measure_again_when_idle(asked, monkeypat
     monkeypatch.setattr(host_measurement, "calibrate", lambda *given: busy)
     for arguments in (("--forget",), ("--show",)):
         assert penstock("calibrate", *arguments).stdout.endswith(
-            "note: the host was busy while it was measured: repeated measurements of pointwise "
-            "vary by ±725%, and predictions from them can be far off. Run `penstock calibrate "
-            "--forget` when the host is idle\n"
+            "note: the host was busy while it was measured: the fastest measurement of "
+            "pointwise was more than 14 times as fast as the median, and predictions from them can "
+            "be far off. Run `penstock calibrate --forget` when the host is idle\n"
         )
+    assert "over ±100%" in penstock("calibrate", "--show").stdout
 
 
 def test_show_without_measurements_says_how_to_get_them(asked):

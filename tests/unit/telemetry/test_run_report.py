@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from events_of_a_run import started, step
 
-from penstock.progress.log import compared_lines
+from penstock.progress.log import compared_lines, measured_lines
 from penstock.telemetry import PredictedStep
 from penstock.telemetry.metrics_writer import MetricsFile, read_metrics, reported
 from penstock.telemetry.run_report import RunReport
@@ -36,8 +36,8 @@ def test_usual_parts_are_those_of_later_steps(tmp_path):
     assert measured.usual_parts["compute_seconds"] == 1.0
     assert compared_lines(measured) == [
         "a step was predicted to take 1.00 s and took 2.00 s (+100%): compute 0.90 s, was 1.00 s; "
-        "moving weights and gradients 0.10 s, was 0.00 s; updates 0.00 s, was 0.50 s; waiting for "
-        "a checkpoint 0.00 s, was 0.50 s"
+        "moving weights and gradients 0.10 s, was 0 s; updates 0 s, was 0.50 s; waiting for "
+        "a checkpoint 0 s, was 0.50 s"
     ]
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path)(measured)
@@ -49,6 +49,44 @@ def test_compared_parts_add_up_to_the_compared_step():
     (line,) = compared_lines(report_of([10.0, 6.0, 1.0, 2.0, 6.0]))  # the median step takes 2 s
     assert "took 3.00 s (+200%)" in line
     assert [float(part) for part in re.findall(r"was (\S+) s", line)] == [1.5, 0.0, 0.75, 0.75]
+
+
+def test_shares_and_comparison_are_of_the_same_steps():
+    report = RunReport(None)
+    report(replace(started(), predicted=PREDICTED))
+    for number, (took, changed) in enumerate([(10, 0), (6, 0), (2, 0), (8, 40), (2, 0)], 1):
+        done = step(number, seconds=took)
+        # The first steps and the change of masks only update.
+        spent = "compute_seconds" if took == 2 else "update_seconds"
+        report(replace(done, **{spent: took, "changed_entries": changed}))
+    measured = report.measured(30.0)
+    assert measured.usual_step_seconds == 2
+    shares, comparison, *_ = measured_lines(measured)
+    assert shares == (
+        "a step's time (mean of 2 steps, without the first 2 and those that change masks): "
+        "compute 100%"
+    )
+    assert "took 2.00 s (+100%): compute 0.90 s, was 2.00 s" in comparison
+    assert measured_lines(report_of([4.0, 2.0]))[0].startswith("a step's time: compute 50%")
+
+
+def test_run_whose_later_steps_all_change_masks_counts_them():
+    report = RunReport(None)
+    report(started())
+    for number, took in enumerate([10, 6, 2, 4], 1):
+        report(replace(step(number, seconds=took), compute_seconds=took, changed_entries=3))
+    measured = report.measured(22.0)
+    assert (measured.usual_step_seconds, measured.unusual_steps) == (3, 2)
+
+
+def test_comparison_says_that_the_host_was_busy_while_it_was_measured():
+    measured = report_of([4.0])
+    busy = replace(measured, predicted=replace(PREDICTED, host_was_busy=1))
+    assert compared_lines(busy)[:-1] == compared_lines(measured)
+    assert compared_lines(busy)[-1] == (
+        "the host was busy while it was measured for predictions: run `penstock calibrate "
+        "--forget` when it is idle"
+    )
 
 
 @pytest.mark.parametrize(
