@@ -18,6 +18,7 @@ from penstock.data import (
     check_vocabulary,
     encodes_as,
     find_files,
+    load_tokenizer,
     read_built_from,
     repeated_files,
     sample_of,
@@ -54,10 +55,13 @@ def open_data(
     source: ModelSource,
     notice: Callable[[str], None],
     recorded: ResumeState | None = None,
+    check_length: Callable[[int], object] = lambda length: None,
 ) -> TrainingData:
     """Open the configured data set; build it first if it comes from `data.input`.
 
-    `recorded` is the resume state of an existing run, whose tokenizer is required.
+    `recorded` is the resume state of an existing run, whose tokenizer is required. `check_length`
+    is called with the sequence length before a data set is built, if it does not depend on the
+    data; it raises an error for a run that cannot be executed.
     """
     if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
         raise DataError(
@@ -67,6 +71,9 @@ def open_data(
     folder = config.data_dir
     if not folder.exists() and config.data.input:
         _check_mask_id(config, source)
+        _check_size_of_tokenizer(config, source)
+        if config.data.content == "text" or config.data.sequence_length:
+            check_length(sequence_length(config, source))
         _build(config, notice)
     dataset = TokenDataset.open(folder)
     _check_build(config, dataset)
@@ -140,6 +147,20 @@ def _check_mask_id(config: Config, source: ModelSource) -> None:
         f"train-bpe:{size}; masked training needs an id that the text never has: set {smaller}the "
         f"model's vocab_size to {size + 1} or more"
     )
+
+
+def _check_size_of_tokenizer(config: Config, source: ModelSource) -> None:
+    """Refuse a tokenizer with ids that the model does not have."""
+    limit = source.vocab_size
+    if limit is None:
+        return
+    size = train_size(config.tokenizer) or load_tokenizer(config.tokenizer).vocab_size
+    if size > limit:
+        raise DataError(
+            f"data.tokenizer: {config.tokenizer} has token ids up to {size - 1} (vocabulary "
+            f"{size}), model has vocab_size {limit}; set the model's vocab_size to {size} or more, "
+            "or take the model's tokenizer"
+        )
 
 
 def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:

@@ -100,25 +100,30 @@ def set_up(
     wafer = wafer_options(config, target.name)
     if recorded is not None:
         check_same_sparsity(config, recorded.trajectory)
+
+    def planned(length: int, notice: Callable[[str], None]) -> ExecutionPlan:
+        return plan_execution(
+            counted(config, devices),
+            found,
+            target.name,
+            length,
+            recorded.micro_batch if recorded else None,
+            recorded.slot_bytes if recorded else None,
+            devices,
+            notice,
+            checkpoints.bfloat16,
+            recorded_products=recorded.products if recorded else None,
+            recorded_entries=recorded.sparse_entries if recorded else None,
+        )
+
     if source is None:
-        data = open_data(config, found, notice, recorded)
+        # Building a data set can take hours: a run that cannot be executed is refused before it.
+        data = open_data(config, found, notice, recorded, lambda n: planned(n, lambda text: None))
     else:
         data = TrainingData(source, held_out, None, sequence_length(config, found))
     if recorded is None:
         require_held_out(config, data.held_out)
-    plan = plan_execution(
-        counted(config, devices),
-        found,
-        target.name,
-        data.sequence_length,
-        recorded.micro_batch if recorded else None,
-        recorded.slot_bytes if recorded else None,
-        devices,
-        notice,
-        checkpoints.bfloat16,
-        recorded_products=recorded.products if recorded else None,
-        recorded_entries=recorded.sparse_entries if recorded else None,
-    )
+    plan = planned(data.sequence_length, notice)
     products = recorded.sparse_products if recorded else None
     plan = with_wafer(plan, wafer)
     plan = with_products(plan, config.run.steps, products, notice)

@@ -93,9 +93,8 @@ def test_missing_data(penstock):
 
 
 def test_data_set_of_another_tokenizer_is_refused(penstock):
-    ours = ("train", "run.yaml", "data.path=null", "data.input=[text.txt]", "--quiet")
-    tokens = ("data.tokenizer=train-bpe:300", "model.vocab_size=100")
-    assert penstock(*ours, *tokens)[0] == 3  # built, and too many tokens for the model
+    ours = ("train", "run.yaml", "data.path=null", "data.input=[text.txt]", "model.vocab_size=300")
+    assert penstock(*ours, "data.tokenizer=train-bpe:300", "--quiet")[0] == 0
     assert_refused(
         penstock(*ours, "data.tokenizer=bytes"),
         3,
@@ -190,6 +189,29 @@ def test_vocabulary_mismatch(penstock):
         r"the model's vocab_size to 257 or more, or build the data set again with the model's "
         r"tokenizer",
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "pattern"),
+    [
+        (
+            "model.vocab_size=100",
+            3,
+            r"data\.tokenizer: bytes has token ids up to 256 \(vocabulary 257\), model has "
+            r"vocab_size 100; set the model's vocab_size to 257 or more, or take the model's "
+            r"tokenizer",
+        ),
+        ("engine.memory=1KiB", 5, r"the engine needs (?s:.*)"),
+    ],
+)
+def test_run_that_cannot_be_executed_is_refused_before_its_data_set_is_built(
+    penstock, setting, code, pattern
+):
+    built_here = ("data.path=null", "data.input=[text.txt]", "data.tokenizer=bytes")
+    assert_refused(penstock("train", "run.yaml", *built_here, setting), code, pattern)
+    assert not Path("run/data").exists()
+    records = ("data.content=records", "data.sequence_length=null")  # length of the longest record
+    assert penstock("train", "run.yaml", *built_here, *records)[0] == 3  # which are none
 
 
 def test_corrupt_shard(penstock):
