@@ -50,9 +50,8 @@ docs: $(READY) $(READY_DOCS)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 wafer-figures: $(READY)
-	for name in acceleration sorting ring accumulators queues cores links; do \
-		$(BIN)/python -m penstock wafer figure $$name \
-			--out docs/pictures/wafer_$$name.svg --out docs/pictures/wafer_$$name.png || exit 1; \
+	for file in acceleration.svg sorting.svg ring.svg accumulators.svg queues.svg cores.png links.png; do \
+		$(BIN)/python -m penstock wafer figure $${file%.*} --out docs/pictures/wafer_$$file || exit 1; \
 	done
 	$(BIN)/python -m penstock wafer figure animation --out docs/pictures/wafer_animation.gif
 

@@ -223,6 +223,7 @@ def draw_gpus(
             va="bottom" if name == _COMPARED[0] else "top",
             color=line.get_color(),
             fontsize="small",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the dashed line
         )
     counts = [count for count in FIXED_COUNTS if count <= (machine.engine.most or count)]
     proportional = [ratio * count for count in counts]
