@@ -1,5 +1,23 @@
-"""`python -m penstock`: the command, if its script is not installed."""
+"""The `penstock` command, also as `python -m penstock`.
 
-from penstock.cli import main
+Ctrl-C is handled before the command line is imported.
+"""
 
-main()
+import signal
+
+from penstock.interruption import interruptible
+
+
+def main() -> None:
+    """Run the command line; after Ctrl-C exit with 130, without a traceback."""
+    try:
+        with interruptible():
+            from penstock.cli import main as run
+
+            run()
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,3 +1,3 @@
-"""The command line; the `penstock` command runs `main`."""
+"""The command line, which `main` runs."""
 
 from penstock.cli.app import main as main

@@ -91,7 +91,7 @@ def _field(what: str) -> Any:
 def build(
     input: _Inputs,
     tokenizer: _Tokenizer,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; a link is followed.")],
     validation: Annotated[
         float, typer.Option(metavar="F", help="Share of held-out documents; 0: none.")
     ] = 0.05,

@@ -1,9 +1,12 @@
 """`penstock init`: write a starter configuration in which every key is explained."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+_LONGEST_NAME_BYTES = 255  # of Linux and its file systems
 
 
 def init(
@@ -23,6 +26,14 @@ def init(
     from penstock.config import Config, commented
     from penstock.errors import ConfigError, StorageError
 
+    name_bytes = len(os.fsencode(file.name))
+    if (
+        name_bytes > _LONGEST_NAME_BYTES
+    ):  # or run.dir, which follows from the name, would be refused
+        raise ConfigError(
+            f"{file}: expected a file name of at most {_LONGEST_NAME_BYTES} bytes, got "
+            f"{name_bytes}; choose a shorter one"
+        )
     config = Config.from_mapping(
         {
             "model": model,

@@ -17,6 +17,7 @@ import typer
 
 from penstock.cli import output
 from penstock.cli.output import surviving_loss
+from penstock.interruption import interrupt
 from penstock.progress import show_on_stderr
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ class GracefulStop:
         def handle(number: int, frame: FrameType | None) -> None:
             # A dropped connection also closes the pipe, sooner or later than the signal arrives.
             if self.signal not in (None, signal.SIGPIPE):
-                raise KeyboardInterrupt
+                interrupt(number, frame)
+                return
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)

@@ -44,6 +44,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+class NumberTooLarge(yaml.constructor.ConstructorError):
+    """A whole number that no key could have; the file is valid YAML."""
+
+
 def _refuse(node: yaml.Node, what: str) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
@@ -76,7 +80,9 @@ def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
         except ValueError:
             _refuse(node, f"{text!r} is not an integer")
     if abs(number) >= 2**64:
-        _refuse(node, f"a number of {len(text)} digits; expected less than 2^64")
+        count = len(text.lstrip("+-").lower().removeprefix("0x"))
+        what = f"expected whole numbers below 2^64, got one of {count:,} digits"
+        raise NumberTooLarge(None, None, what, node.start_mark)
     return number
 
 
@@ -152,7 +158,8 @@ def parse(
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f":{mark.line + 1}"
-        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem}") from None
+        invalid = "" if isinstance(error, NumberTooLarge) else "not valid YAML: "
+        raise ConfigError(f"{name}{line}: {invalid}{error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     except RecursionError:

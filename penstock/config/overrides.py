@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from penstock.config.document import parse_scalar
+from penstock.config.document import NumberTooLarge, parse_scalar
 from penstock.config.problems import Origin
 from penstock.errors import ConfigError
 
@@ -30,6 +30,8 @@ def apply_overrides(
             )
         try:
             value = parse_scalar(value_text)
+        except NumberTooLarge as error:
+            raise ConfigError(f"command line: {key}: {error.problem}") from None
         except (yaml.YAMLError, RecursionError):
             raise ConfigError(
                 f"command line: {text}: {value_text!r} is not valid YAML; quote it for the shell"

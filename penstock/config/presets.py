@@ -9,7 +9,7 @@ than the model can memorise does not overfit, and today's models are trained wit
 sets every dropout of the architecture at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,6 +346,12 @@ _SHAPE_FIELDS = {
 # width.
 _INNER_MULTIPLE = {"llama": 256}
 _KEY_VALUE_HEADS = "num_key_value_heads"
+_COUNTS = ("num_hidden_layers", "vocab_size", "max_position_embeddings")
+
+
+def _own_names(preset: Preset, names: Sequence[str]) -> list[str]:
+    synonyms = ARCHITECTURES[preset.model_type].synonyms
+    return [synonyms.get(name, name) for name in names]
 
 
 def _with_shapes(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,10 +359,11 @@ def _with_shapes(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
     and the heads."""
     width, inner, heads = _SHAPE_FIELDS[preset.model_type]
     before, config = preset.config, {**preset.config, **given}
-    for name in (width, heads, _KEY_VALUE_HEADS):
+    counts = (width, heads, _KEY_VALUE_HEADS, inner, *_own_names(preset, _COUNTS))
+    for name in counts:
         value = config.get(name, 1)
-        is_unset = name == _KEY_VALUE_HEADS and value is None  # then it equals the heads
-        if not is_unset and (type(value) is not int or value < 1):
+        is_derived = name in (_KEY_VALUE_HEADS, inner) and value is None
+        if not is_derived and (type(value) is not int or value < 1):
             raise ConfigError(f"{preset.name}: expected {name} of 1 or more, got {value!r}")
     if inner not in given and config[width] != before[width]:
         multiple = _INNER_MULTIPLE.get(preset.model_type, 1)

@@ -22,6 +22,7 @@ from penstock.cli.output import surviving_loss
 from penstock.cli.train import GracefulStop, naming_command, recorded_extra
 from penstock.config import Config, check_run, load, load_run
 from penstock.errors import ConfigError, PenstockError, ProgramError
+from penstock.interruption import interruptible
 from penstock.io import remove
 from penstock.progress import View, view_for_command
 
@@ -233,7 +234,10 @@ def show_next_commands(config: Config, console: Console, done: bool) -> None:
 if __name__ == "__main__":
     output.open_closed_streams()
     try:
-        code = main(sys.argv[1:])
+        with interruptible():
+            code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
     finally:
         output.settle()
     raise SystemExit(code)

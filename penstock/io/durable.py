@@ -134,7 +134,7 @@ def new_folder(folder: Path, point: str | None = None) -> Iterator[Path]:
         OSError: the system refused.
     """
     temporary = _temporary_path(folder)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_unfinished(folder)
     temporary.mkdir()
     try:
         yield temporary  # the code that writes a file into it syncs the file
@@ -148,6 +148,11 @@ def new_folder(folder: Path, point: str | None = None) -> Iterator[Path]:
     _reached(point, "after_rename")
     sync_folder(folder.parent)
     _reached(point, "after_sync")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed process has left of a `new_folder`."""
+    shutil.rmtree(_temporary_path(folder), ignore_errors=True)
 
 
 def _temporary_path(path: Path) -> Path:

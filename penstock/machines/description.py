@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.config import ByteSize, Section, refuse, refuse_all, setting
+from penstock.machines.bounds import LARGEST_RATIO, LONGEST_SECONDS, SLOWEST_RATE
 from penstock.machines.rates import RateCurve, RateTable, Work
 
 ENGINE_WORK: tuple[Work, ...] = (
@@ -50,7 +51,12 @@ class EnginePart(Section):
         4096, "tokens of a micro-batch beyond which products are no faster", ge=1
     )
     operator_seconds: float = setting(
-        0.0, "time that a call of an operator takes besides its work", unit="s", example=5e-6, ge=0
+        0.0,
+        "time that a call of an operator takes besides its work",
+        unit="s",
+        example=5e-6,
+        ge=0,
+        le=LONGEST_SECONDS,
     )
     stage_seconds: float = setting(
         0.0,
@@ -58,6 +64,7 @@ class EnginePart(Section):
         unit="s",
         example=5e-5,
         ge=0,
+        le=LONGEST_SECONDS,
     )
     float32_in_step: float | None = setting(
         None,
@@ -65,9 +72,10 @@ class EnginePart(Section):
         "long",
         example=0.95,
         gt=0,
+        le=LARGEST_RATIO,
     )
     bfloat16_in_step: float | None = setting(
-        None, "the same for operators of bfloat16", example=1.2, gt=0
+        None, "the same for operators of bfloat16", example=1.2, gt=0, le=LARGEST_RATIO
     )
     rates: tuple[RateCurve, ...] = Field(strict=False, description="speed by kind of work")
     watts: float | None = setting(
@@ -103,7 +111,7 @@ class FlashPart(Section):
         "bytes per second of reads and writes together; null: the two do not disturb each other",
         unit="bytes/s",
         example=3e9,
-        gt=0,
+        ge=SLOWEST_RATE,
     )
 
     @model_validator(mode="after")
@@ -146,10 +154,10 @@ class LinkPart(Section):
     """The way between the store and an engine; on an engine that is the host there is none."""
 
     weights: float = setting(
-        ..., "bytes per second to one engine", unit="bytes/s", example=12.5e9, gt=0
+        ..., "bytes per second to one engine", unit="bytes/s", example=12.5e9, ge=SLOWEST_RATE
     )
     gradients: float = setting(
-        ..., "bytes per second from one engine", unit="bytes/s", example=12.5e9, gt=0
+        ..., "bytes per second from one engine", unit="bytes/s", example=12.5e9, ge=SLOWEST_RATE
     )
     store: float | None = setting(
         None,
@@ -172,10 +180,15 @@ class LinkPart(Section):
         "sends an equal part of the summed gradients; null: engines exchange nothing",
         unit="bytes/s",
         example=450e9,
-        gt=0,
+        ge=SLOWEST_RATE,
     )
     seconds: float = setting(
-        0.0, "latency of one node of the fabric, or of a message", unit="s", example=2e-5, ge=0
+        0.0,
+        "latency of one node of the fabric, or of a message",
+        unit="s",
+        example=2e-5,
+        ge=0,
+        le=LONGEST_SECONDS,
     )
     value_bytes: int | None = setting(
         None, "bytes of a streamed value; null: those of the program's type", example=4, ge=1
@@ -205,10 +218,15 @@ class ProcessesPart(Section):
         "disturb each other",
         unit="bytes/s",
         example=6e9,
-        gt=0,
+        ge=SLOWEST_RATE,
     )
     seconds: float = setting(
-        0.0, "time that a short message takes one way", unit="s", example=5e-5, ge=0
+        0.0,
+        "time that a short message takes one way",
+        unit="s",
+        example=5e-5,
+        ge=0,
+        le=LONGEST_SECONDS,
     )
     at_once: float | None = setting(
         None,
@@ -216,6 +234,7 @@ class ProcessesPart(Section):
         "other; null: no longer",
         example=1.1,
         gt=0,
+        le=LARGEST_RATIO,
     )
 
     @model_validator(mode="after")
@@ -232,8 +251,8 @@ class ProcessesPart(Section):
 class Accuracy(Section):
     """The interval in which nine of ten measured runs lay: measured time over predicted time."""
 
-    low: float = setting(..., "lower end", example=0.9, gt=0)
-    high: float = setting(..., "upper end", example=1.1, gt=0)
+    low: float = setting(..., "lower end", example=0.9, gt=0, le=LARGEST_RATIO)
+    high: float = setting(..., "upper end", example=1.1, gt=0, le=LARGEST_RATIO)
     runs: int = setting(..., "number of measured runs", example=24, ge=1)
     source: str = setting(..., "where they are recorded", example="benchmarks/planner.py")
 

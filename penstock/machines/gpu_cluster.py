@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.config import ByteSize, Origin, Section, explain, read, refuse, setting
 from penstock.errors import ConfigError, did_you_mean
+from penstock.machines.bounds import LONGEST_SECONDS, SLOWEST_RATE, SMALLEST_EFFICIENCY
 
 _LIBRARY = Path(__file__).parent / "gpu_clusters"
 
@@ -23,8 +24,10 @@ ValueType = Literal["float32", "bfloat16"]
 class PeakRate(Section):
     """A peak rate, and the share of it that programs attain."""
 
-    peak: float = setting(..., "peak that the maker publishes, per second", gt=0)
-    efficiency: float = setting(..., "share of the peak that programs attain", gt=0, le=1)
+    peak: float = setting(..., "peak that the maker publishes, per second", ge=SLOWEST_RATE)
+    efficiency: float = setting(
+        ..., "share of the peak that programs attain", ge=SMALLEST_EFFICIENCY, le=1
+    )
 
     @property
     def attained(self) -> float:
@@ -74,14 +77,18 @@ class NodePart(Section):
 
     gpus: int = setting(..., "GPUs of a node", ge=1)
     link: PeakRate = setting(..., "bytes per second of one GPU to the others, in each direction")
-    seconds: float = setting(0.0, "time of a message besides its bytes", unit="s", ge=0)
+    seconds: float = setting(
+        0.0, "time of a message besides its bytes", unit="s", ge=0, le=LONGEST_SECONDS
+    )
 
 
 class NetworkPart(Section):
     """The network between nodes; each GPU has its own share of the node's adapters."""
 
     link: PeakRate = setting(..., "bytes per second of one GPU's share, in each direction")
-    seconds: float = setting(0.0, "time of a message besides its bytes", unit="s", ge=0)
+    seconds: float = setting(
+        0.0, "time of a message besides its bytes", unit="s", ge=0, le=LONGEST_SECONDS
+    )
 
 
 class GpuCluster(Section):

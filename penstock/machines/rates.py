@@ -12,6 +12,7 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.config import Numbers, Section, refuse, refuse_all, setting
+from penstock.machines.bounds import SLOWEST_RATE
 
 Work = Literal[
     "product",
@@ -105,6 +106,13 @@ class RateCurve(Section):
                 yield refuse(
                     key, f"expected numbers above 0, got {min(values):g}; correct or remove it"
                 )
+        if 0 < min(self.rates) < SLOWEST_RATE:
+            unit = "FLOP/s" if self.work in IN_FLOPS else "bytes/s"
+            yield refuse(
+                "rates",
+                f"expected rates of {SLOWEST_RATE:g} {unit} or more, got {min(self.rates):g}; "
+                "correct or remove it",
+            )
         if any(later <= size for size, later in zip(self.sizes, self.sizes[1:], strict=False)):
             got = ", ".join(f"{size:g}" for size in self.sizes)
             yield refuse(

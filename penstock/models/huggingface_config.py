@@ -91,6 +91,7 @@ def make_config(
             "trained on; take the original, or dequantise it with the tool that created it"
         )
     _refuse_too_many(model_type, merged)
+    _refuse_too_few(model_type, merged, synonyms)
     try:
         config = AutoConfig.for_model(model_type, **merged)
     except Exception as error:  # validators of transformers raise many error classes
@@ -129,6 +130,27 @@ def _refuse_too_many(model_type: str, fields: Mapping[str, Any]) -> None:
                 f"{model_type}: {name} is {value:,}, at most {_MOST[counted[1]]:,} can be built "
                 "and traced in reasonable time; for a larger model use wider layers"
             )
+
+
+_AT_LEAST_ONE = (
+    "num_hidden_layers",
+    "vocab_size",
+    "hidden_size",
+    "max_position_embeddings",
+    "intermediate_size",
+    "n_inner",
+)
+
+
+def _refuse_too_few(
+    model_type: str, fields: Mapping[str, Any], synonyms: Mapping[str, str]
+) -> None:
+    """Raise `ConfigError` for a model without layers, or a size below 1."""
+    for common in _AT_LEAST_ONE:
+        for name in dict.fromkeys((common, synonyms.get(common, common))):
+            value = fields.get(name)
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{model_type}: expected {name} of 1 or more, got {value!r}")
 
 
 def find_task(config: Any) -> str:

@@ -81,6 +81,8 @@ class ChecksummedFile:
 def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     """Yield an empty folder to write to; it gets its final name when all its files are on disk.
 
+    A folder that a killed process has left under the temporary name is removed before.
+
     Args:
         folder: must not exist yet, or be empty.
         needed_bytes: bytes that will be written into it.
@@ -93,6 +95,7 @@ def appearing_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
         raise ConfigError(f"{folder}: already in use; choose a new folder, or delete this one")
     with storage_errors(folder, needed_bytes):
         durable.make_folder(folder.parent)
+        durable.remove_unfinished(folder)  # of a killed process: the space is needed
         require_space(folder, needed_bytes)
         with durable.new_folder(folder) as temporary:
             yield temporary

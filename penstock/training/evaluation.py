@@ -13,7 +13,7 @@ have different bytes per token.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,18 +81,23 @@ class Evaluator:
         self._device = device
         self._engines: dict[int, Engine] = {}
 
-    def evaluate(self, batches: int) -> dict[str, float]:
+    def evaluate(
+        self, batches: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
         """Return the metrics of the first `batches` held-out batches, by name.
 
         The metrics are `loss` and `tokens` (rows, for a model without tokens). A language model
         adds `perplexity` and `accuracy`, plain text adds `bits_per_byte` (unless an older release
         built the data set), records add `exact_match` and `records`.
 
-        **Raises:** `DataError` if the batches are empty, or their source fails.
+        **Raises:** `DataError` if the batches are empty, or their source fails; `InterruptedError`
+        if `should_stop`, which is asked before every micro-batch, returns true.
         """
         counts = _Counts()
         micro = self._layout.micro_batch
         for batch in self._batches(micro, batches * self._config.batch.size):
+            if should_stop():
+                raise InterruptedError
             if rows := to_tensors(batch):
                 self._add(counts, rows)
         if counts.weight == 0:

@@ -1,9 +1,9 @@
-"""The report before the first step: the model, the steps, the devices and the memory of a run."""
+"""The start of a run: the files that it keeps, and the report before the first step."""
 
 from typing import Any
 
 from penstock.config import Config
-from penstock.models import ModelSource
+from penstock.models import KEPT, ModelSource, buffer_files, config_files, keep_small_files
 from penstock.planning import ExecutionPlan
 from penstock.program import Program
 from penstock.progress import show_count
@@ -12,6 +12,14 @@ from penstock.telemetry import RunStarted
 from penstock.training.data_loading import TrainingData
 from penstock.training.early_stop import EarlyStop
 from penstock.training.predicted_steps import predicted_here
+
+
+def keep_files_of_model(config: Config, model: ModelSource) -> None:
+    """Copy what the run needs of a Hugging Face folder, which may be removed afterwards."""
+    kept = config.run.dir / KEPT
+    if model.folder is not None and model.folder != kept:
+        buffers = buffer_files(model.buffers.stored())
+        keep_small_files(model.folder, kept, config_files(model.config_file) | buffers)
 
 
 def rows_per_step(config: Config, model: ModelSource, layout: ExecutionPlan) -> int:

@@ -19,7 +19,7 @@ from penstock.config import Config, to_config, trajectory, write_record
 from penstock.data import Source
 from penstock.engine import Engine, set_threads
 from penstock.errors import ConfigError, DataError, NonFiniteError, PenstockError
-from penstock.models import KEPT, ModelSource, buffer_files, config_files, keep_small_files
+from penstock.models import ModelSource
 from penstock.program import Program
 from penstock.progress import view_from_python
 from penstock.step import LocalEngines
@@ -52,7 +52,7 @@ from penstock.training.run_assembly import (
     set_up,
     start_cluster,
 )
-from penstock.training.run_start import describe, run_started
+from penstock.training.run_start import describe, keep_files_of_model, run_started
 from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
 from penstock.training.startup_notices import all_steps_done, notices_at_start
 from penstock.training.text_generation import TextGenerator
@@ -238,7 +238,7 @@ class Trainer:
         try:
             self._refuse_stale()
             write_record(self.config)
-            self._keep_small_files()
+            keep_files_of_model(self.config, self.model)
             with self._view:
                 return self._train()
         except BaseException as error:
@@ -248,13 +248,6 @@ class Trainer:
             if lock is not self._lock:
                 lock.release()
             self._stop_reason, self._notify = None, self._listener
-
-    def _keep_small_files(self) -> None:
-        """Copy what the run needs of a Hugging Face folder, which may be removed afterwards."""
-        model, kept = self.model, self.config.run.dir / KEPT
-        if model.folder is not None and model.folder != kept:
-            buffers = buffer_files(model.buffers.stored())
-            keep_small_files(model.folder, kept, config_files(model.config_file) | buffers)
 
     def _refuse_stale(self) -> None:
         """Refuse to train if another trainer has advanced the run."""
@@ -384,14 +377,21 @@ class Trainer:
         if self._evaluator is None or due is None or (is_start and due == "last"):
             return
         started = time.perf_counter()
-        found = self.evaluate()
+        try:
+            found = self._evaluator.evaluate(self.config.evaluation.batches, self._stops_early)
+        except InterruptedError:  # a stop was requested; the next start evaluates this step
+            return
+        finally:
+            self.store.take_traffic()
         best = early_stop.judge(self.step, found["loss"], is_counted=due == "scheduled")
-        seconds = time.perf_counter() - started
-        self._notify(Evaluated.of(found, self.step, seconds, best))
+        self._notify(Evaluated.of(found, self.step, time.perf_counter() - started, best))
         if best and self.config.checkpoint.best:
             self._checkpoint_scheduler.begin(self.step, best=True)
         if early_stop.is_due:
             self.request_stop(f"no better held-out loss in {early_stop.patience} evaluations")
+
+    def _stops_early(self) -> bool:
+        return self._stop_reason is not None and self.step < self.config.run.steps
 
     def save(self) -> None:
         """Make the last committed step durable; as a checkpoint, if the store is in memory."""

@@ -104,6 +104,22 @@ MODELS = {
     "layers": ({**TINY, "n_layer": 100_000}, "gpt2: n_layer is 100,000, at most 4,096 can be "),
     "width": ({**TINY, "n_embd": 10**9}, "transformers cannot build a gpt2 of this configuration"),
     "heads": ({**TINY, "n_embd": 10**18, "n_head": 10**18}, "transformers cannot build a gpt2"),
+    "no layers": (
+        {"hf_config": {"model_type": "gpt2", "n_layer": 0}},
+        "gpt2: expected n_layer of 1 or more, got 0",
+    ),
+    "no layers under the common name": (
+        {"hf_config": {"model_type": "gpt2", "num_hidden_layers": -1}},
+        "gpt2: expected num_hidden_layers of 1 or more, got -1",
+    ),
+    "no vocabulary": (
+        {"hf_config": {"model_type": "llama", "vocab_size": 0}},
+        "llama: expected vocab_size of 1 or more, got 0",
+    ),
+    "negative positions": (
+        {"hf_config": {"model_type": "gpt2", "n_positions": -1}},
+        "gpt2: expected n_positions of 1 or more, got -1",
+    ),
     "labels": (
         {"hf_config": {"model_type": "bert", "num_labels": 10**9}},
         "bert: num_labels is 1,000,000,000, at most 1,048,576 can be built",

@@ -26,6 +26,7 @@ from penstock.store import MAX_SHARD_BYTES
 from penstock.telemetry import Notice
 from penstock.training.export import export_run
 from penstock.training.prune import prune_model
+from penstock.training.run_start import keep_files_of_model
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -239,7 +240,7 @@ def test_program_in_the_cache_is_that_of_the_buffers(hf, tmp_path):
         tensors[name] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     trainer = Trainer(settings(hf, tmp_path / "one" / "run"), quiet=True)
-    trainer._keep_small_files()
+    keep_files_of_model(trainer.config, trainer.model)
     trainer.close()
     opened = OpenedFolder.without_weights(tmp_path / "one" / "run" / KEPT, {})
     kept = ModelSource.from_opened_folder(opened)

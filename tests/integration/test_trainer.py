@@ -39,7 +39,11 @@ def of_kind(events, kind):
 def with_losses(trainer, losses):
     """Let evaluations find these losses, whatever the model."""
     given = iter(losses)
-    trainer.evaluate = lambda batches=None: {"loss": next(given), "perplexity": 1.0, "tokens": 1}
+    trainer._evaluator.evaluate = lambda batches, should_stop: {
+        "loss": next(given),
+        "perplexity": 1.0,
+        "tokens": 1,
+    }
 
 
 # Evaluation, the best checkpoint, early stop
@@ -164,6 +168,41 @@ def test_stop_request_finishes_the_step_saves_and_prints_how_to_resume(tmp_path)
     assert stopped.reason == "the test says so"
     assert stopped.resume_command.startswith("penstock train ")
     assert read_state(find_checkpoint(tmp_path / "checkpoints", "latest")).step == 7
+
+
+class StoppingRows:
+    """Held-out rows, between two of whose micro-batches the trainer is asked to stop."""
+
+    def __init__(self, rows):
+        self.rows, self.trainer, self.given = rows, None, 0
+
+    def evaluation_batches(self, size, limit):
+        for batch in self.rows.evaluation_batches(size, limit):
+            if self.trainer is not None and self.given:  # the first is that of the check
+                self.trainer.request_stop("the test says so")
+            self.given += 1
+            yield batch
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_stop_request_cuts_an_evaluation_short_but_not_the_last(tmp_path, is_last):
+    case, recipe = language_model("gpt2"), Recipe(steps=2 if is_last else 4, warmup_steps=0)
+    every = {"every": 2, "batches": 2}
+    whole, expected = listening(case, recipe, tmp_path / "whole", evaluation=every)
+    whole.train()
+    rows = StoppingRows(case.data(recipe.seed + 1))
+    trainer, events = listening(case, recipe, tmp_path / "cut", evaluation=every, held_out=rows)
+    rows.trainer = trainer
+    trainer.train()
+    assert trainer.step == 2
+    assert len(of_kind(events, Stopped)) == (not is_last)
+    assert len(of_kind(events, Evaluated)) == is_last
+    again, later = listening(case, recipe, tmp_path / "cut", evaluation=every)
+    again.train()
+    found = [
+        (event.step, event.loss, event.best) for event in of_kind([*events, *later], Evaluated)
+    ]
+    assert found == [(event.step, event.loss, event.best) for event in of_kind(expected, Evaluated)]
 
 
 # No silent no-op

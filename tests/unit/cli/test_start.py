@@ -138,3 +138,13 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
         "error: my.yaml already exists and was not changed; choose another file\n"
     )
     assert (tmp_path / "my.yaml").read_text() == before
+
+
+def test_init_names_the_file_whose_name_is_too_long(tmp_path):
+    name = "x" * 252 + ".yaml"
+    done = penstock("init", name, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {name}: expected a file name of at most 255 bytes, got 257; choose a shorter "
+        "one\n",
+    )

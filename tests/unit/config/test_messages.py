@@ -256,6 +256,10 @@ def test_all_mistakes_are_reported_in_file_order(tmp_path, monkeypatch):
             "freeze=[a",
             "command line: freeze=[a: '[a' is not valid YAML; quote it for the shell",
         ),
+        (
+            f"run.seed=-{10**30}",
+            "command line: run.seed: expected whole numbers below 2^64, got one of 31 digits",
+        ),
     ],
 )
 def test_mistake_on_the_command_line_gives_its_message(tmp_path, monkeypatch, override, expected):

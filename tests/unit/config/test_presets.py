@@ -180,6 +180,21 @@ def test_model_with_another_width_and_number_of_heads_computes(preset):
         ),
         ("gpt2", {"n_head": 0}, "gpt2: expected n_head of 1 or more, got 0"),
         ("gpt2", {"n_embd": "wide"}, "gpt2: expected n_embd of 1 or more, got 'wide'"),
+        ("gpt2", {"n_layer": 0}, "gpt2: expected n_layer of 1 or more, got 0"),
+        ("gpt2", {"num_hidden_layers": -2}, "gpt2: expected n_layer of 1 or more, got -2"),
+        ("gpt2", {"vocab_size": 0}, "gpt2: expected vocab_size of 1 or more, got 0"),
+        ("gpt2", {"n_positions": -1}, "gpt2: expected n_positions of 1 or more, got -1"),
+        ("gpt2", {"n_inner": -1}, "gpt2: expected n_inner of 1 or more, got -1"),
+        (
+            "bert-base",
+            {"num_hidden_layers": 0},
+            "bert-base: expected num_hidden_layers of 1 or more, got 0",
+        ),
+        (
+            "llama-7b",
+            {"intermediate_size": 0},
+            "llama-7b: expected intermediate_size of 1 or more, got 0",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(preset, changes, message):

@@ -443,6 +443,14 @@ def test_a_link_to_a_data_set_stays_a_link(tmp_path):
     assert leftovers(tmp_path) == ["a.jsonl", "link", "real"]
 
 
+def test_target_of_a_dangling_link_is_created(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
+    (tmp_path / "link").symlink_to("real")
+    build_dataset([source], "bytes", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    TokenDataset.open(tmp_path / "real", verify=True)
+
+
 def test_overwrite_works_without_atomic_exchange(tmp_path, monkeypatch):
     from penstock.data import publish
 

@@ -69,7 +69,7 @@ def test_impossible_figures_are_refused_all_at_once(tmp_path):
     )
     assert [line.split(": ", 1)[1] for line in _problems(path)] == [
         "gpu.memory_rate.efficiency: expected a number up to 1, got 1.2",
-        "gpu.products[0].peak: expected a number above 0, got 0",
+        "gpu.products[0].peak: expected a number from 1 up, got 0",
         "node.gpus: expected a number from 1 up, got 0",
         "network.link.peak: expected a finite number, got .nan",
     ]

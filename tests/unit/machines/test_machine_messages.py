@@ -71,6 +71,30 @@ def test_the_file_that_the_others_change_is_a_machine(tmp_path):
         ),
         (
             "rates: [1e11, 3e11]",
+            "rates: [1e-300, 3e11]",
+            "m.yaml:9: engine.rates[0].rates: expected rates of 1 FLOP/s or more, got 1e-300; "
+            "correct or remove it",
+        ),
+        (
+            "rates: [1e10]}\nstore",
+            "rates: [0.5]}\nstore",
+            "m.yaml:10: engine.rates[1].rates: expected rates of 1 bytes/s or more, got 0.5; "
+            "correct or remove it",
+        ),
+        (
+            "memory: 64GiB",
+            "memory: 64GiB\n  operator_seconds: 1e300",
+            "m.yaml:6: engine.operator_seconds: expected a number up to 1e+06, got 1.0e+300; "
+            "for example engine.operator_seconds: 5.0e-06 (s)",
+        ),
+        (
+            "gradients: 1.25e9",
+            "gradients: 1e-300",
+            "m.yaml:16: link.gradients: expected a number from 1 up, got 1.0e-300; for "
+            "example link.gradients: 12500000000.0 (bytes/s)",
+        ),
+        (
+            "rates: [1e11, 3e11]",
             "rates: [1e11, .nan]",
             "m.yaml:9: engine.rates[0].rates[1]: expected a finite number, got .nan; for example "
             "engine.rates.rates: [200000000000.0, 400000000000.0, 500000000000.0]",
@@ -167,7 +191,7 @@ def test_the_file_that_the_others_change_is_a_machine(tmp_path):
         (
             "weights: 1.25e9",
             "weights: 0",
-            "m.yaml:15: link.weights: expected a number above 0, got 0; for example "
+            "m.yaml:15: link.weights: expected a number from 1 up, got 0; for example "
             "link.weights: 12500000000.0 (bytes/s)",
         ),
         (

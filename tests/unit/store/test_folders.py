@@ -43,6 +43,18 @@ def appeared(folder):
         pass
 
 
+def test_folder_of_a_killed_export_is_removed_before_the_space_is_measured(tmp_path, monkeypatch):
+    left = tmp_path / ".tmp-out"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    seen = []
+    monkeypatch.setattr(files, "require_space", lambda folder, needed: seen.append(left.exists()))
+    with files.appearing_folder(tmp_path / "out", 10):
+        pass
+    assert seen == [False]
+    assert os.listdir(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("make", [durable.make_folder, locked, saved, appeared])
 def test_created_parent_folders_are_durable(make, tmp_path, synced):
     make(tmp_path / "one" / "two" / "three")
