@@ -1,7 +1,8 @@
 """The view of a run as lines of text, for logs and pipes: one every few steps, one per event."""
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -32,6 +33,8 @@ from penstock.telemetry import (
     Stopped,
 )
 
+# A slow run shows that it goes on: the first step that ends so long after the last line has one.
+_LONGEST_SILENCE_SECONDS = 30.0
 # The usual endurance rating of a consumer disk of 1 TB; the rating is proportional to the size.
 RATED_BYTES = 600 * 10**12
 # A disk is replaced after some years, whatever is written to it.
@@ -41,13 +44,24 @@ SECONDS_OF_A_RATE = 600.0
 
 
 class LineView(View):
-    """Writes readable lines: one every `every` steps, and one per other event."""
+    """Writes readable lines: one every `every` steps, of slow steps more, and one per other event.
 
-    def __init__(self, console: Console, every: int, quiet: bool = False) -> None:
+    **Arguments:** `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        every: int,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
         self._every = every
         self._quiet = quiet
-        self._progress = Progress()
+        self._clock = clock
+        self._printed_at = clock()
+        self._progress = Progress(clock)
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
@@ -55,7 +69,9 @@ class LineView(View):
         if isinstance(event, StepDone):
             if started is None or self._quiet:
                 return  # a step outside of `train`
-            if event.step % self._every == 0 or event.step in (1, started.steps):
+            silence = self._clock() - self._printed_at
+            is_due = event.step % self._every == 0 or silence >= _LONGEST_SILENCE_SECONDS
+            if is_due or event.step in (1, started.steps):
                 self._print(step_line(self._progress))
         elif not self._quiet or isinstance(event, ALWAYS_SHOWN):
             for line in event_lines(event, self._progress.loss_unit):
@@ -67,6 +83,7 @@ class LineView(View):
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._printed_at = self._clock()
 
 
 def step_line(progress: Progress) -> str:
@@ -92,9 +109,17 @@ def step_line(progress: Progress) -> str:
     if progress.epochs is not None:
         parts.append(f"epoch {progress.epochs:.2f}")
     parts.append(f"{show_duration(progress.seconds_elapsed)} elapsed")
-    if progress.seconds_left is not None:
-        parts.append(f"{show_duration(progress.seconds_left)} left")
+    if left := time_left(progress):
+        parts.append(left)
     return "  ".join(parts)
+
+
+def time_left(progress: Progress) -> str:
+    """Return the estimated time of the remaining steps; empty if there is no estimate."""
+    if progress.seconds_left is None:
+        return ""
+    most = "at most " if progress.is_most_left else ""
+    return f"{most}{show_duration(progress.seconds_left)} left"
 
 
 def sparsity_of(progress: Progress) -> str:
