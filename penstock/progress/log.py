@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -204,7 +204,7 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
     if isinstance(event, Finished):
         if event.summary.get("steps") == 0:
             return []  # a notice has reported it
-        return ["finished: " + _summary(event.summary, loss_unit)]
+        return ["finished: " + _summary(event, loss_unit)]
     return []
 
 
@@ -350,8 +350,11 @@ def traffic(run: RunMeasured) -> str:
     )
 
 
-def _summary(summary: Mapping[str, Any], loss_unit: str) -> str:
-    return ", ".join(_figure(name, value, loss_unit) for name, value in summary.items())
+def _summary(event: Finished, loss_unit: str) -> str:
+    figures = dict(event.summary)
+    if figures.get("steps", 0) < event.step:  # the others were done before a resume
+        figures["steps"] = f"{event.step}, {figures['steps']} of them now"
+    return ", ".join(_figure(name, value, loss_unit) for name, value in figures.items())
 
 
 def _figure(name: str, value: Any, loss_unit: str) -> str:

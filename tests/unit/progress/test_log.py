@@ -176,6 +176,15 @@ def test_quiet_view_shows_only_required_events():
     ]
 
 
+def test_end_of_a_resumed_run_tells_its_steps_and_those_done_now():
+    assert event_lines(Finished({"steps": 20, "loss": 3.5}, 60)) == [
+        "finished: steps 60, 20 of them now, loss 3.5000"
+    ]
+    assert event_lines(Finished({"steps": 60, "loss": 3.5}, 60)) == [
+        "finished: steps 60, loss 3.5000"
+    ]
+
+
 def test_time_left_excludes_compilation():
     progress = Progress().after(started(steps=100))
     progress = progress.after(step(1, seconds=60.0))
