@@ -357,7 +357,7 @@ class Trainer:
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Return the metrics of the model on `batches` held-out batches.
 
-        **Returns:** `loss` and `tokens` (rows, for a model without tokens); for language models
+        **Returns:** `loss` and `tokens`, or `rows` of a model without tokens; for language models
         `perplexity` and `accuracy`; for records `exact_match` and `records`
         (`penstock.training.evaluation`).
         """
