@@ -48,10 +48,11 @@ def all_steps_done(config: Config, step: int) -> str:
             f". No checksum on flash was compared now: `penstock inspect "
             f"{shlex.quote(str(config.run.dir))}` verifies them all"
         )
-    done = f"the run already has its {step} steps"
-    if step > config.run.steps:
-        done = f"the run already has {step} steps, more than run.steps={config.run.steps}"
-    return f"{done}; nothing to do. To train further: {config.more_steps(step)}{unverified}"
+    more = f", more than run.steps={config.run.steps}" if step > config.run.steps else ""
+    return (
+        f"the run already has {'' if more else 'its '}{step} steps{more}; nothing to do. To train "
+        f"further: {config.more_steps(step)}{unverified}"
+    )
 
 
 def _unregistered(source: ModelSource) -> Iterator[str]:
