@@ -5,6 +5,7 @@ the message without a traceback and exits with the class's `exit_code`; these co
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -112,6 +113,16 @@ def install_extra(extra: str) -> str:
     The package of this name on PyPI is another project.
     """
     return f"give `python -m pip install '.[{extra}]'` in the clone of Penstock"
+
+
+def missing_folder(folder: str) -> str:
+    """Return what to do about the folder of a model that does not exist, as a part of a message.
+
+    `NAME` or `OWNER/NAME` may be meant as a model of the Hugging Face hub, other paths cannot.
+    """
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", folder):
+        return f"for a model of the hub: hf download {folder} --local-dir FOLDER"
+    return "correct the path, or put a model of the hub there: hf download NAME --local-dir FOLDER"
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         is_kept as is_kept,
         keep as keep,
         kept_machine as kept_machine,
+        measuring_time as measuring_time,
         this_host as this_host,
     )
     from penstock.calibration.measured_runs import (

@@ -50,6 +50,8 @@ from penstock.user_folders import cache_folder
 
 _CHOICES_SHARE = 0.25  # of the budget, for the choice of sparse products
 _AT_ONCE_SHARE = 0.1  # of the budget and besides it, for processes that share the cores
+_COMPILING = 0.6  # assumed share of the time, if kernels are compiled: some minutes
+_ALONE = 0.8  # assumed share of the time of measurements that is spent before the second process
 _DIGITS = 4  # of a rate: its spread is larger than the rest
 _NO_CURVES = (OPERATOR_CALL, STAGE_CALL, STEP, "flash both", BOTH, MESSAGE, SHARED)
 
@@ -63,13 +65,13 @@ def calibrate(
     """Measure this host and return its description.
 
     Args:
-        budget_seconds: of all measurements with their preparation. Compiling kernels, at first
-            use, comes on top, and so does a second process that computes on the same cores.
-            Everything is measured once, whatever the budget.
+        budget_seconds: of all measurements. What prepares them comes on top (`measuring_time`), and
+            so do compiling kernels, at first use, and a second process that computes on the same
+            cores. Everything is measured once, whatever the budget.
         flash_dir: a folder on the disk to measure; None: the cache folder, and no disk if no file
             can be written there.
-        on_progress: called with what is being done, and the share of that which is done: first of
-            the compilation of kernels, if they are not compiled, then of the measurements.
+        on_progress: called with what is being done, and the share of all that is done, which never
+            decreases.
         notice: called with a sentence for the user about a part that was not measured.
 
     Raises:
@@ -88,7 +90,9 @@ def calibrate(
         on_progress("writing a file to measure the disk", 0.0)
         folder = flash_dir or _existing(cache_folder())
         disk = _disk_of(stack, folder, is_wanted=flash_dir is not None, notice=notice)
-        compile_kernels(on_progress)
+        has_compiled = compile_kernels(_part_of(on_progress, 0.0, _COMPILING))
+        begun = _COMPILING if has_compiled else 0.0
+        alone = begun + _ALONE * (1 - begun)
         cases = list(processor_cases(Choices(_CHOICES_SHARE * budget_seconds)))
         if disk is not None:
             cases += disk.cases()
@@ -98,12 +102,13 @@ def calibrate(
         measured = measure(
             cases,
             budget_seconds,
-            on_progress=on_progress,
+            on_progress=_part_of(on_progress, begun, alone),
             on_lost=lambda part, error: notice(f"{error}; all other figures are kept"),
         )
         if _processes(measured) is not None:
-            on_progress("starting a second process that computes", 1.0)
-            measured += _measured_at_once(_AT_ONCE_SHARE * budget_seconds, notice)
+            on_progress("starting a second process that computes", alone)
+            seconds = _AT_ONCE_SHARE * budget_seconds
+            measured += _measured_at_once(seconds, _part_of(on_progress, alone, 1.0), notice)
         flash = None if disk is None else _flash(measured, folder)
         sources = {"rates": _about_rates(measured, budget_seconds), KEY: str(HostKey.here())}
         sources["spread"] = _about_spread(measured)
@@ -148,12 +153,19 @@ def _links_of(stack: contextlib.ExitStack, notice: Callable[[str], None]) -> Pro
     return None
 
 
-def _measured_at_once(seconds: float, notice: Callable[[str], None]) -> list[Measured]:
+def _part_of(on_progress: OnProgress, begin: float, end: float) -> OnProgress:
+    """Return the progress of a part of the work, which is all between two shares of it."""
+    return lambda text, share: on_progress(text, begin + (end - begin) * share)
+
+
+def _measured_at_once(
+    seconds: float, on_progress: OnProgress, notice: Callable[[str], None]
+) -> list[Measured]:
     """Measure processes that share the cores, when everything else is measured: the other process
     would disturb it, and may fail."""
     try:
         with competing_process(host_products()) as competing:
-            return measure([competing.case()], seconds)
+            return measure([competing.case()], seconds, on_progress=on_progress)
     except ClusterError as error:
         notice(f"processes that share the cores were not measured: {error}")
     return []

@@ -34,6 +34,7 @@ MOST_MEASUREMENTS = 5
 """Older ones are forgotten."""
 
 _MAX_BYTES = 1 << 20
+_PREPARATION_SECONDS = 60.0  # 17 to 31 measured for what is repeated, 21 for the second process
 _SEAL = "# penstock calibrate, checksum "
 Notice = Callable[[str], None]
 
@@ -189,11 +190,7 @@ def this_host(
             return machine
     except PenstockError as error:
         reason = str(error)
-    notice(
-        f"{reason}; measuring it now: kernels are compiled, which takes some minutes if there is "
-        f"no machine code of them yet, and then measurements take about {budget_seconds:g} s "
-        f"({key})"
-    )
+    notice(f"{reason}; measuring it now ({key})")
     machine = _measured_apart(key, budget_seconds) if measure is None else None
     if machine is None:
         from penstock.calibration.host_measurement import calibrate
@@ -210,6 +207,15 @@ def this_host(
 def _notice_of_busy(machine: MachineDescription, notice: Notice) -> None:
     if (note := busy_note(machine)) is not None:
         notice(note)
+
+
+def measuring_time(budget_seconds: float) -> str:
+    """Return a sentence on how long a measurement of this host takes."""
+    most = budget_seconds + _PREPARATION_SECONDS
+    return (
+        f"measurements take about {budget_seconds:g} to {most:g} s, longer if the host is busy; at "
+        "the first use, kernels are compiled before them, which takes some minutes"
+    )
 
 
 def _measured_apart(key: HostKey, budget_seconds: float) -> MachineDescription | None:

@@ -31,21 +31,23 @@ _MOST_WORKERS = 8  # assumed: a few long cases decide the time, whatever the num
 _LONGEST_CASE_SECONDS = 600.0  # without an answer of any worker; then the rest is left
 
 
-def compile_kernels(on_progress: OnProgress) -> None:
+def compile_kernels(on_progress: OnProgress) -> bool:
     """Compile the kernels of all measurements, unless this was done before or cannot be kept.
+
+    **Returns:** whether it compiled any, which takes longer than measurements do.
 
     A worker that fails, or hangs, leaves the rest to the others and to the process that measures.
     """
     mark, workers = _mark(), _most_workers()
     if mark is None or mark.exists() or workers < 2:
-        return
+        return False
     count, done = len(cases_by_quantity()), 0
     for done in completed(bytes(reversed(range(count))), min(workers, count)):
         on_progress(f"compiling kernels, {done} of {count}", done / count)
-    if done < count:
-        return
-    with contextlib.suppress(OSError):  # the next measurement looks again
-        mark.touch()
+    if done == count:
+        with contextlib.suppress(OSError):  # the next measurement looks again
+            mark.touch()
+    return True
 
 
 def _most_workers() -> int:

@@ -31,7 +31,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys to set, such as model.n_layer=6."),
 ]
-MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch.")]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Sequences of one micro-batch; default batch.micro, 1 if that is auto."
+    ),
+]
 SequenceLength = Annotated[
     int | None,
     typer.Option(
@@ -76,7 +81,7 @@ def configuration(model: str, overrides: list[str] | None) -> Config:
 
 def build(
     config: Config,
-    micro_batch: int,
+    micro_batch: int | None,
     sequence_length: int | None,
     precision: Precision | None,
     with_graphs: bool = True,
@@ -86,6 +91,8 @@ def build(
     Without graphs it is read and built faster (`outline_program`). A note on stderr says that
     sequences of training may be shorter than those of the program.
     """
+    if micro_batch is None:
+        micro_batch = 1 if config.batch.micro == "auto" else config.batch.micro
     with collection_disabled(freeze=True):
         from penstock import planning
 

@@ -23,7 +23,11 @@ _TOKENS = ("attention", "head")  # work whose size is a number of tokens
 
 def calibrate(
     seconds: Annotated[
-        float, typer.Option(help="Time for all; compiling kernels, at first use, comes on top.")
+        float,
+        typer.Option(
+            help="Time for all repetitions. Preparing them takes up to a minute more, and "
+            "compiling kernels, at first use, some minutes."
+        ),
     ] = 30,
     flash_dir: Annotated[
         Path | None,
@@ -78,13 +82,22 @@ def _measured(
 ) -> MachineDescription:
     from rich.console import Console
 
-    from penstock.calibration import calibrate as measure, keep, kept_machine
+    from penstock.calibration import calibrate as measure, keep, kept_machine, measuring_time
 
     console = Console(stderr=True)
-    with _progress(console) as on_progress:
-        machine = measure(
-            seconds, flash_dir, on_progress, lambda text: console.print(text, soft_wrap=True)
-        )
+    untold = [measuring_time(seconds)]
+
+    def tell(text: str) -> None:
+        console.print(text, soft_wrap=True, highlight=False)
+
+    with _progress(console) as show:
+
+        def on_progress(text: str, share: float) -> None:
+            if untold:  # the arguments can be used
+                tell(untold.pop())
+            show(text, share)
+
+        machine = measure(seconds, flash_dir, on_progress, tell)
     keep(machine, key, forgets=forgets)
     return kept_machine(key) or machine
 

@@ -36,7 +36,7 @@ def evaluate(
         step = trainer.step
     found = Evaluated.of(result, step, 0.0, best=False)
     if "perplexity" not in result:  # not of a language model
-        typer.echo(f"step {step}  {show_evaluation(found, digits=6)}  ({result['tokens']} rows)")
+        typer.echo(f"step {step}  {show_evaluation(found, digits=6)}  ({result['rows']} rows)")
         return
     records = f" of {result['records']} records" if "records" in result else ""
     typer.echo(

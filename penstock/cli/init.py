@@ -1,11 +1,19 @@
 """`penstock init`: write a starter configuration in which every key is explained."""
 
+from __future__ import annotations
+
 import os
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+_SPARE_VOCABULARY = 1 / 8  # of the rows of an embedding, from which on a note is worth it
+_LEARNED_VOCABULARY = 8192  # as in the README: a few MB of text suffice
 _LONGEST_NAME_BYTES = 255  # of Linux and its file systems
 
 
@@ -26,10 +34,8 @@ def init(
     from penstock.config import Config, commented
     from penstock.errors import ConfigError, StorageError
 
-    name_bytes = len(os.fsencode(file.name))
-    if (
-        name_bytes > _LONGEST_NAME_BYTES
-    ):  # or run.dir, which follows from the name, would be refused
+    # `run.dir` follows from the name: a name that is too long would be called a wrong run.dir.
+    if (name_bytes := len(os.fsencode(file.name))) > _LONGEST_NAME_BYTES:
         raise ConfigError(
             f"{file}: expected a file name of at most {_LONGEST_NAME_BYTES} bytes, got "
             f"{name_bytes}; choose a shorter one"
@@ -55,4 +61,40 @@ def init(
         ) from None
     except OSError as error:
         raise StorageError(f"{file}: cannot write this file: {error.strerror}") from None
-    typer.echo(f"wrote {file}\nnext: penstock train {file}")
+    typer.echo(f"wrote {file}")
+    if (note := _unused_rows(config)) is not None:
+        typer.echo(f"note: {note}")
+    path = shlex.quote(str(file))
+    width = len(f"penstock train {path}")
+    typer.echo(
+        f"next: {'penstock calibrate':{width}}  # once per machine: measures it for the plan\n"
+        f"      {f'penstock plan {path}':{width}}  # does it fit, and how long will it take?\n"
+        f"      penstock train {path}"
+    )
+
+
+def _unused_rows(config: Config) -> str | None:
+    """Return a note on a preset whose vocabulary is far larger than that of its tokenizer."""
+    from penstock.config import PresetModel, resolve_preset
+    from penstock.data import BYTE_VOCABULARY, train_size
+
+    assert isinstance(config.model, PresetModel)
+    name, size = config.model.preset, train_size(config.tokenizer)
+    preset = resolve_preset(name)
+    rows, mask = preset.config["vocab_size"], int(preset.task == "masked_lm")
+    ids = BYTE_VOCABULARY if config.tokenizer == "bytes" else size
+    if ids is None or rows - ids <= _SPARE_VOCABULARY * rows:
+        return None
+    unused = (
+        f"{name} has {rows:,} rows of its embedding, the tokenizer {config.tokenizer} has {ids:,} "
+        f"ids: the other rows would be stored and updated, and never used"
+    )
+    if size is not None:
+        return f"{unused}. Set in the file: model: {{preset: {name}, vocab_size: {size + mask}}}"
+    learned = _LEARNED_VOCABULARY
+    return (
+        f"{unused}; and a token of one byte makes several times as many tokens of a text as a "
+        f"learned one. Set in the file: tokenizer: train-bpe:{learned}, and model: "
+        f"{{preset: {name}, vocab_size: {learned + mask}}}. With much text, tokenizer: "
+        f"train-bpe:{rows - mask} keeps the model as it is"
+    )

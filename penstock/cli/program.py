@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def program(
     model: ModelArgument,
     overrides: Overrides = None,
-    micro_batch: MicroBatch = 1,
+    micro_batch: MicroBatch = None,
     sequence_length: SequenceLength = None,
     precision: WeightPrecision = None,
     all_stages: Annotated[
@@ -73,7 +73,8 @@ def render(program: Program, fold: bool = True) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     if _tied(program):
         table.caption = (
-            "a tied weight is streamed with each of its stages and counted once in the total"
+            "a tied weight is streamed with each of its stages, a gradient returns from each, and "
+            "it is counted once in the total: gradients may have more bytes than the weights"
         )
     live = live_values(program)
     for stages in _lines(program, live, fold):

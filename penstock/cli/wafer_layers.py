@@ -42,7 +42,7 @@ def layers(
             help="Costs of a core: sim, silicon, or a file (.yaml); default engine.cores.",
         ),
     ] = None,
-    micro_batch: MicroBatch = 1,
+    micro_batch: MicroBatch = None,
     sequence_length: SequenceLength = None,
     precision: WeightPrecision = None,
     json_output: JsonOutput = False,

@@ -11,7 +11,7 @@ from penstock.config.model_file import with_model_file
 from penstock.config.problems import Origin
 from penstock.config.record import default_run_dir
 from penstock.config.root import Config
-from penstock.errors import ConfigError, did_you_mean
+from penstock.errors import ConfigError, did_you_mean, missing_folder
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
@@ -80,8 +80,7 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
         if data.tokenizer == "auto":
             raise ConfigError(
                 f"{origin.place(('model', 'hf'))}model.hf: expected a folder on this machine, "
-                f"{spec} does not exist; for a model of the hub: hf download {spec} --local-dir "
-                "FOLDER"
+                f"{spec} does not exist; {missing_folder(spec)}"
             )
         raise ConfigError(
             f"{origin.place(('data', 'tokenizer'))}data.tokenizer: expected bytes, train-bpe:SIZE "

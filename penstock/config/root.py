@@ -231,9 +231,9 @@ class Config(Section):
         """The step at which a decaying schedule ends."""
         return self.optimizer.schedule.decay_steps or self.run.steps
 
-    def more_steps(self) -> str:
-        """Return the overrides under which a completed run can continue."""
-        more = f"run.steps={2 * self.run.steps}"
+    def more_steps(self, done: int) -> str:
+        """Return the overrides under which a run that has `done` steps can continue."""
+        more = f"run.steps={2 * done}"
         for key, step in places_as_steps(self.sparsity, self.run.steps).items():
             more += f" sparsity.{key}={step}"
         if self.optimizer.schedule.name not in DECAYING:

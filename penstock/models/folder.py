@@ -8,7 +8,13 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.errors import ConfigError, CorruptionError, PenstockError, StorageError
+from penstock.errors import (
+    ConfigError,
+    CorruptionError,
+    PenstockError,
+    StorageError,
+    missing_folder,
+)
 from penstock.io import NotPlainError, open_plain, read_plain
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -102,8 +108,8 @@ def refuse_unreadable(folder: Path) -> None:
         raise ConfigError(f"{folder}: expected the folder of a model, it is a file")
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: no such folder; a model of the Hugging Face hub must be on this machine "
-            f"first: hf download {folder} --local-dir FOLDER"
+            f"{folder}: no such folder; a model must be on this machine: "
+            f"{missing_folder(str(folder))}"
         )
 
 

@@ -1,7 +1,8 @@
 """The view of a run as lines of text, for logs and pipes: one every few steps, one per event."""
 
 import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +34,8 @@ from penstock.telemetry import (
     Stopped,
 )
 
+# A slow run shows that it goes on: the first step that ends so long after the last line has one.
+_LONGEST_SILENCE_SECONDS = 30.0
 # The usual endurance rating of a consumer disk of 1 TB; the rating is proportional to the size.
 RATED_BYTES = 600 * 10**12
 # A disk is replaced after some years, whatever is written to it.
@@ -50,13 +53,24 @@ _NAMES_OF_PARTS = {
 
 
 class LineView(View):
-    """Writes readable lines: one every `every` steps, and one per other event."""
+    """Writes readable lines: one every `every` steps, of slow steps more, and one per other event.
 
-    def __init__(self, console: Console, every: int, quiet: bool = False) -> None:
+    **Arguments:** `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        every: int,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
         self._every = every
         self._quiet = quiet
-        self._progress = Progress()
+        self._clock = clock
+        self._printed_at = clock()
+        self._progress = Progress(clock)
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
@@ -64,7 +78,9 @@ class LineView(View):
         if isinstance(event, StepDone):
             if started is None or self._quiet:
                 return  # a step outside of `train`
-            if event.step % self._every == 0 or event.step in (1, started.steps):
+            silence = self._clock() - self._printed_at
+            is_due = event.step % self._every == 0 or silence >= _LONGEST_SILENCE_SECONDS
+            if is_due or event.step in (1, started.steps):
                 self._print(step_line(self._progress))
         elif not self._quiet or isinstance(event, ALWAYS_SHOWN):
             for line in event_lines(event, self._progress.loss_unit):
@@ -76,6 +92,7 @@ class LineView(View):
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._printed_at = self._clock()
 
 
 def step_line(progress: Progress) -> str:
@@ -101,9 +118,17 @@ def step_line(progress: Progress) -> str:
     if progress.epochs is not None:
         parts.append(f"epoch {progress.epochs:.2f}")
     parts.append(f"{show_duration(progress.seconds_elapsed)} elapsed")
-    if progress.seconds_left is not None:
-        parts.append(f"{show_duration(progress.seconds_left)} left")
+    if left := time_left(progress):
+        parts.append(left)
     return "  ".join(parts)
+
+
+def time_left(progress: Progress) -> str:
+    """Return the estimated time of the remaining steps; empty if there is no estimate."""
+    if progress.seconds_left is None:
+        return ""
+    most = "at most " if progress.is_most_left else ""
+    return f"{most}{show_duration(progress.seconds_left)} left"
 
 
 def sparsity_of(progress: Progress) -> str:
@@ -188,7 +213,7 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
     if isinstance(event, Finished):
         if event.summary.get("steps") == 0:
             return []  # a notice has reported it
-        return ["finished: " + _summary(event.summary, loss_unit)]
+        return ["finished: " + _summary(event, loss_unit)]
     return []
 
 
@@ -341,8 +366,11 @@ def traffic(run: RunMeasured) -> str:
     )
 
 
-def _summary(summary: Mapping[str, Any], loss_unit: str) -> str:
-    return ", ".join(_figure(name, value, loss_unit) for name, value in summary.items())
+def _summary(event: Finished, loss_unit: str) -> str:
+    figures = dict(event.summary)
+    if figures.get("steps", 0) < event.step:  # the others were done before a resume
+        figures["steps"] = f"{event.step}, {figures['steps']} of them now"
+    return ", ".join(_figure(name, value, loss_unit) for name, value in figures.items())
 
 
 def _figure(name: str, value: Any, loss_unit: str) -> str:

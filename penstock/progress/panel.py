@@ -26,6 +26,7 @@ from penstock.progress.log import (
     show_held_out_loss,
     show_loss,
     sparsity_of,
+    time_left,
 )
 from penstock.progress.state import Progress
 from penstock.telemetry import RunStarted, StepDone
@@ -58,10 +59,8 @@ def _rows(progress: Progress, started: RunStarted) -> Iterator[tuple[str, str | 
     step = last.step if last else started.resumed_from or 0
     resumed = f"   resumed from step {started.resumed_from}" if started.resumed_from else ""
     yield "step", _bar(step, started.steps, f"{step} / {started.steps}{resumed}")
-    left = ""
-    if progress.seconds_left is not None:
-        left = f"   {show_duration(progress.seconds_left)} left"
-    yield "time", f"{show_duration(progress.seconds_elapsed)} elapsed{left}"
+    elapsed = f"{show_duration(progress.seconds_elapsed)} elapsed"
+    yield "time", f"{elapsed}   {time_left(progress)}".rstrip()
     if progress.epochs is not None:
         seen = show_count(step * started.tokens_per_step)
         yield "data", f"epoch {progress.epochs:.2f}   {seen} {started.row_name} seen"

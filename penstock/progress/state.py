@@ -80,7 +80,7 @@ class Progress:
                 saved=self.saved,
             )
         if isinstance(event, StepDone):
-            recent = () if self.steps == _FIRST_STEPS else self.recent
+            recent = () if self.steps <= _FIRST_STEPS else self.recent
             return replace(
                 self,
                 last=event,
@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean over recent steps, without the first two as soon as there are others."""
+        """Mean over recent steps, without the first one or two as soon as there are others."""
         return sum(s.seconds for s in self.recent) / max(len(self.recent), 1)
 
     @property
@@ -124,11 +124,16 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds of the remaining steps; None in the first two steps and at the end."""
-        if self.started is None or self.last is None or self.steps <= _FIRST_STEPS:
+        """Estimated seconds of the remaining steps; None after the first and the last step."""
+        if self.started is None or self.last is None or self.steps < _FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step
         return steps * self.seconds_per_step if steps else None
+
+    @property
+    def is_most_left(self) -> bool:
+        """Whether `seconds_left` is an upper estimate: it is that of a step that may compile."""
+        return self.steps == _FIRST_STEPS
 
     @property
     def epochs(self) -> float | None:

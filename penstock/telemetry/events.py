@@ -268,9 +268,14 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is complete. `summary` holds its metrics by name, with the unit in each name."""
+    """The run is complete. `summary` holds its metrics by name, with the unit in each name.
+
+    `summary["steps"]` are those of this call of `train`, `step` is the number of the last step of
+    the run; 0 if unknown.
+    """
 
     summary: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
 
 
 Event = (

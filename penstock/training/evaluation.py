@@ -86,7 +86,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return the metrics of the first `batches` held-out batches, by name.
 
-        The metrics are `loss` and `tokens` (rows, for a model without tokens). A language model
+        The metrics are `loss` and `tokens`, or `rows` of a model without tokens. A language model
         adds `perplexity` and `accuracy`, plain text adds `bits_per_byte` (unless an older release
         built the data set), records add `exact_match` and `records`.
 
@@ -104,7 +104,7 @@ class Evaluator:
             what = "labelled tokens" if self._predicts else "rows"
             raise DataError(f"the held-out data has no {what}: there is nothing to evaluate")
         loss = counts.loss / counts.weight
-        found = {"loss": loss, "tokens": counts.weight}
+        found = {"loss": loss, "tokens" if self._predicts else "rows": counts.weight}
         if self._predicts:
             found["perplexity"] = _exp(loss)
             found["accuracy"] = counts.right_tokens / counts.weight

@@ -21,6 +21,8 @@ from penstock.sparsity import StreamedWeight
 from penstock.step_schedule import StepSchedule
 
 _SLOW = "every token computes the whole window, which is slow, because"
+MODEL_LIMIT = "the most that the model reads"
+"""What the longest window is, unless the run has shorter sequences."""
 
 FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
 
@@ -32,7 +34,8 @@ class NextToken:
     **Arguments:** `make_engine` returns the engine of one of the programs, whose inputs are
     `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
     `version` returns another number when they have changed. `prepare` is then called with the
-    program of each engine. `notice` is told why all positions are computed for every token.
+    program of each engine. `notice` is told why all positions are computed for every token;
+    `limit` says what the longest window is.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class NextToken:
         version: Callable[[], int] = lambda: 0,
         prepare: Callable[[Program], None] = lambda program: None,
         notice: Callable[[str], None] = lambda text: None,
+        limit: str = MODEL_LIMIT,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
@@ -50,6 +54,7 @@ class NextToken:
         self._version = version
         self._prepare = prepare
         self._notice = notice
+        self._limit = limit
         self._of_version = version()
         self._prefill = make_engine("prefill")
         self._keeps_nothing = False
@@ -113,8 +118,9 @@ class NextToken:
             return
         self._has_told_length = True
         self._notice(
-            f"{'from here on ' * outgrows}{_SLOW} the text is longer than {self._window:,} tokens, "
-            "the most that the model reads: the last ones get other positions"
+            f"{'from here on ' * outgrows}{_SLOW} the text is longer than {self._window:,} tokens"
+            f"{f', {self._limit}' * outgrows}: {'its beginning is no longer read, and ' * outgrows}"
+            "with each new token the last ones get other positions"
         )
 
     def _decoding(self) -> Engine:

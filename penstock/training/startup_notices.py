@@ -36,8 +36,8 @@ def _cautions(config: Config, source: ModelSource, layout: ExecutionPlan) -> Ite
     yield from _values_beyond_a_mesh(config, layout)
 
 
-def all_steps_done(config: Config) -> str:
-    """Return the notice that a run has all its steps.
+def all_steps_done(config: Config, step: int) -> str:
+    """Return the notice that a run of `step` steps has all those of its configuration.
 
     Blocks on flash are compared with their checksums when they are read, so nothing has verified
     them yet; checkpoints of a store in memory have been read.
@@ -48,9 +48,10 @@ def all_steps_done(config: Config) -> str:
             f". No checksum on flash was compared now: `penstock inspect "
             f"{shlex.quote(str(config.run.dir))}` verifies them all"
         )
+    more = f", more than run.steps={config.run.steps}" if step > config.run.steps else ""
     return (
-        f"the run already has its {config.run.steps} steps; nothing to do. To train further: "
-        f"{config.more_steps()}{unverified}"
+        f"the run already has {'' if more else 'its '}{step} steps{more}; nothing to do. To train "
+        f"further: {config.more_steps(step)}{unverified}"
     )
 
 

@@ -24,7 +24,7 @@ from penstock.planning import (
 )
 from penstock.program import Program
 from penstock.store import Store
-from penstock.training.next_token import FetchWeights, NextToken
+from penstock.training.next_token import MODEL_LIMIT, FetchWeights, NextToken
 from penstock.training.sampling import Sampling
 
 
@@ -66,15 +66,21 @@ def make_token_generator(
             program = replace(program, whole_window_reason=reason)
         return make_inference_engine(layout, program)
 
+    longest, most = config.data.sequence_length, model.max_sequence_length
+    limit = MODEL_LIMIT
+    if longest is not None and longest != most:
+        limit = "the data.sequence_length of the run"
+        limit += "" if most is None else f" (the model has {most:,} positions)"
     return TokenGenerator(
         make_engine,
         store.stream,
-        config.data.sequence_length or model.max_sequence_length,
+        longest or most,
         vocabulary=model.vocab_size,
         prepare=lambda program: measure_current(layout, program, store),
         version=lambda: store.step,
         finish=store.take_traffic,
         notice=notice,
+        limit=limit,
     )
 
 
@@ -97,8 +103,8 @@ class TokenGenerator:
     window. `fetch` returns weights by name. `longest` is the model's largest window, None for no
     limit; `vocabulary` is the number of its tokens, None if unknown. `prepare` is called with each
     engine's program before each text, `finish` after it. `version` returns another number when the
-    weights have changed. `notice` is told why each token costs the whole window, if it does, each
-    reason once.
+    weights have changed. `notice` is told that the beginning of a prompt is not read, and why each
+    token costs the whole window, if it does, each once; `limit` says what `longest` is.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class TokenGenerator:
         version: Callable[[], int] = lambda: 0,
         finish: Callable[[], object] = lambda: None,
         notice: Callable[[str], None] = lambda text: None,
+        limit: str = MODEL_LIMIT,
     ) -> None:
         self._make_engine = make_engine
         self._fetch = fetch
@@ -121,6 +128,7 @@ class TokenGenerator:
         self._version = version
         self._finish = finish
         self._notice = notice
+        self._limit = limit
         self._noticed: set[str] = set()
         self._untold: list[str] = []
         self._windows: dict[int, NextToken] = {}
@@ -168,6 +176,11 @@ class TokenGenerator:
         try:
             with self._computing():
                 following = self._for_window(window)
+                if len(prompt) > window:
+                    self._notice_once(
+                        f"the prompt is longer than {window:,} tokens, {self._limit}: only its "
+                        "last ones are read, its beginning is not"
+                    )
 
             def logits(tokens: Sequence[int]) -> torch.Tensor:
                 with self._computing():
@@ -244,7 +257,13 @@ class TokenGenerator:
 
         if window not in self._windows:
             self._windows[window] = NextToken(
-                make_prepared, self._fetch, window, self._version, self._prepare, self._notice_once
+                make_prepared,
+                self._fetch,
+                window,
+                self._version,
+                self._prepare,
+                self._notice_once,
+                self._limit,
             )
             return self._windows[window]
         following = self._windows[window]

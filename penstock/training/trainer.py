@@ -215,7 +215,7 @@ class Trainer:
     # The run
 
     def train(self) -> dict[str, Any]:
-        """Run to the configured number of steps and return a summary of the run's metrics.
+        """Run to the configured number of steps; return the metrics, and the `steps` of this call.
 
         Raises:
             NonFiniteError, NoTrainingError: a loss is not finite; a weight does not train.
@@ -307,7 +307,7 @@ class Trainer:
                 self._checkpoint_scheduler.begin(self.step)
         self._gradient_check.end(self.store)
         if self.step == first_step and self.step >= config.run.steps:
-            self._notice(all_steps_done(config))
+            self._notice(all_steps_done(config, self.step))
         self.save()
         report.add_behind(self.store.take_flash_traffic())
         summary = self._summary(self.step - first_step, last_loss, started)
@@ -320,7 +320,7 @@ class Trainer:
             command = f"penstock train {config.run.dir / 'config.yaml'}"
             self._notify(Stopped(self.step, self._stop_reason, command))
         else:
-            self._notify(Finished(summary))
+            self._notify(Finished(summary, self.step))
         if recording.failure is not None:
             raise recording.failure
         return summary
@@ -350,7 +350,7 @@ class Trainer:
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Return the metrics of the model on `batches` held-out batches.
 
-        **Returns:** `loss` and `tokens` (rows, for a model without tokens); for language models
+        **Returns:** `loss` and `tokens`, or `rows` of a model without tokens; for language models
         `perplexity` and `accuracy`; for records `exact_match` and `records`
         (`penstock.training.evaluation`).
         """

@@ -68,7 +68,7 @@ def test_every_held_out_row_counts_for_any_micro_batch(count, tmp_path):
             loss(module(torch.from_numpy(held_out["x"])), torch.from_numpy(held_out["y"]))
         )
     found = trainer.evaluate(batches=100)
-    assert found == {"loss": pytest.approx(expected, rel=1e-5), "tokens": count}
+    assert found == {"loss": pytest.approx(expected, rel=1e-5), "rows": count}
 
 
 def test_empty_held_out_data_is_refused_before_the_first_step(tmp_path):

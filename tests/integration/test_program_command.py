@@ -74,3 +74,12 @@ def test_cycles_of_a_wafer_are_for_the_length_of_training(folder):
     assert known != shown(folder, command=("wafer", "layers"))
     build(folder)
     assert known == shown(folder, command=("wafer", "layers"))
+
+
+def test_a_micro_batch_of_the_run_is_shown_unless_another_is_given(folder):
+    run = (folder / "run.yaml").read_text() + "batch: {size: 8, micro: 4}\n"
+    (folder / "run.yaml").write_text(run)
+    for given, shown_size in (((), 4), (("--micro-batch", "2"), 2), (("batch.micro=auto",), 1)):
+        output, _ = shown(folder, "data.sequence_length=16", *given)
+        assert f"one micro-batch is input_ids [{shown_size}, 16]" in output
+        assert "gradients may have more bytes than the weights" in " ".join(output.split())

@@ -196,7 +196,7 @@ def test_text_longer_than_the_window_is_a_notice_once(tmp_path):
     (event,) = events
     assert event.text == (
         f"from here on {SLOW} the text is longer than 32 tokens, the most that the model reads: "
-        "the last ones get other positions"
+        "its beginning is no longer read, and with each new token the last ones get other positions"
     )
 
 
@@ -208,10 +208,28 @@ def test_prompt_longer_than_the_window_is_a_notice_of_its_own(tmp_path):
     for _ in range(2):
         list(generator.generate([1] * 40, max_new_tokens=3))
     trainer.close()
-    (event,) = events
-    assert event.text == (
-        f"{SLOW} the text is longer than 32 tokens, the most that the model reads: the last ones "
-        "get other positions"
+    assert [event.text for event in events] == [
+        "the prompt is longer than 32 tokens, the most that the model reads: only its last ones "
+        "are read, its beginning is not",
+        f"{SLOW} the text is longer than 32 tokens: with each new token the last ones get other "
+        "positions",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "positions"),
+    [(lambda: GPT2, " (the model has 1,024 positions)"), (own_module, "")],
+)
+def test_the_beginning_of_a_prompt_beyond_the_runs_sequences_is_not_read(
+    tmp_path, source, positions
+):
+    events = []
+    trainer = trainer_of(tmp_path, source(), on_event=events.append, quiet=True)
+    list(trainer.token_generator().generate([1] * 40, max_new_tokens=1))
+    trainer.close()
+    assert events[0].text == (
+        f"the prompt is longer than 32 tokens, the data.sequence_length of the run{positions}: "
+        "only its last ones are read, its beginning is not"
     )
 
 

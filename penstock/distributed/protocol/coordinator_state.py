@@ -93,7 +93,9 @@ class CoordinatorState(ABC):
     def joined(self, engine: int) -> None:
         """Add an engine that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join(engine)
-        self._admit(engine, "joined", f"engine {engine} is ready")
+        is_spare = self.membership.engines.index(engine) >= self.membership.wanted
+        spare = ", a spare (cluster.spare): it takes part if another one is lost" * is_spare
+        self._admit(engine, "joined", f"engine {engine} is ready{spare}")
 
     def watch(self, node: int) -> None:
         """Start the timeout of a first replica, which is ready: now its silence counts."""

@@ -138,6 +138,26 @@ def test_host_without_a_second_process_is_measured_without_it(tmp_path, monkeypa
     ]
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_progress_never_decreases_from_one_part_of_the_work_to_the_next(
+    tmp_path, monkeypatch, compiles
+):
+    def compile_kernels(on_progress):
+        for done in range(4 * compiles):
+            on_progress(f"compiling kernels, {done} of 3", done / 3)
+        return compiles
+
+    monkeypatch.setattr(host_measurement, "compile_kernels", compile_kernels)
+    told: list[tuple[str, float]] = []
+    calibrate(0.5, tmp_path, lambda text, share: told.append((text, share)))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert shares[-1] <= 1
+    begun = [text.split()[0] for text, _ in told]
+    kinds = ["writing", *["compiling"] * compiles, "measuring", "repeating", "starting"]
+    assert list(dict.fromkeys(begun)) == kinds
+
+
 def test_spread_of_figures_that_are_no_curve_is_among_the_sources(tmp_path):
     said = calibrate(30, tmp_path).sources["spread"]
     for work in ("operator call", "stage call", "flash both", BOTH, MESSAGE):

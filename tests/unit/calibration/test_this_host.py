@@ -19,10 +19,9 @@ def test_a_short_measurement_describes_this_host(tmp_path, monkeypatch):
     machine = calibrate(1, tmp_path / "disk", lambda text, share: told.append((text, share)))
     assert torch.get_num_threads() == threads
     assert list((tmp_path / "disk").iterdir()) == []
-    for compiles in (True, False):
-        shares = [share for text, share in told if text.startswith("compiling") == compiles]
-        assert shares == sorted(shares)
-        assert shares or compiles  # the kernels may be there, of another test
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert shares[-1] <= 1
     assert MachineDescription.model_validate(machine.model_dump(mode="json")) == machine
     keep(machine, HostKey.here())
     assert kept_machine(HostKey.here()) == machine

@@ -52,7 +52,11 @@ def test_a_page_of_what_was_measured_is_printed_and_kept(asked, tmp_path):
         f"kept in {kept_file(HostKey.here())}",
     ):
         assert line in page
-    assert done.stderr == "the disk was not measured: it is full\n"
+    assert done.stderr == (
+        "measurements take about 5 to 65 s, longer if the host is busy; at the first use, kernels "
+        "are compiled before them, which takes some minutes\n"
+        "the disk was not measured: it is full\n"
+    )
     assert kept_file(HostKey.here()).exists()
 
 
@@ -140,7 +144,8 @@ def test_a_disk_that_was_named_and_cannot_be_measured_is_an_error(tmp_path, monk
 
     monkeypatch.setattr(host_measurement, "measured_disk", refuse)
     done = penstock("calibrate", "--flash-dir", tmp_path)
-    assert (done.returncode, done.stderr) == (7, "error: the disk is full\n")
+    assert done.returncode == 7
+    assert done.stderr.endswith("\nerror: the disk is full\n")
 
 
 def test_a_log_gets_a_line_of_progress_every_ten_seconds():

@@ -113,12 +113,42 @@ def test_an_unknown_command_names_the_closest():
     assert "Did you mean 'train'?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "note"),
+    [
+        (
+            "gpt2",
+            "auto",
+            "note: gpt2 has 50,257 rows of its embedding, the tokenizer bytes has 257 ids: the "
+            "other rows would be stored and updated, and never used; and a token of one byte makes "
+            "several times as many tokens of a text as a learned one. Set in the file: tokenizer: "
+            "train-bpe:8192, and model: {preset: gpt2, vocab_size: 8192}. With much text, "
+            "tokenizer: train-bpe:50257 keeps the model as it is\n",
+        ),
+        ("bert-base", "train-bpe:4096", "model: {preset: bert-base, vocab_size: 4097}\n"),
+        ("gpt2", "train-bpe:50257", None),
+    ],
+)
+def test_init_says_that_rows_of_the_embedding_are_unused(tmp_path, model, tokenizer, note):
+    done = penstock("init", "--model", model, "--tokenizer", tokenizer, cwd=tmp_path)
+    assert done.returncode == 0
+    assert ("note: " in done.stdout) == (note is not None)
+    assert (note or "") in done.stdout
+
+
 def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     from penstock.config import load
 
     done = penstock("init", "my.yaml", "--model", "gpt2-medium", "--input", "a.txt", cwd=tmp_path)
     assert done.returncode == 0
-    assert done.stdout == "wrote my.yaml\nnext: penstock train my.yaml\n"
+    lines = done.stdout.splitlines()
+    assert lines[0] == "wrote my.yaml"
+    assert lines[1].startswith("note: gpt2-medium has 50,257 rows of its embedding, the tokenizer ")
+    assert [line.removeprefix("next:").split("#")[0].strip() for line in lines[2:]] == [
+        "penstock calibrate",
+        "penstock plan my.yaml",
+        "penstock train my.yaml",
+    ]
     config = load(tmp_path / "my.yaml")
     assert config.model is not None
     assert config.to_mapping()["model"] == "gpt2-medium"

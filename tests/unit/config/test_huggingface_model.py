@@ -45,15 +45,23 @@ def test_tokenizer_of_a_checkpoint_is_the_default(model, tokenizer, expected):
     assert Config.from_mapping({"model": model, "data": data}).tokenizer == expected
 
 
-def test_missing_folder_is_named_before_loading(tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "advice"),
+    [
+        ("/none", "correct the path, or put a model of the hub there: hf download NAME"),
+        ("../none", "correct the path, or put a model of the hub there: hf download NAME"),
+        ("none/such", "for a model of the hub: hf download none/such"),
+    ],
+)
+def test_missing_folder_is_named_before_loading(tmp_path, folder, advice):
     (tmp_path / "text.txt").write_text("text")
     path = tmp_path / "run.yaml"
-    path.write_text(f"model: {{hf: {tmp_path}/none}}\ndata: {{input: [{tmp_path}/text.txt]}}\n")
+    path.write_text(f"model: {{hf: {folder}}}\ndata: {{input: [{tmp_path}/text.txt]}}\n")
     with pytest.raises(ConfigError) as caught:
         load(path, training=True)
     assert str(caught.value) == (
-        f"{path}:1: model.hf: expected a folder on this machine, {tmp_path}/none does not exist; "
-        f"for a model of the hub: hf download {tmp_path}/none --local-dir FOLDER"
+        f"{path}:1: model.hf: expected a folder on this machine, {folder} does not exist; "
+        f"{advice} --local-dir FOLDER"
     )
 
 

@@ -217,10 +217,10 @@ def test_a_completed_run_names_the_overrides_that_continue_it():
         run={"steps": 40},
         optimizer={"schedule": {"name": "constant"}},
     )
-    assert config.more_steps() == (
+    assert config.more_steps(40) == (
         "run.steps=80 sparsity.update_begin=0 sparsity.update_end=30 sparsity.densify_at=36"
     )
-    overrides = config.more_steps().split()
+    overrides = config.more_steps(40).split()
     check_resumable(Config.from_mapping(config.to_mapping(), overrides), trajectory(config))
 
 

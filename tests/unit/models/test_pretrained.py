@@ -232,6 +232,8 @@ def test_pickles_in_shards_have_a_command_too(tmp_path):
 def test_folder_without_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^no/such: no such folder; .* hf download no/such"):
         ModelSource.from_hf("no/such")
+    with pytest.raises(ConfigError, match=r"no such folder; .* correct the path, or put a model"):
+        ModelSource.from_hf(tmp_path / "nothere")
     save(model_of("gpt2"), tmp_path)
     with pytest.raises(ConfigError, match="expected the folder of a model, it is a file"):
         ModelSource.from_hf(tmp_path / "model.safetensors")

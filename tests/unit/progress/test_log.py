@@ -25,15 +25,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    given = Clock()
-    monkeypatch.setattr("penstock.progress.log.Progress", lambda: Progress(given))
-    return given
+def clock():
+    return Clock()
 
 
 def lines_of(every, events, quiet=False, clock=None):
     console = Console(record=True, width=40, file=io.StringIO())
-    with LineView(console, every, quiet) as view:
+    with LineView(console, every, quiet, clock or Clock()) as view:
         for event in events:
             if clock is not None and hasattr(event, "learning_rate"):
                 clock.now += event.seconds
@@ -130,6 +128,34 @@ def test_last_step_always_has_line():
     assert "left" not in lines[-1]
 
 
+def test_slow_steps_have_lines_between_those_of_the_interval(clock):
+    slow = [started(), *(step(number, seconds=12.0) for number in range(1, 13))]
+    shown = [line.split()[1] for line in lines_of(10, slow, clock=clock)[3:]]
+    assert shown == ["1/100", "4/100", "7/100", "10/100"]
+    slower = [started(), *(step(number, seconds=400.0) for number in range(1, 5))]
+    lines = lines_of(10, slower, clock=clock)[3:]
+    assert [line.split()[1] for line in lines] == ["1/100", "2/100", "3/100", "4/100"]
+    assert "left" not in lines[0]
+    assert lines[1].endswith("  13 min 20 s elapsed  at most 10 h 53 min left")
+    assert lines[2].endswith("  20 min 00 s elapsed  10 h 46 min left")
+
+
+def test_line_of_another_event_ends_the_silence(clock):
+    events = [
+        started(),
+        step(1, seconds=1.0),
+        step(2, seconds=29.0),
+        Notice("read me"),
+        step(3, seconds=29.0),
+        step(4, seconds=1.0),
+    ]
+    assert [line.split()[1] for line in lines_of(10, events, clock=clock)[3:]] == [
+        "1/100",
+        "read",
+        "4/100",
+    ]
+
+
 def test_steps_outside_run_have_no_line():
     assert lines_of(1, [step(1), step(2)]) == []
 
@@ -150,12 +176,22 @@ def test_quiet_view_shows_only_required_events():
     ]
 
 
+def test_end_of_a_resumed_run_tells_its_steps_and_those_done_now():
+    assert event_lines(Finished({"steps": 20, "loss": 3.5}, 60)) == [
+        "finished: steps 60, 20 of them now, loss 3.5000"
+    ]
+    assert event_lines(Finished({"steps": 60, "loss": 3.5}, 60)) == [
+        "finished: steps 60, loss 3.5000"
+    ]
+
+
 def test_time_left_excludes_compilation():
     progress = Progress().after(started(steps=100))
-    for number, seconds in ((1, 60.0), (2, 30.0)):
-        progress = progress.after(step(number, seconds=seconds))
-        assert progress.seconds_left is None
-        assert " left" not in step_line(progress)
+    progress = progress.after(step(1, seconds=60.0))
+    assert progress.seconds_left is None
+    assert " left" not in step_line(progress)
+    progress = progress.after(step(2, seconds=30.0))  # the first one compiles most
+    assert step_line(progress).endswith("  at most 49 min 00 s left")
     progress = progress.after(step(3, seconds=1.0))
     assert progress.seconds_left == 97
     assert step_line(progress).endswith("  1 min 37 s left")

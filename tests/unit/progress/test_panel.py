@@ -111,6 +111,13 @@ def test_panel_before_first_step():
     assert " left" not in text
 
 
+def test_panel_estimates_the_time_left_from_the_second_step_on():
+    steps = [step(1, seconds=60.0), step(2, seconds=30.0), step(3, seconds=20.0)]
+    for count, left in enumerate(["", "   at most 49 min 00 s left", "   32 min 20 s left"], 1):
+        text = shown(panel(progress_of(started(), *steps[:count], seconds=120.0)))
+        assert f"│ time      2 min 00 s elapsed{left} " in text
+
+
 def best_row(*events):
     view = LiveView(Console(file=io.StringIO()))
     for event in events:

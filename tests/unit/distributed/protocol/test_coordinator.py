@@ -34,6 +34,16 @@ def test_engines_are_limited_by_micro_batches():
     assert play.coordinator.engines == (100, 101, 102, 103)
 
 
+def test_a_spare_engine_is_named_as_one_when_it_joins():
+    play = Play(wanted=2)
+    texts = [event.text for event in play.happened if event.kind == "joined"]
+    assert texts == [
+        "engine 100 is ready",
+        "engine 101 is ready",
+        "engine 102 is ready, a spare (cluster.spare): it takes part if another one is lost",
+    ]
+
+
 def test_spare_engines_replace_lost_engines():
     play = Play(wanted=2)
     assert play.coordinator.engines == (100, 101)
