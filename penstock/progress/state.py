@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.telemetry import Evaluated, Event, RunStarted, Saved, StepDone
+from penstock.telemetry import FIRST_STEPS, Evaluated, Event, RunStarted, Saved, StepDone
 
 # Speeds are means over this many steps: steady enough to read, and quick to show a change.
 _RECENT_STEPS = 20
-# The first two steps compile kernels (the second those of the updates), so they take longest.
-_FIRST_STEPS = 2
 # A chart is less than a hundred characters wide, and a run may have millions of steps.
 _MOST_POINTS = 1024
 
@@ -80,7 +78,7 @@ class Progress:
                 saved=self.saved,
             )
         if isinstance(event, StepDone):
-            recent = () if self.steps <= _FIRST_STEPS else self.recent
+            recent = () if self.steps <= FIRST_STEPS else self.recent
             return replace(
                 self,
                 last=event,
@@ -125,7 +123,7 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds of the remaining steps; None after the first and the last step."""
-        if self.started is None or self.last is None or self.steps < _FIRST_STEPS:
+        if self.started is None or self.last is None or self.steps < FIRST_STEPS:
             return None
         steps = self.started.steps - self.last.step
         return steps * self.seconds_per_step if steps else None
@@ -133,7 +131,7 @@ class Progress:
     @property
     def is_most_left(self) -> bool:
         """Whether `seconds_left` is an upper estimate: it is that of a step that may compile."""
-        return self.steps == _FIRST_STEPS
+        return self.steps == FIRST_STEPS
 
     @property
     def epochs(self) -> float | None:

@@ -7,6 +7,7 @@ from penstock.front_door import lazily
 if TYPE_CHECKING:
     from penstock.telemetry import process_memory as process_memory
     from penstock.telemetry.events import (
+        FIRST_STEPS as FIRST_STEPS,
         ClusterEvent as ClusterEvent,
         Evaluated as Evaluated,
         Event as Event,
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
         stream_metrics as stream_metrics,
     )
     from penstock.telemetry.run_files import open_run_files as open_run_files
-    from penstock.telemetry.run_report import (
-        FIRST_STEPS as FIRST_STEPS,
-        RunReport as RunReport,
-    )
+    from penstock.telemetry.run_report import RunReport as RunReport
 
 __getattr__ = lazily(__name__, __file__)

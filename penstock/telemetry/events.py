@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+FIRST_STEPS = 2
+"""The first steps of a process take longest: they compile kernels, the second those of updates."""
+
 
 @dataclass(frozen=True)
 class PredictedStep:

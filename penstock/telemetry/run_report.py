@@ -5,10 +5,7 @@ from collections import Counter, deque
 
 from penstock.store import FlashTraffic
 from penstock.telemetry import process_memory
-from penstock.telemetry.events import Event, RunMeasured, RunStarted, Saved, StepDone
-
-FIRST_STEPS = 2
-"""The first steps of a process are slower than the others."""
+from penstock.telemetry.events import FIRST_STEPS, Event, RunMeasured, RunStarted, Saved, StepDone
 
 _RECENT_STEPS = 1024  # of which the median is taken
 
