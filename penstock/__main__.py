@@ -3,20 +3,15 @@
 Ctrl-C is handled before the command line is imported.
 """
 
-import signal
-
 from penstock.interruption import interruptible
 
 
 def main() -> None:
     """Run the command line; after Ctrl-C exit with 130, without a traceback."""
-    try:
-        with interruptible():
-            from penstock.cli import main as run
+    with interruptible():
+        from penstock.cli import main as run
 
-            run()
-    except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+        run()
 
 
 if __name__ == "__main__":

@@ -6,30 +6,40 @@ clause, clears it, and the command would run on, or fail with another error.
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _RETRY_SECONDS = 0.002  # between two imports there may be little time
+_SHOW_CURSOR = b"\x1b[?25h\n"
+_outermost: FrameType | None = None  # the frame of the block; imports below it are finished
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let SIGINT raise `KeyboardInterrupt` inside the block, but not inside an import.
 
-    After the block SIGINT ends the process without an exception: the process is about to end, and
-    Python would print a traceback. An ignored SIGINT, as in a background job, stays ignored.
+    If the block does not handle the exception, the process exits with 130. After the block SIGINT
+    ends the process without an exception: it is about to end, and Python would print a traceback.
+    An ignored SIGINT, as in a background job, stays ignored.
     """
+    global _outermost
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
+    _outermost = sys._getframe(2)  # of the `with` statement, above contextlib's
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
+        is_postponed = _stop_retrying()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if _stop_retrying():
-            raise KeyboardInterrupt
+        _outermost = None
+        if is_postponed:
+            raise SystemExit(128 + signal.SIGINT) from None
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -41,9 +51,19 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     if not _is_importing(frame):
         raise KeyboardInterrupt
     if signal.getsignal(signal.SIGALRM) is _retry:
-        os._exit(128 + number)
+        _exit(128 + number)
     signal.signal(signal.SIGALRM, _retry)
+    signal.siginterrupt(signal.SIGALRM, False)  # or calls of C code in the import would fail
     signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS, _RETRY_SECONDS)
+
+
+def _exit(code: int) -> None:
+    """End the process now; show the cursor, which a live view has hidden."""
+    for descriptor in (1, 2):
+        if os.isatty(descriptor):
+            os.write(descriptor, _SHOW_CURSOR)
+            break
+    os._exit(code)
 
 
 def _retry(number: int, frame: FrameType | None) -> None:
@@ -62,7 +82,7 @@ def _stop_retrying() -> bool:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
+    while frame is not None and frame is not _outermost:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
         frame = frame.f_back

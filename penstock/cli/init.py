@@ -12,7 +12,6 @@ import typer
 if TYPE_CHECKING:
     from penstock.config import Config
 
-_SPARE_VOCABULARY = 1 / 8  # of the rows of an embedding, from which on a note is worth it
 _LEARNED_VOCABULARY = 8192  # as in the README: a few MB of text suffice
 _LONGEST_NAME_BYTES = 255  # of Linux and its file systems
 
@@ -76,25 +75,25 @@ def init(
 def _unused_rows(config: Config) -> str | None:
     """Return a note on a preset whose vocabulary is far larger than that of its tokenizer."""
     from penstock.config import PresetModel, resolve_preset
-    from penstock.data import BYTE_VOCABULARY, train_size
+    from penstock.data import BYTE_VOCABULARY, train_size, unused_ids
 
     assert isinstance(config.model, PresetModel)
     name, size = config.model.preset, train_size(config.tokenizer)
     preset = resolve_preset(name)
     rows, mask = preset.config["vocab_size"], int(preset.task == "masked_lm")
     ids = BYTE_VOCABULARY if config.tokenizer == "bytes" else size
-    if ids is None or rows - ids <= _SPARE_VOCABULARY * rows:
+    if ids is None or not unused_ids(rows, ids):
         return None
     unused = (
         f"{name} has {rows:,} rows of its embedding, the tokenizer {config.tokenizer} has {ids:,} "
         f"ids: the other rows would be stored and updated, and never used"
     )
     if size is not None:
-        return f"{unused}. Set in the file: model: {{preset: {name}, vocab_size: {size + mask}}}"
+        return f"{unused}. Set model to {{preset: {name}, vocab_size: {size + mask}}}"
     learned = _LEARNED_VOCABULARY
     return (
         f"{unused}; and a token of one byte makes several times as many tokens of a text as a "
-        f"learned one. Set in the file: tokenizer: train-bpe:{learned}, and model: "
-        f"{{preset: {name}, vocab_size: {learned + mask}}}. With much text, tokenizer: "
+        f"learned one. Set data.tokenizer to train-bpe:{learned}, and model to "
+        f"{{preset: {name}, vocab_size: {learned + mask}}}. With much text, "
         f"train-bpe:{rows - mask} keeps the model as it is"
     )

@@ -130,7 +130,8 @@ def naming_command(listener: Listener, resume_command: str) -> Listener:
 
 
 class GracefulStop:
-    """The first SIGINT, SIGTERM or SIGHUP requests a stop; the second raises `KeyboardInterrupt`.
+    """The first SIGINT, SIGTERM or SIGHUP requests a stop; the second raises `KeyboardInterrupt`,
+    after an import that is under way (`penstock.interruption`).
 
     A SIGHUP that is ignored, as under `nohup`, stays ignored. A pipe that has lost its reader also
     requests a stop, as SIGPIPE would. A log whose disk is full does not: the run continues without

@@ -81,7 +81,7 @@ def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
             _refuse(node, f"{text!r} is not an integer")
     if abs(number) >= 2**64:
         count = len(text.lstrip("+-").lower().removeprefix("0x"))
-        what = f"expected whole numbers below 2^64, got one of {count:,} digits"
+        what = f"expected whole numbers between -2^64 and 2^64, got one of {count:,} digits"
         raise NumberTooLarge(None, None, what, node.start_mark)
     return number
 

@@ -25,4 +25,5 @@ from penstock.data.tokenizers import (
     load_tokenizer as load_tokenizer,
     tokenizer_digest as tokenizer_digest,
     train_size as train_size,
+    unused_ids as unused_ids,
 )

@@ -308,6 +308,12 @@ def train_bpe(texts: Iterator[str], size: int) -> FileTokenizer:
     return FileTokenizer(tokenizer, f"train-bpe:{size}", end)
 
 
+def unused_ids(model_vocab_size: int, vocab_size: int) -> int:
+    """Return how many ids of a model a tokenizer never uses; 0 up to an eighth, as padding is."""
+    spare = model_vocab_size - vocab_size
+    return spare if spare > model_vocab_size / 8 else 0
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer that `spec` names.
 

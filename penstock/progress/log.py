@@ -127,8 +127,8 @@ def time_left(progress: Progress) -> str:
     """Return the estimated time of the remaining steps; empty if there is no estimate."""
     if progress.seconds_left is None:
         return ""
-    most = "at most " if progress.is_most_left else ""
-    return f"{most}{show_duration(progress.seconds_left)} left"
+    about = "about " if progress.is_left_rough else ""
+    return f"{about}{show_duration(progress.seconds_left)} left"
 
 
 def sparsity_of(progress: Progress) -> str:
@@ -354,7 +354,9 @@ def _without_unusual(run: RunMeasured) -> str:
         return ""
     first = min(run.unusual_steps, FIRST_STEPS)
     others = "" if run.unusual_steps == first else " and those that change masks"
-    return f" (mean of {run.steps - run.unusual_steps} steps, without the first {first}{others})"
+    usual = run.steps - run.unusual_steps
+    of = "one step" if usual == 1 else f"mean of {usual} steps"
+    return f" ({of}, without the first {first}{others})"
 
 
 def traffic(run: RunMeasured) -> str:

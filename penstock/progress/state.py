@@ -129,8 +129,8 @@ class Progress:
         return steps * self.seconds_per_step if steps else None
 
     @property
-    def is_most_left(self) -> bool:
-        """Whether `seconds_left` is an upper estimate: it is that of a step that may compile."""
+    def is_left_rough(self) -> bool:
+        """Whether `seconds_left` is a rough estimate, by one step that may compile."""
         return self.steps == FIRST_STEPS
 
     @property

@@ -41,9 +41,13 @@ class CheckpointScheduler:
             return True
         return minutes is not None and time.monotonic() - self._begun_at >= 60 * minutes
 
-    def begin(self, step: int, best: bool = False) -> None:
-        """Start to save `step`, the last committed step, after the pending checkpoint."""
-        if step in (self._saved_step, self._pending_step) and not best:
+    def begin(self, step: int, *, best: bool = False, again: bool = False) -> None:
+        """Start to save `step`, the last committed step, after the pending checkpoint.
+
+        A step that is saved already is saved once more only if it is the `best`, or if the state
+        outside the store has changed and `again` says so.
+        """
+        if step in (self._saved_step, self._pending_step) and not (best or again):
             return
         self.finish()
         self._checkpoints.begin_save(self._extra(), best)

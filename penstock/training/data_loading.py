@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.config import Config
 from penstock.data import (
@@ -23,6 +24,7 @@ from penstock.data import (
     repeated_files,
     sample_of,
     train_size,
+    unused_ids,
 )
 from penstock.engine import return_free_pages
 from penstock.errors import DataError
@@ -31,7 +33,6 @@ from penstock.planning import sequence_length
 from penstock.training.resume_state import ResumeState
 from penstock.training.same_tokenizer import digest_to_record, require_same_tokenizer
 
-_SPARE_VOCABULARY = 1 / 8  # of the model's ids; a larger surplus is unlikely to be intended
 _MASK_TOKENS = ("[MASK]", "<mask>")
 
 
@@ -71,7 +72,10 @@ def open_data(
     folder = config.data_dir
     if not folder.exists() and config.data.input:
         _check_mask_id(config, source)
-        _check_size_of_tokenizer(config, source)
+        _check_size_of_tokenizer(config, source, notice)
+        if config.data.content == "records":
+            _refuse_records(config.data_dir, source)
+        return_free_pages()  # of a large tokenizer
         if config.data.content == "text" or config.data.sequence_length:
             check_length(sequence_length(config, source))
         _build(config, notice)
@@ -90,8 +94,7 @@ def open_data(
         require_same_tokenizer(config, recorded, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
-        spare = source.vocab_size - dataset.vocab_size
-        if spare > _SPARE_VOCABULARY * source.vocab_size:
+        if spare := unused_ids(source.vocab_size, dataset.vocab_size):
             notice(
                 f"the model has a vocabulary of {source.vocab_size}, the data set's tokenizer, "
                 f"{dataset.manifest.tokenizer.name}, has {dataset.vocab_size} ids: {spare} rows of "
@@ -137,24 +140,37 @@ def _build(config: Config, notice: Callable[[str], None]) -> None:
 
 
 def _check_mask_id(config: Config, source: ModelSource) -> None:
-    """Refuse to train a tokenizer that may use every id of a model that needs one as its mask."""
+    """Refuse a tokenizer that may use every id of a model that needs one as its mask."""
     size, limit = train_size(config.tokenizer), source.vocab_size
+    if config.tokenizer == "bytes":
+        size = BYTE_VOCABULARY
     if source.task != "masked_lm" or size is None or limit is None or size < limit:
         return
     smaller = f"data.tokenizer to train-bpe:{limit - 1}, or " if limit > BYTE_VOCABULARY else ""
     raise DataError(
         f"data.tokenizer: expected fewer ids than the vocabulary of {limit} of {source.name}, got "
-        f"train-bpe:{size}; masked training needs an id that the text never has: set {smaller}the "
-        f"model's vocab_size to {size + 1} or more"
+        f"{size} of {config.tokenizer}; masked training needs an id that the text never has: set "
+        f"{smaller}the model's vocab_size to {size + 1} or more"
     )
 
 
-def _check_size_of_tokenizer(config: Config, source: ModelSource) -> None:
-    """Refuse a tokenizer with ids that the model does not have."""
-    limit = source.vocab_size
+def _check_size_of_tokenizer(
+    config: Config, source: ModelSource, notice: Callable[[str], None]
+) -> None:
+    """Refuse a tokenizer with ids that the model does not have; one that is trained may get fewer
+    ids than were asked for."""
+    limit, most = source.vocab_size, train_size(config.tokenizer)
     if limit is None:
         return
-    size = train_size(config.tokenizer) or load_tokenizer(config.tokenizer).vocab_size
+    if most is not None:
+        if most > limit:
+            notice(
+                f"data.tokenizer: {config.tokenizer} gets up to {most} ids from the text, the "
+                f"model has vocab_size {limit}: the run is refused if they are more; set "
+                f"data.tokenizer to train-bpe:{limit}, or the model's vocab_size to {most}"
+            )
+        return
+    size = load_tokenizer(config.tokenizer).vocab_size
     if size > limit:
         raise DataError(
             f"data.tokenizer: {config.tokenizer} has token ids up to {size - 1} (vocabulary "
@@ -170,9 +186,15 @@ def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -
             f"data.content: expected a data set of records, {dataset.path} holds plain text; set "
             "data.path to another folder, where Penstock builds one, or set data.content: text"
         )
-    if dataset.content == "records" and source.task != "causal_lm":
+    if dataset.content == "records":
+        _refuse_records(dataset.path, source)
+
+
+def _refuse_records(folder: Path, source: ModelSource) -> None:
+    """Refuse a model that records cannot train."""
+    if source.task != "causal_lm":
         raise DataError(
-            f"{dataset.path} holds prompts with completions, for next-token prediction (task "
+            f"{folder} holds prompts with completions, for next-token prediction (task "
             f"causal_lm); {source.name} is trained for {source.task}: build a data set of plain "
             "text for it"
         )

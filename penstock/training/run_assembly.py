@@ -102,7 +102,7 @@ def set_up(
         check_same_sparsity(config, recorded.trajectory)
 
     def planned(length: int, notice: Callable[[str], None]) -> ExecutionPlan:
-        return plan_execution(
+        plan = plan_execution(
             counted(config, devices),
             found,
             target.name,
@@ -115,17 +115,22 @@ def set_up(
             recorded_products=recorded.products if recorded else None,
             recorded_entries=recorded.sparse_entries if recorded else None,
         )
+        return with_wafer(plan, wafer)
+
+    def check(length: int) -> None:
+        """Refuse what cannot be executed before a data set is built, which can take hours."""
+        if recorded is None and config.data.validation == 0:
+            require_held_out(config, None)
+        planned(length, lambda text: None)
 
     if source is None:
-        # Building a data set can take hours: a run that cannot be executed is refused before it.
-        data = open_data(config, found, notice, recorded, lambda n: planned(n, lambda text: None))
+        data = open_data(config, found, notice, recorded, check)
     else:
         data = TrainingData(source, held_out, None, sequence_length(config, found))
     if recorded is None:
         require_held_out(config, data.held_out)
     plan = planned(data.sequence_length, notice)
     products = recorded.sparse_products if recorded else None
-    plan = with_wafer(plan, wafer)
     plan = with_products(plan, config.run.steps, products, notice)
     return RunSetup(found, data, devices, target.name, plan)
 

@@ -209,7 +209,7 @@ class Trainer:
         return describe(self.config, self.model, self.program, self.step, self._setup.device_names)
 
     def request_stop(self, reason: str = "a stop was requested") -> None:
-        """Finish the current step, save and return from `train`; callable from any thread."""
+        """From any thread: finish the step but no evaluation, save, and return from `train`."""
         self._stop_reason = reason
 
     # The run
@@ -366,10 +366,9 @@ class Trainer:
         return found
 
     def _make_evaluator(self) -> Evaluator | None:
-        held_out = self._data.held_out
-        if held_out is None:
-            return None
-        return Evaluator(self.config, self.model, self._layout, self.store, held_out, self.device)
+        parts = (self.config, self.model, self._layout, self.store)
+        rows = self._data.held_out
+        return None if rows is None else Evaluator(*parts, rows, self.device)
 
     def _evaluate_and_judge(self, is_start: bool = False) -> None:
         """Evaluate if it is due, save the best checkpoint, stop early without improvement."""
@@ -378,7 +377,10 @@ class Trainer:
             return
         started = time.perf_counter()
         try:
-            found = self._evaluator.evaluate(self.config.evaluation.batches, self._stops_early)
+            found = self._evaluator.evaluate(
+                self.config.evaluation.batches,
+                lambda: self._stop_reason is not None and self.step < self.config.run.steps,
+            )
         except InterruptedError:  # a stop was requested; the next start evaluates this step
             return
         finally:
@@ -389,9 +391,7 @@ class Trainer:
             self._checkpoint_scheduler.begin(self.step, best=True)
         if early_stop.is_due:
             self.request_stop(f"no better held-out loss in {early_stop.patience} evaluations")
-
-    def _stops_early(self) -> bool:
-        return self._stop_reason is not None and self.step < self.config.run.steps
+            self._checkpoint_scheduler.begin(self.step, again=is_start)  # no step follows
 
     def save(self) -> None:
         """Make the last committed step durable; as a checkpoint, if the store is in memory."""

@@ -49,7 +49,7 @@ TEXTS = {
     "a mapping that is a text": ("a: !!map abc", "expected a mapping"),
     "an integer of 5,000 digits": (
         "run: {steps: " + "9" * 5000 + "}",
-        "yaml:1: expected whole numbers below 2^64, got one of 5,000 digits",
+        "yaml:1: expected whole numbers between -2^64 and 2^64, got one of 5,000 digits",
     ),
     "an integer of 399 digits": ("run: {steps: " + "9" * 399 + "}", "got one of 399 digits"),
     "a key twice": ("model: gpt2\nmodel: gpt2", "key 'model' is given twice"),

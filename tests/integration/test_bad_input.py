@@ -210,8 +210,27 @@ def test_run_that_cannot_be_executed_is_refused_before_its_data_set_is_built(
     built_here = ("data.path=null", "data.input=[text.txt]", "data.tokenizer=bytes")
     assert_refused(penstock("train", "run.yaml", *built_here, setting), code, pattern)
     assert not Path("run/data").exists()
-    records = ("data.content=records", "data.sequence_length=null")  # length of the longest record
-    assert penstock("train", "run.yaml", *built_here, *records)[0] == 3  # which are none
+
+
+def test_records_are_read_before_a_run_of_unknown_length_is_refused(penstock):
+    """The sequence length is that of the longest record."""
+    built_here = ("data.path=null", "data.input=[text.txt]", "data.tokenizer=bytes")
+    records = ("data.content=records", "data.sequence_length=null", "engine.memory=1KiB")
+    code, _, error = penstock("train", "run.yaml", *built_here, *records)
+    assert code == 3
+    assert "text.txt: prompts with completions come from .jsonl and .parquet files" in error
+
+
+def test_tokenizer_that_may_get_too_many_ids_is_a_note(penstock):
+    """A text with few words gives a tokenizer of fewer ids than were asked for."""
+    built_here = ("data.path=null", "data.input=[text.txt]", "data.tokenizer=train-bpe:2000")
+    code, out, _ = penstock("train", "run.yaml", *built_here, "model.vocab_size=1000")
+    assert code == 0
+    assert (
+        "note: data.tokenizer: train-bpe:2000 gets up to 2000 ids from the text, the model has "
+        "vocab_size 1000: the run is refused if they are more; set data.tokenizer to "
+        "train-bpe:1000, or the model's vocab_size to 2000\n"
+    ) in out
 
 
 def test_corrupt_shard(penstock):

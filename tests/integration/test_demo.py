@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.config import Config
-from penstock.demo.__main__ import is_complete, main
+from penstock.demo.command import is_complete, run
 from penstock.demo.report import figures, training_seconds
 from penstock.demo.text import python_files
 from penstock.errors import StorageError
@@ -230,7 +230,7 @@ def test_second_run_reports_completion_and_trains_nothing(finished, monkeypatch,
     folder, _ = finished
     monkeypatch.chdir(folder)
     before = (folder / "runs/demo/metrics.jsonl").read_bytes()
-    assert main([*SMALL, "run.steps=8"]) == 0
+    assert run([*SMALL, "run.steps=8"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("The demo is complete: runs/demo has all its steps.\n")
     assert "mv runs/demo runs/demo.old" in out
@@ -241,7 +241,7 @@ def test_second_run_reports_completion_and_trains_nothing(finished, monkeypatch,
 def test_other_numbers_for_an_existing_run_are_refused(finished, monkeypatch, capsys):
     folder, _ = finished
     monkeypatch.chdir(folder)
-    assert main([*SMALL, "run.steps=8", "optimizer.learning_rate=1"]) == 2
+    assert run([*SMALL, "run.steps=8", "optimizer.learning_rate=1"]) == 2
     assert "optimizer.learning_rate: 0.00" in capsys.readouterr().err
 
 
@@ -312,7 +312,7 @@ def in_a_terminal(folder, arguments, until, send):
 def test_missing_python_source_is_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    assert main([*SMALL, "run.steps=8", "data.input=[empty]"]) == 3
+    assert run([*SMALL, "run.steps=8", "data.input=[empty]"]) == 3
     assert capsys.readouterr().err == (
         "error: expected Python source in empty, found none; name another folder with "
         "'data.input=[FOLDER]'\n"

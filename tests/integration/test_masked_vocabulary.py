@@ -33,9 +33,11 @@ def test_tokenizer_without_a_spare_id_is_refused_before_the_build(tmp_path):
         Trainer(settings(tmp_path, "train-bpe:300", 300))
     assert str(caught.value) == (
         "data.tokenizer: expected fewer ids than the vocabulary of 300 of bert-base, got "
-        "train-bpe:300; masked training needs an id that the text never has: set data.tokenizer to "
-        "train-bpe:299, or the model's vocab_size to 301 or more"
+        "300 of train-bpe:300; masked training needs an id that the text never has: set "
+        "data.tokenizer to train-bpe:299, or the model's vocab_size to 301 or more"
     )
+    with pytest.raises(DataError, match=r"got 257 of bytes; .* vocab_size to 258 or more$"):
+        Trainer(settings(tmp_path, "bytes", 257))
     assert not (tmp_path / "run" / "data").exists()
     with pytest.raises(DataError, match=r"never has: set the model's vocab_size to 258 or more$"):
         Trainer(settings(tmp_path, "train-bpe:257", 257))

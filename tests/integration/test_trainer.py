@@ -75,8 +75,8 @@ def test_evaluation_equals_plain_pytorch(name, tmp_path):
         assert found["perplexity"] == pytest.approx(np.exp(loss), rel=1e-4)
         assert 0 <= found["accuracy"] <= 1
     else:
-        assert found["tokens"] == 23
-        assert found.keys() == {"loss", "tokens"}
+        assert found["rows"] == 23
+        assert found.keys() == {"loss", "rows"}
     assert found["loss"] == pytest.approx(loss, rel=2e-6)
 
 
@@ -122,6 +122,30 @@ def test_early_stop_patience_survives_a_restart(tmp_path):
     with_losses(second, [3.1, 2.0])
     second.train()
     assert second.step == 4
+
+
+def test_evaluation_that_ends_a_run_at_its_start_is_saved(tmp_path):
+    """It was cut short by a stop; no step follows that would save its result."""
+    case, recipe = language_model("gpt2"), Recipe(steps=20)
+    changes = {"evaluation": {"every": 1, "early_stop_patience": 1}}
+    cut, _ = trainer_of(case, recipe, tmp_path, **changes)
+    losses = iter([3.0])
+
+    def evaluate(*given):
+        for loss in losses:
+            return {"loss": loss}
+        cut.request_stop("the test says so")
+        raise InterruptedError
+
+    cut._evaluator.evaluate = evaluate
+    cut.train()
+    assert cut.step == 2
+    for losses_left, evaluations in (([3.5], 1), ([], 0)):
+        again, events = listening(case, recipe, tmp_path, **changes)
+        with_losses(again, losses_left)
+        again.train()
+        assert len(of_kind(events, Evaluated)) == evaluations
+        assert again.step == 2
 
 
 def test_early_stop_without_held_out_data_is_refused(tmp_path):
@@ -178,7 +202,7 @@ class StoppingRows:
 
     def evaluation_batches(self, size, limit):
         for batch in self.rows.evaluation_batches(size, limit):
-            if self.trainer is not None and self.given:  # the first is that of the check
+            if self.trainer is not None and self.given == 2:  # the first is that of the check
                 self.trainer.request_stop("the test says so")
             self.given += 1
             yield batch
@@ -197,6 +221,7 @@ def test_stop_request_cuts_an_evaluation_short_but_not_the_last(tmp_path, is_las
     assert trainer.step == 2
     assert len(of_kind(events, Stopped)) == (not is_last)
     assert len(of_kind(events, Evaluated)) == is_last
+    assert (rows.given > 3) == is_last  # one in the check, one that counts, one after the request
     again, later = listening(case, recipe, tmp_path / "cut", evaluation=every)
     again.train()
     found = [

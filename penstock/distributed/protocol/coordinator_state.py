@@ -94,7 +94,7 @@ class CoordinatorState(ABC):
         """Add an engine that is ready; it takes part from the next step on, if it is wanted."""
         self.membership.join(engine)
         is_spare = self.membership.engines.index(engine) >= self.membership.wanted
-        spare = ", a spare (cluster.spare): it takes part if another one is lost" * is_spare
+        spare = f", as a spare: {self.membership.wanted} take part" if is_spare else ""
         self._admit(engine, "joined", f"engine {engine} is ready{spare}")
 
     def watch(self, node: int) -> None:

@@ -121,11 +121,11 @@ def test_an_unknown_command_names_the_closest():
             "auto",
             "note: gpt2 has 50,257 rows of its embedding, the tokenizer bytes has 257 ids: the "
             "other rows would be stored and updated, and never used; and a token of one byte makes "
-            "several times as many tokens of a text as a learned one. Set in the file: tokenizer: "
-            "train-bpe:8192, and model: {preset: gpt2, vocab_size: 8192}. With much text, "
-            "tokenizer: train-bpe:50257 keeps the model as it is\n",
+            "several times as many tokens of a text as a learned one. Set data.tokenizer to "
+            "train-bpe:8192, and model to {preset: gpt2, vocab_size: 8192}. With much text, "
+            "train-bpe:50257 keeps the model as it is\n",
         ),
-        ("bert-base", "train-bpe:4096", "model: {preset: bert-base, vocab_size: 4097}\n"),
+        ("bert-base", "train-bpe:4096", "Set model to {preset: bert-base, vocab_size: 4097}\n"),
         ("gpt2", "train-bpe:50257", None),
     ],
 )

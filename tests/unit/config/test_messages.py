@@ -258,7 +258,8 @@ def test_all_mistakes_are_reported_in_file_order(tmp_path, monkeypatch):
         ),
         (
             f"run.seed=-{10**30}",
-            "command line: run.seed: expected whole numbers below 2^64, got one of 31 digits",
+            "command line: run.seed: expected whole numbers between -2^64 and 2^64, got one of 31 "
+            "digits",
         ),
     ],
 )

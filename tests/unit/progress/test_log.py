@@ -136,7 +136,7 @@ def test_slow_steps_have_lines_between_those_of_the_interval(clock):
     lines = lines_of(10, slower, clock=clock)[3:]
     assert [line.split()[1] for line in lines] == ["1/100", "2/100", "3/100", "4/100"]
     assert "left" not in lines[0]
-    assert lines[1].endswith("  13 min 20 s elapsed  at most 10 h 53 min left")
+    assert lines[1].endswith("  13 min 20 s elapsed  about 10 h 53 min left")
     assert lines[2].endswith("  20 min 00 s elapsed  10 h 46 min left")
 
 
@@ -191,7 +191,7 @@ def test_time_left_excludes_compilation():
     assert progress.seconds_left is None
     assert " left" not in step_line(progress)
     progress = progress.after(step(2, seconds=30.0))  # the first one compiles most
-    assert step_line(progress).endswith("  at most 49 min 00 s left")
+    assert step_line(progress).endswith("  about 49 min 00 s left")
     progress = progress.after(step(3, seconds=1.0))
     assert progress.seconds_left == 97
     assert step_line(progress).endswith("  1 min 37 s left")

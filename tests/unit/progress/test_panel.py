@@ -113,7 +113,7 @@ def test_panel_before_first_step():
 
 def test_panel_estimates_the_time_left_from_the_second_step_on():
     steps = [step(1, seconds=60.0), step(2, seconds=30.0), step(3, seconds=20.0)]
-    for count, left in enumerate(["", "   at most 49 min 00 s left", "   32 min 20 s left"], 1):
+    for count, left in enumerate(["", "   about 49 min 00 s left", "   32 min 20 s left"], 1):
         text = shown(panel(progress_of(started(), *steps[:count], seconds=120.0)))
         assert f"│ time      2 min 00 s elapsed{left} " in text
 

@@ -24,7 +24,8 @@ def settings_of(folder, text):
 
 
 def test_free_pages_of_the_build_are_returned_to_the_system(tmp_path, monkeypatch):
-    """They would be counted as memory of libraries, in the first process of a run only."""
+    """They would be counted as memory of libraries, in the first process of a run only; those of a
+    tokenizer too, before the run is judged."""
     (tmp_path / "text.txt").write_text("water streams\n" * 200)
     config, events = settings_of(tmp_path, tmp_path / "text.txt"), []
     build = data_loading.build_dataset
@@ -37,7 +38,7 @@ def test_free_pages_of_the_build_are_returned_to_the_system(tmp_path, monkeypatc
     monkeypatch.setattr(data_loading, "return_free_pages", lambda: events.append("returned"))
     for _ in range(2):
         data_loading.open_data(config, TINY, lambda text: None)
-    assert events == ["built", "returned"]
+    assert events == ["returned", "built", "returned"]
 
 
 def test_data_set_of_some_files_is_not_compared_with_all_of_them(tmp_path):

@@ -40,7 +40,7 @@ def test_a_spare_engine_is_named_as_one_when_it_joins():
     assert texts == [
         "engine 100 is ready",
         "engine 101 is ready",
-        "engine 102 is ready, a spare (cluster.spare): it takes part if another one is lost",
+        "engine 102 is ready, as a spare: 2 take part",
     ]
 
 
