@@ -91,6 +91,11 @@ def _unused_rows(config: Config) -> str | None:
     if size is not None:
         return f"{unused}. Set model to {{preset: {name}, vocab_size: {size + mask}}}"
     learned = _LEARNED_VOCABULARY
+    if rows <= learned:
+        return (
+            f"{unused}. Set data.tokenizer to train-bpe:{rows - mask}, or model to {{preset: "
+            f"{name}, vocab_size: {ids + mask}}}"
+        )
     return (
         f"{unused}; and a token of one byte makes several times as many tokens of a text as a "
         f"learned one. Set data.tokenizer to train-bpe:{learned}, and model to "

@@ -126,6 +126,11 @@ def test_an_unknown_command_names_the_closest():
             "train-bpe:50257 keeps the model as it is\n",
         ),
         ("bert-base", "train-bpe:4096", "Set model to {preset: bert-base, vocab_size: 4097}\n"),
+        (
+            "tiny",
+            "auto",
+            "Set data.tokenizer to train-bpe:512, or model to {preset: tiny, vocab_size: 257}\n",
+        ),
         ("gpt2", "train-bpe:50257", None),
     ],
 )
