@@ -42,6 +42,8 @@ RATED_BYTES = 600 * 10**12
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
 # What a shorter run has written is mostly its checkpoints, whose interval it may not have reached.
 SECONDS_OF_A_RATE = 600.0
+# Less hardly shows in the time of a step.
+_BUSY_SHARE = 0.05
 
 _NAMES_OF_PARTS = {
     "compute_seconds": "compute",
@@ -334,6 +336,13 @@ def compared_lines(run: RunMeasured) -> list[str]:
         lines.append(
             f"the process was predicted to use {show_bytes(predicted.peak_memory_bytes)} and used "
             f"{show_bytes(run.peak_rss_bytes)} ({error:+.0%})"
+        )
+    if max(run.others_share, run.stolen_share) >= _BUSY_SHARE:
+        stolen = f", and its host gave {run.stolen_share:.0%} to others" * (
+            run.stolen_share >= 0.01
+        )
+        lines.append(
+            f"meanwhile other programs took {run.others_share:.0%} of this machine's cores{stolen}"
         )
     if predicted.host_was_busy:
         lines.append(

@@ -224,7 +224,9 @@ class RunMeasured:
     the usual steps: those after the first ones of the process that change no mask, if there are
     any, else all; 0 in files of older versions. `usual_parts` are the mean seconds of these steps
     by the name of the part, such as `compute_seconds`; empty there. `unusual_steps` is the number
-    of the other steps.
+    of the other steps. `others_share` is the share of this machine's cores that other programs
+    took after the first steps, `stolen_share` that which its hypervisor gave to others; 0 if
+    unknown.
     `closed_form_cycles` and `simulated_cycles` are sums over all steps of `StepCycles`, whose cores
     have `clock_hz`; 0 on every device but a simulated wafer.
     """
@@ -258,6 +260,8 @@ class RunMeasured:
     flash_discarded_bytes: int = 0
     usual_parts: Mapping[str, float] = field(default_factory=dict)
     unusual_steps: int = 0
+    others_share: float = 0.0
+    stolen_share: float = 0.0
 
 
 @dataclass(frozen=True)

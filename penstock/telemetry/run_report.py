@@ -5,6 +5,7 @@ from collections import Counter, deque
 
 from penstock.store import FlashTraffic
 from penstock.telemetry import process_memory
+from penstock.telemetry.core_use import CoreUse
 from penstock.telemetry.events import FIRST_STEPS, Event, RunMeasured, RunStarted, Saved, StepDone
 
 _RECENT_STEPS = 1024  # of which the median is taken
@@ -51,10 +52,12 @@ class RunReport:
     """A listener for events that sums the costs of steps and checkpoints.
 
     **Arguments:** `limit_bytes` is the cap on the process's memory, if the run has one.
+    `has_workers` tells whether it has other processes, which may be on this machine.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int | None, *, has_workers: bool = False) -> None:
+        self._limit_bytes = None if limit_bytes is None else int(limit_bytes)
+        self._has_workers = has_workers
         self._behind = FlashTraffic()
         self._begin(None)
 
@@ -65,6 +68,7 @@ class RunReport:
         self._sums: Counter[str] = Counter()
         # All steps; those after the first ones; those of them that change no mask.
         self._all, self._later, self._usual = _Steps(), _Steps(), _Steps()
+        self._used_before: CoreUse | None = None  # when the first steps were done
         self._checkpoint_bytes = 0
         self._closed_form_cycles = self._simulated_cycles = 0.0
 
@@ -80,6 +84,8 @@ class RunReport:
         self._last = step
         self._steps += 1
         self._all.add(step)
+        if self._steps == FIRST_STEPS and not self._has_workers:
+            self._used_before = CoreUse.now()
         if self._steps > FIRST_STEPS:
             self._later.add(step)
             if not step.changed_entries:
@@ -90,6 +96,11 @@ class RunReport:
             self._closed_form_cycles += step.cycles.closed_form
             self._simulated_cycles += step.cycles.simulated
 
+    def _core_shares(self) -> tuple[float, float]:
+        """Return the shares of the cores that others took since the first steps; 0 if unknown."""
+        before, now = self._used_before, CoreUse.now()
+        return (0.0, 0.0) if before is None or now is None else now.shares_since(before)
+
     def add_behind(self, traffic: FlashTraffic) -> None:
         """Count the flash traffic that follows the last step and makes it durable."""
         self._behind = traffic
@@ -99,6 +110,7 @@ class RunReport:
         last, started, behind, sums = self._last, self._started, self._behind, self._sums
         if last is None or started is None:
             return None
+        others, stolen = self._core_shares()
         usual = next(kind for kind in (self._usual, self._later, self._all) if kind.number)
         return RunMeasured(
             step=last.step,
@@ -115,6 +127,8 @@ class RunReport:
             checkpoint_bytes=self._checkpoint_bytes,
             peak_rss_bytes=process_memory.peak_resident_bytes(),
             memory_bytes=self._limit_bytes,
+            others_share=others,
+            stolen_share=stolen,
             sparsity=last.sparsity,
             predicted=started.predicted,
             closed_form_cycles=self._closed_form_cycles,

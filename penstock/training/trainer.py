@@ -260,7 +260,7 @@ class Trainer:
 
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
-        report = RunReport(None if config.memory is None else int(config.memory))
+        report = RunReport(config.memory, has_workers=config.cluster.start != "none")
         recording = open_run_files(config, self.request_stop)
         self._notify = broadcast([report, recording, self._listener])
         self._notify(

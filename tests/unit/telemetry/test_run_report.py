@@ -9,6 +9,7 @@ from events_of_a_run import started, step
 
 from penstock.progress.log import compared_lines, measured_lines
 from penstock.telemetry import PredictedStep
+from penstock.telemetry.core_use import CoreUse
 from penstock.telemetry.metrics_writer import MetricsFile, read_metrics, reported
 from penstock.telemetry.run_report import RunReport
 
@@ -87,6 +88,31 @@ def test_comparison_says_that_the_host_was_busy_while_it_was_measured():
         "the host was busy while it was measured for predictions: run `penstock calibrate "
         "--forget` when it is idle"
     )
+
+
+def test_comparison_says_what_other_programs_took():
+    measured = replace(report_of([4.0]), others_share=0.0, stolen_share=0.0)
+    quiet = compared_lines(measured)
+    assert compared_lines(replace(measured, others_share=0.04)) == quiet
+    assert compared_lines(replace(measured, others_share=0.634)) == [
+        *quiet, "meanwhile other programs took 63% of this machine's cores"
+    ]  # fmt: skip
+    assert compared_lines(replace(measured, others_share=0.02, stolen_share=0.3))[-1] == (
+        "meanwhile other programs took 2% of this machine's cores, and its host gave 30% to others"
+    )
+
+
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_use_of_the_cores_is_that_after_the_first_steps(monkeypatch, has_workers):
+    times = iter([CoreUse(100, 50, 10, 5), CoreUse(120, 66, 16, 7)])
+    monkeypatch.setattr(CoreUse, "now", lambda: next(times, None))
+    report = RunReport(None, has_workers=has_workers)
+    report(started())
+    for number in range(1, 5):
+        report(step(number, seconds=1.0))
+    measured = report.measured(4.0)
+    expected = (0.0, 0.0) if has_workers else (0.5, 0.1)
+    assert (measured.others_share, measured.stolen_share) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""How much of this machine's cores other programs use, and its hypervisor gives to others.
+
+Source: the first line of `/proc/stat` (proc_stat(5)), in ticks since the machine started.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_IDLE, _STOLEN = (3, 4), 7  # fields: idle and waiting for a disk; given to other virtual machines
+
+
+@dataclass(frozen=True)
+class CoreUse:
+    """Seconds of all cores together: all time, the time in which they computed, of it that of this
+    process, and the time that the hypervisor has given to others."""
+
+    total: float
+    busy: float
+    own: float
+    stolen: float
+
+    @classmethod
+    def now(cls, stat: Path = _STAT) -> CoreUse | None:
+        """Return the use until now; None if the system does not report it."""
+        try:
+            name, *fields = stat.read_text().splitlines()[0].split()
+            ticks = [int(field) for field in fields[:8]]
+        except (OSError, IndexError, ValueError):
+            return None
+        if name != "cpu" or len(ticks) <= _STOLEN:
+            return None
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        total, stolen = sum(ticks), ticks[_STOLEN]
+        busy = total - stolen - sum(ticks[field] for field in _IDLE)
+        seconds = 1 / os.sysconf("SC_CLK_TCK")
+        return cls(total * seconds, busy * seconds, own.ru_utime + own.ru_stime, stolen * seconds)
+
+    def shares_since(self, before: CoreUse) -> tuple[float, float]:
+        """Return the shares of the cores' time since then of other programs, and of others on the
+        hypervisor."""
+        total = self.total - before.total
+        if total <= 0:
+            return 0.0, 0.0
+        others = (self.busy - before.busy) - (self.own - before.own)
+        return max(0.0, others / total), (self.stolen - before.stolen) / total
