@@ -62,11 +62,7 @@ def _fits(prediction: Prediction) -> str:
         name = "`memory`"
     else:
         name = "the host's " + ("free memory" if is_kept(prediction.machine) else "memory")
-    who = "the process" if config.cluster.start == "none" else "its processes here"
-    text = (
-        f"\nIt fits: at most {show_bytes(need)} of {show_bytes(limit)} of {name}; {who} will "
-        f"probably use {show_bytes(prediction.peak_memory_bytes)}."
-    )
+    text = f"\nIt fits: {show_bytes(need)} of {show_bytes(limit)} of {name}."
     if prediction.length_note is None:
         return text
     return f"{text}\n{most_tokens(prediction.plan.sequence_length)}"

@@ -311,10 +311,11 @@ def disk_lines(run: RunMeasured) -> list[str]:
 def compared_lines(run: RunMeasured) -> list[str]:
     """Return what the planner predicted of a step beside what happened, by resource.
 
-    The step and its parts are means over the same steps, so that the parts add up to the step.
+    The step and its parts are means over the same steps, so that the parts add up to the step. A
+    run that has only the first steps of its process, which compile, is not compared.
     """
     predicted = run.predicted
-    if predicted is None:
+    if predicted is None or (run.usual_parts and run.steps <= FIRST_STEPS):
         return []
     usual = _usual_parts(run)
     took = sum(usual.values()) if run.usual_parts else run.step_seconds / run.steps

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import Config
+from penstock.config import Config, HuggingFaceModel
 from penstock.data import (
     BYTE_VOCABULARY,
     BuiltFrom,
@@ -94,13 +94,7 @@ def open_data(
         require_same_tokenizer(config, recorded, dataset)
     if source.vocab_size is not None:
         check_vocabulary(dataset, source.vocab_size)
-        if spare := unused_ids(source.vocab_size, dataset.vocab_size):
-            notice(
-                f"the model has a vocabulary of {source.vocab_size}, the data set's tokenizer, "
-                f"{dataset.manifest.tokenizer.name}, has {dataset.vocab_size} ids: {spare} rows of "
-                "the embedding are never used; set the model's vocab_size to "
-                f"{dataset.vocab_size}, or a little more"
-            )
+        _note_unused_ids(config, source.vocab_size, dataset, notice)
     length = sequence_length(config, source, dataset)
 
     def split(name: str) -> Source:
@@ -177,6 +171,25 @@ def _check_size_of_tokenizer(
             f"{size}), model has vocab_size {limit}; set the model's vocab_size to {size} or more, "
             "or take the model's tokenizer"
         )
+
+
+def _note_unused_ids(
+    config: Config, model_ids: int, dataset: TokenDataset, notice: Callable[[str], None]
+) -> None:
+    spare = unused_ids(model_ids, dataset.vocab_size)
+    if not spare:
+        return
+    advice = f"set the model's vocab_size to {dataset.vocab_size}, or a little more"
+    if isinstance(config.model, HuggingFaceModel):
+        advice = (
+            "its ids are hardly those that the model was trained with; the model's own tokenizer "
+            "is data.tokenizer=auto"
+        )
+    notice(
+        f"the model has a vocabulary of {model_ids}, the data set's tokenizer, "
+        f"{dataset.manifest.tokenizer.name}, has {dataset.vocab_size} ids: {spare} rows of the "
+        f"embedding are never used; {advice}"
+    )
 
 
 def _check_content(config: Config, source: ModelSource, dataset: TokenDataset) -> None:

@@ -81,7 +81,7 @@ def test_run_whose_later_steps_all_change_masks_counts_them():
 
 
 def test_comparison_says_that_the_host_was_busy_while_it_was_measured():
-    measured = report_of([4.0])
+    measured = report_of([9.0, 9.0, 4.0])
     busy = replace(measured, predicted=replace(PREDICTED, host_was_busy=1))
     assert compared_lines(busy)[:-1] == compared_lines(measured)
     assert compared_lines(busy)[-1] == (
@@ -91,7 +91,7 @@ def test_comparison_says_that_the_host_was_busy_while_it_was_measured():
 
 
 def test_comparison_says_what_other_programs_took():
-    measured = replace(report_of([4.0]), others_share=0.0, stolen_share=0.0)
+    measured = replace(report_of([9.0, 9.0, 4.0]), others_share=0.0, stolen_share=0.0)
     quiet = compared_lines(measured)
     assert compared_lines(replace(measured, others_share=0.04)) == quiet
     assert compared_lines(replace(measured, others_share=0.634)) == [
@@ -124,7 +124,7 @@ def test_use_of_the_cores_is_that_after_the_first_steps(monkeypatch, has_workers
     ],
 )
 def test_compared_durations_share_a_unit_and_show_their_difference(predicted, took, shown):
-    measured = report_of([took])
+    measured = report_of([9.0, 9.0, took])
     step_prediction = replace(PREDICTED, seconds=predicted)
     (line,) = compared_lines(replace(measured, predicted=step_prediction))
     assert f"was predicted to take {shown}" in line
@@ -134,6 +134,7 @@ def test_compared_durations_share_a_unit_and_show_their_difference(predicted, to
 def test_run_of_few_steps_counts_them_all(seconds):
     measured = report_of(seconds)
     assert measured.usual_parts["compute_seconds"] == sum(seconds) / len(seconds) / 2
+    assert compared_lines(measured) == []  # a plan does not predict compilation
 
 
 def test_rows_of_older_releases_have_the_parts_of_all_steps(tmp_path):

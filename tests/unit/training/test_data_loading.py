@@ -1,7 +1,9 @@
 """The run's own data set: what is left of building it."""
 
+import pytest
+
 from penstock.config import Config
-from penstock.data import build_dataset
+from penstock.data import TokenDataset, build_dataset
 from penstock.models import ModelSource
 from penstock.training import data_loading
 
@@ -54,3 +56,28 @@ def test_data_set_of_some_files_is_not_compared_with_all_of_them(tmp_path):
     data_loading.open_data(settings_of(tmp_path, texts), TINY, notices.append)
     assert (folder / "dataset.json").read_bytes() == before
     assert not any("changed" in text for text in notices)
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        ("tiny", "set the model's vocab_size to 257, or a little more"),
+        (
+            {"hf": "folder"},
+            "its ids are hardly those that the model was trained with; the model's own tokenizer "
+            "is data.tokenizer=auto",
+        ),
+    ],
+)
+def test_note_on_unused_ids_suits_the_source_of_the_model(tmp_path, model, advice):
+    (tmp_path / "text.txt").write_text("water streams\n" * 200)
+    build_dataset([tmp_path / "text.txt"], "bytes", tmp_path / "set", validation=0.2)
+    dataset, notices = TokenDataset.open(tmp_path / "set"), []
+    config = Config.from_mapping({"model": model, "data": {"path": str(tmp_path / "set")}})
+    data_loading._note_unused_ids(config, 512, dataset, notices.append)
+    assert notices == [
+        "the model has a vocabulary of 512, the data set's tokenizer, bytes, has 257 ids: 255 rows "
+        f"of the embedding are never used; {advice}"
+    ]
+    data_loading._note_unused_ids(config, 260, dataset, notices.append)
+    assert len(notices) == 1
