@@ -13,7 +13,7 @@ from types import FrameType
 
 _RETRY_SECONDS = 0.002  # between two imports there may be little time
 _SHOW_CURSOR = b"\x1b[?25h\n"
-_outermost: FrameType | None = None  # the frame of the block: an import that runs all of it does not count
+_outermost: FrameType | None = None  # of the block: an import around it does not count
 
 
 @contextmanager
