@@ -12,6 +12,11 @@ from pathlib import Path
 
 _STAT = Path("/proc/stat")
 _IDLE, _STOLEN = (3, 4), 7  # fields: idle and waiting for a disk; given to other virtual machines
+_LEAST_TICKS = 100  # of all cores: of a shorter time, the roundings of the fields are a share
+
+
+def _tick_seconds() -> float:
+    return 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,14 @@ class CoreUse:
         own = resource.getrusage(resource.RUSAGE_SELF)
         total, stolen = sum(ticks), ticks[_STOLEN]
         busy = total - stolen - sum(ticks[field] for field in _IDLE)
-        seconds = 1 / os.sysconf("SC_CLK_TCK")
+        seconds = _tick_seconds()
         return cls(total * seconds, busy * seconds, own.ru_utime + own.ru_stime, stolen * seconds)
 
     def shares_since(self, before: CoreUse) -> tuple[float, float]:
         """Return the shares of the cores' time since then of other programs, and of others on the
-        hypervisor."""
+        hypervisor; 0 if the time is too short for its ticks to tell."""
         total = self.total - before.total
-        if total <= 0:
+        if total < _LEAST_TICKS * _tick_seconds():
             return 0.0, 0.0
         others = (self.busy - before.busy) - (self.own - before.own)
         return max(0.0, others / total), (self.stolen - before.stolen) / total

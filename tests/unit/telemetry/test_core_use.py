@@ -26,6 +26,12 @@ def test_shares_are_those_of_the_time_between(tmp_path):
     assert before.shares_since(before) == (0.0, 0.0)
 
 
+def test_a_few_ticks_are_no_share(tmp_path):
+    before = CoreUse(total=100.0, busy=50.0, own=10.0, stolen=1.0)
+    soon = CoreUse(total=100.0 + 2 / SECOND, busy=50.0 + 2 / SECOND, own=10.0, stolen=1.0)
+    assert soon.shares_since(before) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     "text", ["", "cpu 1 2 3\n", "cpu a b c d e f g h\n", "intr 1 2 3 4 5 6 7 8\n"]
 )
@@ -37,7 +43,7 @@ def test_what_the_system_does_not_report_is_unknown(tmp_path, text):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat is Linux's")
 def test_time_of_this_process_is_not_that_of_others():
-    before, end = CoreUse.now(), time.monotonic() + 0.5
+    before, end = CoreUse.now(), time.monotonic() + 1.5
     while time.monotonic() < end:
         pass
     after = CoreUse.now()

@@ -20,6 +20,12 @@ PREDICTED = PredictedStep(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def no_other_programs(monkeypatch):
+    """Leave out what other programs take of this machine while these tests run."""
+    monkeypatch.setattr(CoreUse, "now", lambda: None)
+
+
 def report_of(seconds: list[float]):
     """Return the report on steps that compute for half of their time, then update for a quarter."""
     report = RunReport(None)
