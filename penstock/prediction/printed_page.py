@@ -1,6 +1,6 @@
 """A prediction as a page that a person reads, and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -36,6 +36,7 @@ def page(prediction: Prediction, advice: Sequence[Advice]) -> Group:
         _time_line(prediction),
         Text(_binding(prediction)),
         _traffic(prediction),
+        *_width_of_link(prediction),
         Text(_decisions(prediction)),
     ]
     price = _price(prediction)
@@ -171,6 +172,19 @@ def _traffic(prediction: Prediction) -> Table:
     for name, size in rows:
         table.add_row(name, show_bytes(size), show_rate(size / prediction.step_seconds))
     return table
+
+
+def _width_of_link(prediction: Prediction) -> Iterator[Text]:
+    """Yield how wide the link's values are, if those of the program's type are not as wide."""
+    link = prediction.machine.link
+    if link is None or link.value_bytes is None:
+        return
+    widths = {weight.stream_dtype.itemsize for weight in prediction.plan.program.weights.values()}
+    if widths != {link.value_bytes}:
+        yield Text(
+            f"The link of {prediction.machine.name} takes {link.value_bytes} bytes for a value of "
+            "any type."
+        )
 
 
 def _decisions(prediction: Prediction) -> str:

@@ -118,3 +118,11 @@ def test_axis_of_the_picture_of_a_step_has_the_unit_that_suits_it(monkeypatch, s
     assert end * size == pytest.approx(prediction.step_seconds)
     ends = [path.get_extents().x1 for bars in axes.collections for path in bars.get_paths()]
     assert max(ends) == pytest.approx(end, rel=0.01)
+
+
+def test_page_says_when_the_link_is_wider_than_the_weights():
+    wide = {**RACK, "link": {**RACK["link"], "value_bytes": 4}}
+    said = "The link of rack takes 4 bytes for a value of any type."
+    assert said in shown(planned(wide, precision="bf16"))
+    assert said not in shown(planned(wide, precision="fp32"))
+    assert said not in shown(planned(RACK, precision="bf16"))
