@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 
 from penstock.compiler.tensors import elements_of
-from penstock.kernels import gelu as kernels
 
 aten = torch.ops.aten
 
@@ -20,6 +19,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """Return gelu of each element in its tanh form, in the type of `x`."""
     if not _has_kernel(x):
         return aten.gelu.default(x, approximate="tanh")
+    from penstock.kernels import gelu as kernels  # loads a compiler
+
     out = torch.empty_like(x)
     kernels.gelu(elements_of(x), elements_of(out))
     return out
@@ -29,6 +30,8 @@ def gelu_tanh_backward(gradient: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of the inputs `x` of `gelu_tanh`, from that of its outputs."""
     if not (_has_kernel(x) and _has_kernel(gradient) and gradient.dtype == x.dtype):
         return aten.gelu_backward.default(gradient, x, approximate="tanh")
+    from penstock.kernels import gelu as kernels
+
     out = torch.empty_like(x)
     kernels.gelu_backward(elements_of(gradient), elements_of(x), elements_of(out))
     return out

@@ -18,8 +18,12 @@ from torch import Tensor, fx
 
 from penstock.compiler.nodes import arguments_by_name
 from penstock.compiler.product_libraries import Products, widens
-from penstock.kernels import attention as kernels
-from penstock.kernels.attention_shape import Shape, has_kernel as has_kernel_of_size, memory_bytes
+from penstock.kernels.attention_shape import (
+    Shape,
+    Tokens,
+    has_kernel as has_kernel_of_size,
+    memory_bytes,
+)
 
 aten = torch.ops.aten
 
@@ -41,6 +45,8 @@ def attention(
     `may_pair` is that of the kernel. Keys and values may have fewer heads than queries, of which a
     group shares each of them.
     """
+    from penstock.kernels import attention as kernels  # loads a compiler
+
     batch, heads, queries, size = query.shape
     result = torch.empty_like(query)  # with the strides of PyTorch's
     query, key, value = (_with_contiguous_rows(tensor) for tensor in (query, key, value))
@@ -78,6 +84,8 @@ def attention_backward(
     **Arguments:** `gradient` is that of the outputs, `out` and `logarithms` are the results of
     `attention`.
     """
+    from penstock.kernels import attention as kernels
+
     gradient, query, key, value, out = (
         _with_contiguous_rows(tensor) for tensor in (gradient, query, key, value, out)
     )
@@ -178,10 +186,10 @@ def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def tokens_of(tensor: Tensor) -> kernels.Tokens:
+def tokens_of(tensor: Tensor) -> Tokens:
     """Return a tensor's own memory, bfloat16 as patterns."""
     count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     flat = tensor.detach().as_strided((count,), (1,))
     elements: Any = flat.view(torch.uint16) if tensor.dtype == torch.bfloat16 else flat
     first, second, third = tensor.stride()[:3]
-    return kernels.Tokens(elements.numpy(), (first, second, third))
+    return Tokens(elements.numpy(), (first, second, third))

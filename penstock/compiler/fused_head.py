@@ -20,7 +20,6 @@ from torch import Tensor
 from penstock.compiler import device_losses, onednn_products
 from penstock.compiler.matmul_backend import ALIGNED_COLUMNS, product
 from penstock.compiler.product_libraries import uses_onednn, widens
-from penstock.kernels import cross_entropy as kernels
 
 # Logits of a chunk, in bytes: large enough that adding to the weight's gradient once per chunk
 # costs little beside the products (measured: benchmarks/streaming_tax.py).
@@ -329,6 +328,8 @@ def _add(total: Tensor, part: Tensor) -> None:
 def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Return each row's cross-entropy in float32, 0 where ignored."""
     if logits.device.type == "cpu":
+        from penstock.kernels import cross_entropy as kernels  # loads a compiler
+
         losses = kernels.cross_entropy(_bits(logits), labels.numpy(), ignore_index=ignore_index)
         return torch.from_numpy(losses)
     return device_losses.cross_entropy(logits, labels, ignore_index)
@@ -336,6 +337,8 @@ def _losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 def _most_likely(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":
+        from penstock.kernels import cross_entropy as kernels
+
         return torch.from_numpy(kernels.most_likely(_bits(logits)))
     return logits.argmax(1)
 
@@ -345,6 +348,8 @@ def _losses_to_gradients(
 ) -> Tensor:
     """Return each row's cross-entropy and overwrite `logits` with its gradient times `factor`."""
     if logits.device.type == "cpu":
+        from penstock.kernels import cross_entropy as kernels
+
         losses = kernels.cross_entropy_and_gradient(
             _bits(logits), labels.numpy(), ignore_index=ignore_index, scale=float(factor)
         )

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels import philox
-
 
 def dropout(value: Tensor, key: Tensor, number: int, probability: float) -> Tensor:
     """Zero each element with `probability` and scale the others by 1 / (1 - probability).
@@ -18,6 +16,8 @@ def dropout(value: Tensor, key: Tensor, number: int, probability: float) -> Tens
     drawn_from, first = key.tolist()
     place = first + number
     if value.device.type == "cpu":
+        from penstock.kernels import philox  # loads a compiler
+
         mask = torch.empty(value.shape, dtype=torch.uint8)
         philox.dropout_mask(mask.view(-1).numpy(), drawn_from, place, 1.0 - probability)
         keep = mask.view(torch.bool)

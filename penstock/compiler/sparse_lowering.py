@@ -12,17 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock import sparsity  # whose names load a compiler at their first use
 from penstock.compiler import sparse_calls
 from penstock.compiler.sparse_substitution import WEIGHT_PLACES, reads_sparse
 from penstock.errors import ProgramError
 from penstock.program import SparseUse
-from penstock.sparsity import (
-    expanded_product_bytes,
-    expansion_bytes,
-    matrix_shape,
-    product_bytes,
-    selection_bytes,
-)
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
@@ -102,18 +96,20 @@ def sparse_scratch_bytes(node: fx.Node) -> int:
     if not is_expanded(weight):
         return 0
     value = weight.meta["val"]
-    shape = matrix_shape(value.shape)
+    shape = sparsity.matrix_shape(value.shape)
     if node.target is penstock.sparse_to_dense.default:
-        return expansion_bytes(shape)
-    return selection_bytes(shape, weight.meta[_CAPACITY], value.dtype)
+        return sparsity.expansion_bytes(shape)
+    return sparsity.selection_bytes(shape, weight.meta[_CAPACITY], value.dtype)
 
 
 def _product_bytes(weight: fx.Node, tokens: int) -> int:
     """Return the bytes that a product allocates besides its result."""
     value, capacity = weight.meta["val"], weight.meta[_CAPACITY]
     if is_expanded(weight):
-        return expanded_product_bytes(matrix_shape(value.shape), capacity, value.dtype)
-    return product_bytes(value.numel(), sum(value.shape), capacity, tokens, value.dtype)
+        return sparsity.expanded_product_bytes(
+            sparsity.matrix_shape(value.shape), capacity, value.dtype
+        )
+    return sparsity.product_bytes(value.numel(), sum(value.shape), capacity, tokens, value.dtype)
 
 
 def head_scratch_bytes(

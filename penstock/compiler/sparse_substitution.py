@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock import sparsity  # whose names load a compiler at their first use
 from penstock.compiler import ops, sparse_ops  # noqa: F401  (register the operators)
 from penstock.compiler.fused_head import chunk_rows
 from penstock.compiler.nodes import arguments_by_name, value_of
 from penstock.errors import ConfigError, few
 from penstock.program import SparseUse, WeightSpec
-from penstock.sparsity import max_compact_bytes
 
 aten = torch.ops.aten
 penstock = torch.ops.penstock
@@ -59,7 +59,7 @@ def sparse_sizes(name: str, elements: int, capacity: int | None) -> dict[str, in
             f"sparse weights: expected a capacity of {name!r} from 0 to {elements}, its elements, "
             f"got {capacity}"
         )
-    return {"capacity": capacity, "index_bytes": max_compact_bytes(capacity, elements)}
+    return {"capacity": capacity, "index_bytes": sparsity.max_compact_bytes(capacity, elements)}
 
 
 @dataclass(frozen=True)

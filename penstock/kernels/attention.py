@@ -20,7 +20,7 @@ sharing heads alone, so the number of threads changes no bit. Without that instr
 the processor, if its C library computes the same logarithms.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -31,6 +31,7 @@ from penstock.kernels.attention_forward import forward
 from penstock.kernels.attention_shape import (
     TILE,
     Shape,
+    Tokens,
     backward_counts,
     can_pair,
     forward_counts,
@@ -39,19 +40,6 @@ from penstock.kernels.memory import cache_lines
 from penstock.kernels.pair_code import has_bfloat16_dot
 from penstock.kernels.tile_products import TILE_ROWS, tile_width
 from penstock.kernels.vectors import LANES
-
-
-class Tokens(NamedTuple):
-    """A tensor `[batch, heads, length, size]`, whose last dimension is contiguous, or
-    `[batch, heads, length]`.
-
-    Attributes:
-        elements: float32, or uint16 for bfloat16 patterns, flat.
-        strides: elements from one batch, head and token to the next.
-    """
-
-    elements: np.ndarray
-    strides: tuple[int, int, int]
 
 
 def attention(

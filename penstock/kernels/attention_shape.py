@@ -1,8 +1,10 @@
-"""The sizes of attention, and the memory that its kernels take."""
+"""The operands of attention, their sizes, and the memory that the kernels take."""
 
 from typing import NamedTuple
 
-from penstock.kernels.vectors import LANES
+import numpy as np
+
+from penstock.kernels.lanes import LANES
 
 TILE = 64
 """Queries and keys of a tile."""
@@ -12,6 +14,19 @@ PART_NUMBERS = PART + 2 * LANES * LANES
 """Numbers of a part while it is computed: scores, and products of 16 keys, also transposed."""
 
 _CACHE_LINE = 64  # bytes
+
+
+class Tokens(NamedTuple):
+    """A tensor `[batch, heads, length, size]`, whose last dimension is contiguous, or
+    `[batch, heads, length]`.
+
+    Attributes:
+        elements: float32, or uint16 for bfloat16 patterns, flat.
+        strides: elements from one batch, head and token to the next.
+    """
+
+    elements: np.ndarray
+    strides: tuple[int, int, int]
 
 
 class Shape(NamedTuple):

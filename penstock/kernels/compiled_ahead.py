@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.kernels import attention, cross_entropy, gelu, split_master
 from penstock.kernels.adamw import adamw
-from penstock.kernels.attention_shape import TILE, Shape
+from penstock.kernels.attention_shape import TILE, Shape, Tokens
 from penstock.kernels.exact_sum import exact_sum
 from penstock.kernels.gradients import add_gradient, copy_gradient
 from penstock.kernels.memory import allocate
@@ -47,11 +47,11 @@ def _attention(dtype: str, size: str) -> None:
     head = int(size)
     shape, form = Shape(1, 1, 1, TILE, TILE, head), (TILE * head, TILE * head, head)
 
-    def tokens() -> attention.Tokens:
-        return attention.Tokens(np.zeros(TILE * head, dtype), form)
+    def tokens() -> Tokens:
+        return Tokens(np.zeros(TILE * head, dtype), form)
 
     query, key, value, out, gradient = (tokens() for _ in range(5))
-    logarithms = attention.Tokens(np.zeros(TILE, np.float32), (TILE, TILE, 1))
+    logarithms = Tokens(np.zeros(TILE, np.float32), (TILE, TILE, 1))
     options: dict[str, Any] = {"shape": shape, "is_causal": True, "scale": 1.0}
     attention.attention(query, key, value, out, logarithms, **options)
     inputs, written = (gradient, query, key, value, out, logarithms), (tokens(), tokens(), tokens())

@@ -15,8 +15,7 @@ import numpy as np
 from numba import prange
 
 from penstock.kernels.arguments import require_flat
-from penstock.kernels.attention import Tokens
-from penstock.kernels.attention_shape import PART, PART_NUMBERS, Shape
+from penstock.kernels.attention_shape import PART, PART_NUMBERS, Shape, Tokens
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.exponential import exponential
 from penstock.kernels.gradients import load_gradient, store_gradient

@@ -19,7 +19,7 @@ from numba.core import extending, types
 from numba.core.datamodel.models import PrimitiveModel
 from numba.core.extending import lower_builtin, register_model, type_callable
 
-LANES = 16
+from penstock.kernels.lanes import LANES as LANES  # also for importers of this module
 
 # Outside kernels, these take the kernel's arguments without a typing context. Type checkers cannot
 # know this.

@@ -20,14 +20,7 @@ from penstock.compiler import (
     refuse_gradient_hooks,
 )
 from penstock.config import Config
-from penstock.engine import (
-    Engine,
-    EnginePlan,
-    SparseWeights,
-    keep_freed_pages,
-    return_freed_pages,
-    target_of,
-)
+from penstock.engine import keep_freed_pages, return_freed_pages, target_of
 from penstock.kernels.processor import Processor
 from penstock.models import ModelSource
 from penstock.planning.model_sources import source_of
@@ -37,6 +30,7 @@ from penstock.planning.sequence_lengths import shown_length
 from penstock.program import Program
 
 if TYPE_CHECKING:
+    from penstock.engine import Engine, EnginePlan, SparseWeights
     from penstock.planning.memory_shares import MemoryShares
 
 Goal = Literal["train", "evaluate", "logits", "prefill", "decode", "whole_window"]

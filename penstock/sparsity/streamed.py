@@ -1,12 +1,16 @@
 """A sparse weight on its way from the store to an engine."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.sparsity.packed_index import PackedIndex
+if TYPE_CHECKING:
+    from penstock.sparsity.packed_index import PackedIndex  # which loads a compiler
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,17 @@ def test_version_is_printed_with_and_without_a_script():
     assert done.stdout == said
 
 
+def test_program_of_dense_weights_loads_no_compiler_of_kernels(tmp_path, monkeypatch):
+    """Numba takes a third of a second, of 2 for a program in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    statement = "from penstock.cli import main; sys.argv[1:] = ['program', 'tiny']; main()"
+    assert "transformers" in imported_by(statement, ROOT)  # it is compiled
+    for _ in range(2):
+        loaded = imported_by(statement, ROOT)
+        assert "torch" in loaded
+        assert "numba" not in loaded
+
+
 def test_help_imports_nothing_heavy():
     statement = "from penstock.cli import main; sys.argv[1:] = ['--help']; main()"
     assert imported_by(statement, ROOT) == "loaded:"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.kernels import attention as kernels
-from penstock.kernels.attention import Tokens, attention, attention_backward
-from penstock.kernels.attention_shape import Shape, has_kernel
+from penstock.kernels.attention import attention, attention_backward
+from penstock.kernels.attention_shape import Shape, Tokens, has_kernel
 from penstock.kernels.pair_code import has_bfloat16_dot
 
 # batch, heads, heads of keys, queries, keys, size; causal

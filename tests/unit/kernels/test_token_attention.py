@@ -6,8 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from penstock.kernels.attention import Tokens
-from penstock.kernels.attention_shape import PART, Shape
+from penstock.kernels.attention_shape import PART, Shape, Tokens
 from penstock.kernels.token_attention import attend
 
 GUARD = 64

@@ -1,0 +1,3 @@
+"""The width of a vector (`vectors.py`), for modules that import no compiler."""
+
+LANES = 16
