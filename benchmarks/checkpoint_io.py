@@ -1,6 +1,6 @@
 """How much memory and time do Hugging Face checkpoints take on their way in and out?
 
-Makes a sharded bfloat16 Llama checkpoint of random weights, a file at a time (4 GB; 400 MB with
+Makes a sharded bfloat16 Llama checkpoint of random weights, a file at a time (4 GB; 104 MB with
 --quick). Then, each in a process of its own whose resident memory is read after its imports and at
 its peak: the checkpoint goes into a store on flash, a forward sweep from there gives logits, and
 the store is exported again. At last `transformers` loads what was exported and gives its logits,
