@@ -28,12 +28,12 @@ TARGET = 1.01
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed, 60 steps")
+    parser.add_argument("--quick", action="store_true", help="one seed, 30 steps")
     parser.add_argument("--seeds", type=int, default=None)
     parser.add_argument("--steps", type=int, default=None)
     options = parser.parse_args()
     seeds = options.seeds or (1 if options.quick else 3)
-    steps = options.steps or (60 if options.quick else 400)
+    steps = options.steps or (30 if options.quick else 400)
     text = source_text()
     rows = []
     print(f"{'seed':>4} {'fp32':>8} {'8bit':>8} {'ratio':>8} {'optimizer state':>24}")

@@ -74,6 +74,7 @@ class Job:
 
     loop: str
     layers: int
+    length: int
     folder: str
     with_relays: bool = False  # of RELAY_LOOPS
 
@@ -81,7 +82,7 @@ class Job:
 def main() -> None:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="1 of 4 layers, two rounds")
+    parser.add_argument("--quick", action="store_true", help="1 of 4 layers, 64 tokens, two rounds")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     parser.add_argument("--links", action="store_true", help="links alone, no training")
@@ -94,13 +95,13 @@ def main() -> None:
     if options.receiver:
         receive(options.receiver)
         return
-    layers, rounds = (1, 2) if options.quick else (LAYERS, 7)
+    layers, length, rounds = (1, 64, 2) if options.quick else (LAYERS, LENGTH, 7)
     rounds = options.rounds or rounds
     machine = describe_machine()
     if options.relays:
-        compare_relays(layers, rounds, machine)
+        compare_relays(layers, length, rounds, machine)
         return
-    links = link_figures(max(rounds, 5))
+    links = link_figures(rounds if options.quick else max(rounds, 5))
     if options.links:
         print_result(
             "engines",
@@ -111,7 +112,7 @@ def main() -> None:
             **links,
         )
         return
-    found, seconds = measure_loops(list(LOOPS), layers, rounds, with_relays=False)
+    found, seconds = measure_loops(list(LOOPS), layers, length, rounds, with_relays=False)
     print_table(
         {"engines": 14, "tokens/s": 9, "two is": 9},
         (
@@ -137,22 +138,23 @@ def main() -> None:
         **links,
         tokens_per_second=found["tokens_per_second"],
         layers=layers,
+        length=length,
         rounds=rounds,
     )
 
 
 def measure_loops(
-    loops: list[str], layers: int, rounds: int, *, with_relays: bool
+    loops: list[str], layers: int, length: int, rounds: int, *, with_relays: bool
 ) -> tuple[dict, dict[str, list[float]]]:
     """Return the figures of loops that took turns, and their seconds; their losses are equal."""
     folder = tempfile.mkdtemp()
     try:
         workers = {
-            loop: Worker(Job(loop, layers, f"{folder}/{loop}", with_relays), __file__)
+            loop: Worker(Job(loop, layers, length, f"{folder}/{loop}", with_relays), __file__)
             for loop in loops
         }
         seconds = take_turns(workers, rounds)
-        found = summarize(workers, seconds, MICRO_BATCHES * LENGTH)
+        found = summarize(workers, seconds, MICRO_BATCHES * length)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if len(set(found["loss"].values())) != 1:
@@ -160,9 +162,9 @@ def measure_loops(
     return found, seconds
 
 
-def compare_relays(layers: int, rounds: int, machine: dict) -> None:
+def compare_relays(layers: int, length: int, rounds: int, machine: dict) -> None:
     """Print what relays cost beside two and four engines of this machine."""
-    found, seconds = measure_loops(list(RELAY_LOOPS), layers, rounds, with_relays=True)
+    found, seconds = measure_loops(list(RELAY_LOOPS), layers, length, rounds, with_relays=True)
     ratios = {count: speeds_over(seconds, f"{count}, relays")[count] for count in ("two", "four")}
     print_table(
         {"engines": 14, "tokens/s": 9},
@@ -181,6 +183,7 @@ def compare_relays(layers: int, rounds: int, machine: dict) -> None:
         relays_at_four=ratios["four"],
         tokens_per_second=found["tokens_per_second"],
         layers=layers,
+        length=length,
         rounds=rounds,
     )
 
@@ -194,7 +197,7 @@ def training_loop(job: Job) -> Callable[[], float]:
     engines, start, shared_memory, *relays = (RELAY_LOOPS if job.with_relays else LOOPS)[job.loop]
     text = Path(job.folder) / "text.txt"
     text.parent.mkdir(parents=True)
-    text.write_text("\n".join(f"{n} water and {n % 7} weights" for n in range(20_000)))
+    text.write_text("\n".join(f"{n} water and {n % 7} weights" for n in range(2_000)))
     trainer = Trainer(
         {
             "model": {
@@ -203,9 +206,9 @@ def training_loop(job: Job) -> Callable[[], float]:
                 "n_embd": WIDTH,
                 "n_head": HEADS,
                 "vocab_size": VOCABULARY,
-                "n_positions": LENGTH,
+                "n_positions": job.length,
             },
-            "data": {"input": [str(text)], "sequence_length": LENGTH},
+            "data": {"input": [str(text)], "sequence_length": job.length},
             "batch": {"size": MICRO_BATCHES, "micro": 1},
             "engines": engines,
             "cluster": {"start": start, "spare": 0, "shared_memory": shared_memory},

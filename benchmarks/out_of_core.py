@@ -117,7 +117,9 @@ class Job:
 def main() -> None:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 of 16 layers, two rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 of 16 layers, sequences of 64 tokens, two rounds"
+    )
     parser.add_argument("--flash-bound", action="store_true", help="few tokens; against the disk")
     parser.add_argument(
         "--speculate", action="store_true", help="updates before the commit, at four disk rates"
@@ -149,9 +151,9 @@ def main() -> None:
         return
     if options.disk_rate is not None and not (options.flash_bound and options.disk_rate > 0):
         parser.error("--disk-rate goes with --flash-bound, and is above zero")
-    layers, rounds = (4, 2) if options.quick else (16, 7)
+    layers, length, rounds = (4, 64, 2) if options.quick else (16, 256, 7)
     rounds = options.rounds or rounds
-    sequences, length = (1, 64) if options.flash_bound else (4, 256)
+    sequences, length = (1, 64) if options.flash_bound else (4, length)
     gpt = Gpt(layers, options.sequences or sequences, options.length or length)
     dram = options.dram
     if isinstance(dram, float):

@@ -49,6 +49,7 @@ SHORT_SECONDS, RUNS_IF_SHORT = 3.0, 3
 VOCABULARY = 8192
 GPT2 = {"preset": "gpt2", "vocab_size": VOCABULARY}
 SMALL = {**GPT2, "n_layer": 4, "n_embd": 512, "n_head": 8}
+TINY = {**SMALL, "n_layer": 2}
 WIDE = {**GPT2, "n_layer": 4, "n_embd": 1024, "n_head": 16}
 LLAMA = {
     "preset": "tinyllama-1.1b",
@@ -110,7 +111,11 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "gpt2 4x512 fp32, 8-bit moments": run(GPT2, 4, 512, optimizer={"moments": "8bit"}),
 }
-QUICK = ["small 8x128 fp32", "small 8x128 bf16"]
+QUICK = {
+    "tiny 4x128 fp32": run(TINY, 4, 128),
+    "tiny 4x128 bf16": run(TINY, 4, 128, "bf16"),
+}
+QUICK_PROBES, QUICK_SECONDS = 1, 2.0  # and seconds of a measurement of the host
 
 
 def main() -> None:
@@ -125,11 +130,12 @@ def main() -> None:
     parser.add_argument("--worker", nargs=4, metavar=("WORK", "CASE", "MACHINE", "FOLDER"))
     options = parser.parse_args()
     if options.worker:
-        work, case, machine, place = options.worker
+        work, name, machine, place = options.worker
+        case = (CASES | QUICK)[name]
         if work == "predict":
-            print(json.dumps(predicted(CASES[case], Path(machine), Path(place))))
+            print(json.dumps(predicted(case, Path(machine), Path(place))))
         else:
-            print(json.dumps(trained(CASES[case], Path(place))))
+            print(json.dumps(trained(case, Path(place))))
         return
     only = options.only.lower()
     names = [name for name in (QUICK if options.quick else CASES) if only in name.lower()]
@@ -149,7 +155,7 @@ def measure(folder: Path, names: list[str], minutes: float, *, is_quick: bool) -
     described, measured_at = folder / "host.yaml", -math.inf
     hosts: list[MachineDescription] = []
     rates: list[float] = []  # of dense products, after each measurement of the host
-    products = start_products("fp32")
+    products, probes = start_products("fp32"), QUICK_PROBES if is_quick else PROBES
     found: dict[str, dict[str, Any]] = {}
     print(
         f"{'run':34} {'predicted':>10} {'took':>8} {'error':>7} {'drift':>6} {'memory':>7}  bytes"
@@ -159,13 +165,13 @@ def measure(folder: Path, names: list[str], minutes: float, *, is_quick: bool) -
             place = folder / f"run{number}-{attempt}"
             place.mkdir()
             if time.monotonic() - measured_at > 60 * minutes:
-                hosts = [*hosts[-4:], calibrate(8 if is_quick else 30, folder)]
-                rates = [*rates[-4:], _product_rate(products)]
+                hosts = [*hosts[-4:], calibrate(QUICK_SECONDS if is_quick else 30, folder)]
+                rates = [*rates[-4:], _product_rate(products, probes)]
                 described.write_text(dump(median_machine(hosts)))
                 measured_at = time.monotonic()
-            around = [_product_rate(products)]
+            around = [_product_rate(products, probes)]
             row = _predicted_and_trained(name, described, place, is_quick=is_quick)
-            around.append(_product_rate(products))
+            around.append(_product_rate(products, probes))
             expected = statistics.median(rates)
             row["drift"] = max((rate / expected - 1 for rate in around), key=abs)
             found[name] = row
@@ -205,16 +211,16 @@ def _predicted_and_trained(
         runs += [
             _trained_alone(name, described, place, most_tries) for _ in range(runs_if_short - 1)
         ]
-    return compared(CASES[name], before, _median(runs)) | {
+    return compared((CASES | QUICK)[name], before, _median(runs)) | {
         "tries": sum(run["tries"] for run in runs),
         "all_seconds": [run["seconds"] for run in runs],
         "all_memory_bytes": [run["memory_bytes"] for run in runs],
     }
 
 
-def _product_rate(products: Worker) -> float:
+def _product_rate(products: Worker, probes: int) -> float:
     """Return the rate of dense products, in steps per second: the median of some."""
-    return 1 / statistics.median(products.step() for _ in range(PROBES))
+    return 1 / statistics.median(products.step() for _ in range(probes))
 
 
 def _trained_alone(name: str, described: Path, folder: Path, most_tries: int) -> dict[str, Any]:

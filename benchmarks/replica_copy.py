@@ -39,7 +39,7 @@ TOKEN = "PENSTOCK_TOKEN"
 def main() -> None:
     """Run the benchmark, or be one of its nodes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="96 MiB, three rounds")
+    parser.add_argument("--quick", action="store_true", help="48 MiB, two rounds")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--mebibytes", type=int, default=None, help="of weights and state")
     parser.add_argument("--sockets", action="store_true", help="no shared memory")
@@ -49,8 +49,8 @@ def main() -> None:
     if options.node:
         be_node(**json.loads(options.node))
         return
-    size = (options.mebibytes or (96 if options.quick else 1024)) << 20
-    rounds = options.rounds or (3 if options.quick else 7)
+    size = (options.mebibytes or (48 if options.quick else 1024)) << 20
+    rounds = options.rounds or (2 if options.quick else 7)
     disk = options.folder or tempfile.gettempdir()
     machine = describe_machine(disk)
     result = {}

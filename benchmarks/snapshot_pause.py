@@ -32,16 +32,18 @@ BUFFER_BYTES = 128 << 20
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 of 8 layers, two rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 of 8 layers, two rounds of three steps"
+    )
     parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--every", type=int, default=8, help="steps of a round")
+    parser.add_argument("--every", type=int, default=None, help="steps of a round")
     parser.add_argument("--folder", default=None, help="where the checkpoints are written")
     options = parser.parse_args()
-    layers, rounds = (2, 2) if options.quick else (LAYERS, 5)
+    layers, rounds, every = (2, 2, 3) if options.quick else (LAYERS, 5, 8)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     machine = describe_machine(folder)
     try:
-        result = measure(folder, layers, options.rounds or rounds, options.every)
+        result = measure(folder, layers, options.rounds or rounds, options.every or every)
         limits = limits_of_this_machine(products=["fp32"], folder=folder)
     finally:
         shutil.rmtree(folder)

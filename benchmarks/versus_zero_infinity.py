@@ -80,7 +80,9 @@ class Job:
 def main() -> None:
     """Run the benchmark, or one of its workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 of 16 layers, two rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 of 16 layers, sequences of 64 tokens, two rounds"
+    )
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--folder", default=None, help="where the stores on flash are made")
@@ -103,7 +105,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir=options.folder)
     machine = describe_machine(folder)
     try:
-        job = Job(RESIDENT, layers, 4, 256, folder, options.dram)
+        job = Job(RESIDENT, layers, 4, 64 if options.quick else 256, folder, options.dram)
         result = compare(job, loops, python if version else None, rounds)
         if options.resume:
             job = Job(RESIDENT, **vars(RESUME_GPT), folder=folder, dram=options.dram)

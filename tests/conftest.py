@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import warm_start
 from compiled_programs import sharing_kinds, sharing_programs
+from slow_files import slowest_first
 from speculated import QUICK_OFF, thin_modes
 
 from penstock.compiler import build
@@ -59,6 +60,7 @@ def _programs_are_shared() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before the selection by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     thin_modes(items)
+    slowest_first(items)
 
 
 @pytest.fixture(params=QUICK_OFF)
