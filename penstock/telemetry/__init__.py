@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         FIRST_STEPS as FIRST_STEPS,
         ClusterEvent as ClusterEvent,
         Evaluated as Evaluated,
+        Evaluating as Evaluating,
         Event as Event,
         Finished as Finished,
         Listener as Listener,

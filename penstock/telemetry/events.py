@@ -157,6 +157,15 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Evaluating:
+    """The evaluation after `step` begins its `batch`, counted from 1, of `batches`."""
+
+    step: int
+    batch: int
+    batches: int
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The loss on held-out data after `step`; `best` if it is the lowest so far.
 
@@ -288,6 +297,7 @@ class Finished:
 Event = (
     RunStarted
     | StepDone
+    | Evaluating
     | Evaluated
     | Saved
     | Notice
