@@ -7,7 +7,7 @@ from penstock.progress.panel import panel
 from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View
-from penstock.telemetry import Evaluated, Event
+from penstock.telemetry import Compiling, Evaluated, Event
 
 
 class LiveView(View):
@@ -28,7 +28,7 @@ class LiveView(View):
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
-        if isinstance(event, (Evaluated, *ALWAYS_SHOWN)):
+        if isinstance(event, (Evaluated, Compiling, *ALWAYS_SHOWN)):
             self._lines.print(
                 "".join(f"{line}\n" for line in event_lines(event, self._progress.loss_unit))
             )

@@ -23,6 +23,7 @@ from penstock.progress.view import SHOWN_IF_QUIET, View, show_on_stderr
 from penstock.telemetry import (
     FIRST_STEPS,
     ClusterEvent,
+    Compiling,
     Evaluated,
     Evaluating,
     Event,
@@ -207,6 +208,8 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
     if isinstance(event, Evaluated):
         best = "  best so far" if event.best else ""
         return [f"step {event.step}  held-out {show_evaluation(event)}{best}"]
+    if isinstance(event, Compiling):
+        return ["compiling kernels for this processor; later runs find them compiled"]
     if isinstance(event, Saved):
         return [
             f"step {event.step}  saved {event.path} ({show_bytes(event.bytes)}, "

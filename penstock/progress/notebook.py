@@ -7,10 +7,10 @@ from typing import Any
 from penstock.progress.log import evaluating, event_lines, step_line
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View
-from penstock.telemetry import Evaluated, Evaluating, Event, RunStarted, StepDone
+from penstock.telemetry import Compiling, Evaluated, Evaluating, Event, RunStarted, StepDone
 
 _SECONDS = 0.25  # between two updates: each is a message to the browser
-_STAYS = (RunStarted, Evaluated, *ALWAYS_SHOWN)
+_STAYS = (RunStarted, Compiling, Evaluated, *ALWAYS_SHOWN)
 
 
 class NotebookView(View):

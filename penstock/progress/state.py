@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from penstock.telemetry import (
     FIRST_STEPS,
     ClusterEvent,
+    Compiling,
     Evaluated,
     Evaluating,
     Event,
@@ -28,7 +29,7 @@ _RECENT_STEPS = 20
 # A chart is less than a hundred characters wide, and a run may have millions of steps.
 _MOST_POINTS = 1024
 # Events that may come during an evaluation.
-_WITHIN_EVALUATION = (Evaluating, Notice, Saved, ClusterEvent)
+_WITHIN_EVALUATION = (Compiling, Evaluating, Notice, Saved, ClusterEvent)
 
 
 @dataclass(frozen=True)

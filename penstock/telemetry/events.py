@@ -157,6 +157,13 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Compiling:
+    """Kernels are compiled after `step`, or another process compiles them and this one waits."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Evaluating:
     """The evaluation after `step` begins its `batch`, counted from 1, of `batches`."""
 
@@ -297,6 +304,7 @@ class Finished:
 Event = (
     RunStarted
     | StepDone
+    | Compiling
     | Evaluating
     | Evaluated
     | Saved

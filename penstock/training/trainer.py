@@ -39,6 +39,7 @@ from penstock.telemetry import (
 from penstock.training import checkpoint_backends
 from penstock.training.best_checkpoint import nothing_trained
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
+from penstock.training.compilation_events import reported_compilation
 from penstock.training.early_stop import EarlyStop, evaluation_due, require_held_out
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
@@ -238,7 +239,7 @@ class Trainer:
             self._refuse_stale()
             write_record(self.config)
             keep_files_of_model(self.config, self.model)
-            with self._view:
+            with self._view, reported_compilation(self._listener, lambda: self.step):
                 return self._train()
         except BaseException as error:
             self._checkpoint_scheduler.end(error)

@@ -39,7 +39,7 @@ def of_kind(events, kind):
 def with_losses(trainer, losses):
     """Let evaluations find these losses, whatever the model."""
     given = iter(losses)
-    trainer._evaluator.evaluate = lambda batches, should_stop: {
+    trainer._evaluator.evaluate = lambda batches, should_stop, on_batch: {
         "loss": next(given),
         "perplexity": 1.0,
         "tokens": 1,
