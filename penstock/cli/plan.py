@@ -112,6 +112,8 @@ def plan(
     console = _console()
     planner = Planner(_notice, remember=True)
     described = _machines(machine)
+    if not machine:
+        _note_missing_data(settings)
     if swept is not None:
         plan_on = _planned_on(planner, *described[0])
         _sweep(console, settings, swept, plan_on, csv, plot, json_output)
@@ -148,6 +150,18 @@ def _console() -> Console:
 
 def _notice(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
+
+
+def _note_missing_data(config: Config) -> None:
+    """Note that the data of a run is not here, without which `penstock train` refuses the run."""
+    from penstock.config import check_data
+
+    if config.data.path is None and not config.data.input:
+        return  # a model alone
+    try:
+        check_data(config)
+    except ConfigError as error:
+        _notice(f"`penstock train` would refuse this run: {error}")
 
 
 def _machines(names: list[str] | None) -> list[tuple[MachineDescription | GpuCluster, bool]]:

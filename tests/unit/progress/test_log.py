@@ -12,6 +12,7 @@ from penstock.progress import LineView
 from penstock.progress.log import event_lines, show_loss, step_line
 from penstock.progress.state import Progress
 from penstock.telemetry.events import (
+    Compiling,
     Evaluated,
     Evaluating,
     Finished,
@@ -182,6 +183,12 @@ def test_quiet_view_shows_only_required_events():
         "stopped after step 1: Ctrl-C",
         "resume with: penstock train a.yaml",
     ]
+
+
+def test_log_names_compilation_unless_it_is_quiet():
+    line = "compiling kernels for this processor; later runs find them compiled"
+    assert lines_of(10, [started(), Compiling(0)])[3:] == [line]
+    assert lines_of(10, [started(), Compiling(0)], quiet=True) == []
 
 
 def test_batch_of_an_evaluation_has_a_line_after_a_silence(clock):
