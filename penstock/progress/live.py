@@ -24,7 +24,7 @@ class LiveView(View):
 
     def close(self) -> None:
         self._message = ""
-        self._lines.close()
+        self._lines.close(is_kept=self._progress.started is not None)
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
