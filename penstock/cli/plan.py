@@ -111,9 +111,7 @@ def plan(
 
     console = _console()
     planner = Planner(_notice, remember=True)
-    described = _machines(machine)
-    if not machine:
-        _note_missing_data(settings)
+    described = _machines(machine, settings)
     if swept is not None:
         plan_on = _planned_on(planner, *described[0])
         _sweep(console, settings, swept, plan_on, csv, plot, json_output)
@@ -164,14 +162,17 @@ def _note_missing_data(config: Config) -> None:
         _notice(f"`penstock train` would refuse this run: {error}")
 
 
-def _machines(names: list[str] | None) -> list[tuple[MachineDescription | GpuCluster, bool]]:
-    """Return the machines, each with whether it is this host."""
+def _machines(
+    names: list[str] | None, config: Config
+) -> list[tuple[MachineDescription | GpuCluster, bool]]:
+    """Return the machines, each with whether it is this host, whose data is looked for."""
     from penstock.machines import load_any
 
     if names:
         return [(load_any(name), False) for name in names]
     from penstock.calibration import this_host
 
+    _note_missing_data(config)
     return [(this_host(notice=_notice), True)]
 
 

@@ -48,5 +48,9 @@ from penstock.config.section import (
     refuse_all as refuse_all,
     setting as setting,
 )
-from penstock.config.size import ByteSize as ByteSize, size_above as size_above
+from penstock.config.size import (
+    ByteSize as ByteSize,
+    size_above as size_above,
+    sizes_above as sizes_above,
+)
 from penstock.config.starter import commented as commented

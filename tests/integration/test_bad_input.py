@@ -63,7 +63,7 @@ def test_unknown_key(penstock):
     assert_refused(
         penstock("train", "run.yaml", "batch.sise=3"),
         2,
-        r"command line, batch\.sise=3: batch\.sise: unknown key \(did you mean 'size'\?\); batch "
+        r"command line, batch\.sise=3: unknown key \(did you mean 'size'\?\); batch "
         r"has size, micro",
     )
 
@@ -87,7 +87,7 @@ def test_missing_data(penstock):
     assert_refused(
         penstock("train", "run.yaml", "data.path=sat"),
         2,
-        r"command line, data\.path=sat: data\.path: sat does not exist; make it with `penstock "
+        r"command line, data\.path=sat: sat does not exist; make it with `penstock "
         r"data build --input FILES --tokenizer bytes --out sat`, or list files in data\.input",
     )
 
