@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 _RETRY_SECONDS = 0.002  # between two imports there may be little time
-_SHOW_CURSOR = b"\x1b[?25h\n"
+# Erases the lines of a live view with the echoed ^C, and shows the cursor that the view has hidden.
+_LEAVE_TERMINAL = b"\r\x1b[J\x1b[?25h"
 _outermost: FrameType | None = None  # of the block: an import around it does not count
 
 
@@ -58,10 +59,10 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _exit(code: int) -> None:
-    """End the process now; show the cursor, which a live view has hidden."""
+    """End the process now; leave the terminal as it was before a live view."""
     for descriptor in (1, 2):
         if os.isatty(descriptor):
-            os.write(descriptor, _SHOW_CURSOR)
+            os.write(descriptor, _LEAVE_TERMINAL)
             break
     os._exit(code)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,20 +40,26 @@ def init(
             f"{file}: expected a file name of at most {_LONGEST_NAME_BYTES} bytes, got "
             f"{name_bytes}; choose a shorter one"
         )
-    config = Config.from_mapping(
-        {
-            "model": model,
-            "data": {"input": text or ["texts/**/*.txt"], "tokenizer": tokenizer},
-            "run": {"dir": f"runs/{file.stem}"},
-        }
-    )
+    mapping: dict[str, Any] = {
+        "model": model,
+        "data": {"input": text or ["texts/**/*.txt"], "tokenizer": tokenizer},
+        "run": {"dir": f"runs/{file.stem}"},
+    }
+    config = Config.from_mapping(mapping)
+    exists = f"{file} already exists and was not changed; choose another file"
+    if file.exists():
+        raise ConfigError(exists)
+    note = None
+    if (unused := _unused_rows(config)) is not None:
+        note = unused.note
+        if unused.model is not None:
+            mapping["model"], mapping["data"]["tokenizer"] = unused.model, unused.tokenizer
+            config = Config.from_mapping(mapping)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(commented(config))
     except FileExistsError:
-        raise ConfigError(
-            f"{file} already exists and was not changed; choose another file"
-        ) from None
+        raise ConfigError(exists) from None
     except FileNotFoundError:
         raise ConfigError(
             f"{file}: expected a file in a folder that exists, {file.parent} does not; create it, "
@@ -61,7 +68,7 @@ def init(
     except OSError as error:
         raise StorageError(f"{file}: cannot write this file: {error.strerror}") from None
     typer.echo(f"wrote {file}")
-    if (note := _unused_rows(config)) is not None:
+    if note is not None:
         typer.echo(f"note: {note}")
     path = shlex.quote(str(file))
     width = len(f"penstock train {path}")
@@ -72,9 +79,22 @@ def init(
     )
 
 
-def _unused_rows(config: Config) -> str | None:
-    """Return a note on a preset whose vocabulary is far larger than that of its tokenizer."""
-    from penstock.config import PresetModel, resolve_preset
+@dataclass(frozen=True)
+class _Unused:
+    """A note on unused rows of an embedding, and the keys that avoid them if it is clear which."""
+
+    note: str
+    model: dict[str, Any] | None = None
+    tokenizer: str = "auto"
+
+
+def _unused_rows(config: Config) -> _Unused | None:
+    """Return what follows for a preset whose vocabulary is far larger than that of its tokenizer.
+
+    A tokenizer that was asked for is kept, and the preset gets its vocabulary. Instead of that of
+    bytes, which is the default of presets, one is learned from the text.
+    """
+    from penstock.config import PresetModel, dump_inline, resolve_preset
     from penstock.data import BYTE_VOCABULARY, train_size, unused_ids
 
     assert isinstance(config.model, PresetModel)
@@ -89,16 +109,28 @@ def _unused_rows(config: Config) -> str | None:
         f"ids: the other rows would be stored and updated, and never used"
     )
     if size is not None:
-        return f"{unused}. Set model to {{preset: {name}, vocab_size: {size + mask}}}"
+        fitting = {"preset": name, "vocab_size": size + mask}
+        note = f"{unused}. So the file has model: {dump_inline(fitting)}"
+        return _Unused(note, fitting, config.tokenizer)
     learned = _LEARNED_VOCABULARY
     if rows <= learned:
-        return (
+        return _Unused(
             f"{unused}. Set data.tokenizer to train-bpe:{rows - mask}, or model to {{preset: "
             f"{name}, vocab_size: {ids + mask}}}"
         )
-    return (
+    fitting, tokenizer = {"preset": name, "vocab_size": learned + mask}, f"train-bpe:{learned}"
+    worse = (
         f"{unused}; and a token of one byte makes several times as many tokens of a text as a "
-        f"learned one. Set data.tokenizer to train-bpe:{learned}, and model to "
-        f"{{preset: {name}, vocab_size: {learned + mask}}}. With much text, "
-        f"train-bpe:{rows - mask} keeps the model as it is"
+        f"learned one. "
+    )
+    own = f"With much text, train-bpe:{rows - mask} keeps the model as it is"
+    if config.data.tokenizer != "auto":
+        return _Unused(
+            f"{worse}Set data.tokenizer to {tokenizer}, and model to {dump_inline(fitting)}. {own}"
+        )
+    return _Unused(
+        f"{worse}So the file has data.tokenizer: {tokenizer} and model: {dump_inline(fitting)}. "
+        f"{own}: model: {name}",
+        fitting,
+        tokenizer,
     )

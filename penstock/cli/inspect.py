@@ -103,7 +103,8 @@ def _repair_checkpoints(run: Path) -> None:
 
 
 def _remedy(flash: Path | None) -> str:
-    return "; --repair goes back to the newest intact checkpoint" if flash is None else ""
+    repair = "`penstock inspect RUN --repair` goes back to the newest intact checkpoint"
+    return f"; {repair}" if flash is None else ""
 
 
 def _newest_hash(run: Path, settings: Config, latest: Path | None) -> str:

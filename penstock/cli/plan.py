@@ -111,7 +111,7 @@ def plan(
 
     console = _console()
     planner = Planner(_notice, remember=True)
-    described = _machines(machine)
+    described = _machines(machine, settings)
     if swept is not None:
         plan_on = _planned_on(planner, *described[0])
         _sweep(console, settings, swept, plan_on, csv, plot, json_output)
@@ -150,14 +150,29 @@ def _notice(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
-def _machines(names: list[str] | None) -> list[tuple[MachineDescription | GpuCluster, bool]]:
-    """Return the machines, each with whether it is this host."""
+def _note_missing_data(config: Config) -> None:
+    """Note that the data of a run is not here, without which `penstock train` refuses the run."""
+    from penstock.config import check_data
+
+    if config.data.path is None and not config.data.input:
+        return  # a model alone
+    try:
+        check_data(config)
+    except ConfigError as error:
+        _notice(f"`penstock train` would refuse this run: {error}")
+
+
+def _machines(
+    names: list[str] | None, config: Config
+) -> list[tuple[MachineDescription | GpuCluster, bool]]:
+    """Return the machines, each with whether it is this host, whose data is looked for."""
     from penstock.machines import load_any
 
     if names:
         return [(load_any(name), False) for name in names]
     from penstock.calibration import this_host
 
+    _note_missing_data(config)
     return [(this_host(notice=_notice), True)]
 
 

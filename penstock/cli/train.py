@@ -75,8 +75,8 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
     stop, lost = GracefulStop(view.interrupt), ""
     with surviving_loss(stop.lose_output), ExitStack() as stack:
         stack.callback(lambda: output.write_error(lost))  # after the view, whose last line is open
-        stack.enter_context(view)
         try:
+            stack.enter_context(view)
             from penstock.training import KernelWorker, Trainer
 
             worker = stack.enter_context(KernelWorker())

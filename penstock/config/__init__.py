@@ -20,7 +20,7 @@ from penstock.config.document import (
 from penstock.config.engine import EngineConfig as EngineConfig
 from penstock.config.fabric import MOST_RELAYS as MOST_RELAYS
 from penstock.config.field_table import field_table as field_table
-from penstock.config.load import load as load, to_config as to_config
+from penstock.config.load import check_data as check_data, load as load, to_config as to_config
 from penstock.config.lora import LoraConfig as LoraConfig
 from penstock.config.model import (
     FactoryModel as FactoryModel,
@@ -48,5 +48,9 @@ from penstock.config.section import (
     refuse_all as refuse_all,
     setting as setting,
 )
-from penstock.config.size import ByteSize as ByteSize, size_above as size_above
+from penstock.config.size import (
+    ByteSize as ByteSize,
+    size_above as size_above,
+    sizes_above as sizes_above,
+)
 from penstock.config.starter import commented as commented

@@ -71,7 +71,7 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
         return
     if not data.input:
         raise ConfigError(
-            f"{origin.place(('data', 'path'))}data.path: {data.path} does not exist; make it with "
+            f"{origin.named(('data', 'path'))}{data.path} does not exist; make it with "
             f"`penstock data build --input FILES --tokenizer bytes --out {data.path}`, or list "
             "files in data.input"
         )
@@ -79,18 +79,18 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
     if spec != "bytes" and not spec.startswith("train-bpe:") and not Path(spec).exists():
         if data.tokenizer == "auto":
             raise ConfigError(
-                f"{origin.place(('model', 'hf'))}model.hf: expected a folder on this machine, "
+                f"{origin.named(('model', 'hf'))}expected a folder on this machine, "
                 f"{spec} does not exist; {missing_folder(spec)}"
             )
         raise ConfigError(
-            f"{origin.place(('data', 'tokenizer'))}data.tokenizer: expected bytes, train-bpe:SIZE "
+            f"{origin.named(('data', 'tokenizer'))}expected bytes, train-bpe:SIZE "
             f"or the path of a tokenizer, got {spec!r}, which does not exist"
             f"{did_you_mean(spec, ['bytes', 'train-bpe:4096'])}"
         )
     for number, pattern in enumerate(data.input):
         if not _matches_something(pattern):
             raise ConfigError(
-                f"{origin.place(('data', 'input', number))}data.input[{number}]: {pattern!r} "
+                f"{origin.named(('data', 'input', number))}{pattern!r} "
                 f"matches no file; paths are relative to the current folder, {Path.cwd()}"
             )
 

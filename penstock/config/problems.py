@@ -60,6 +60,13 @@ class Origin:
                 return f"{self.name}:{line}: "
         return f"{self.name}: " if self.name else ""
 
+    def named(self, path: KeyPath, name: str | None = None) -> str:
+        """Return the place and the name of a key, ending in `: `; a command-line argument that sets
+        the key names it already."""
+        place = self.place(path)
+        names_key = place == f"command line, {self.overridden.get(path)}: "
+        return place if names_key else f"{place}{name or dotted(path)}: "
+
 
 def explain(error: ValidationError, root: type[BaseModel], origin: Origin) -> str:
     """Return one line per problem of a failed validation, in the order of the file."""
@@ -70,7 +77,7 @@ def explain(error: ValidationError, root: type[BaseModel], origin: Origin) -> st
         if problem["type"] == "too_short" and any(p[:-1] == path for p in paths if p):
             continue  # pydantic does not count the wrong values of the list, which are named
         key = dotted(path) if path else _name_of(root)
-        text = f"{origin.place(path)}{key}: {_text(problem, path, root)}"
+        text = f"{origin.named(path, key)}{_text(problem, path, root)}"
         lines.append(((origin.line(path), number), text))
     return "\n".join(dict.fromkeys(text for _, text in sorted(lines)))
 

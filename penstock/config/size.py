@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -104,6 +105,14 @@ def size_or_auto(value: object) -> ByteSize | str:
     except ValueError as error:
         text = str(error).replace(_EXPECTED, f"{_EXPECTED}, or auto", 1)
         raise PydanticCustomError("size", "{text}", {"text": text}) from None
+
+
+def sizes_above(sizes: Sequence[int]) -> list[str]:
+    """Format numbers of bytes as `size_above`, in one unit, so that they can be compared."""
+    largest = max(sizes, default=0)
+    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
+    unit, name = next((each for each in units if largest >= each[0]), (2**10, "KiB"))
+    return [f"{math.ceil(100 * size / unit) / 100:.2f} {name}" for size in sizes]
 
 
 def size_above(size: int) -> str:

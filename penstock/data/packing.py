@@ -243,10 +243,10 @@ class TextPacker(Packer[TextPiece]):
             splits["train"] = cut_tail(
                 self._folder, splits["train"], kept, writer, self._chunk_bytes
             )
+            last = "the last token is" if tail == 1 else f"the last {tail} tokens are"
             have = "is one document" if self._documents == 1 else f"are {self._documents} documents"
             self.notes.append(
-                f"there {have}, none of them held out; the last {tail} tokens are the validation "
-                "split instead"
+                f"there {have}, none of them held out; {last} the validation split instead"
             )
         if self._validation:
             splits["validation"] = writer.finish()

@@ -16,6 +16,7 @@ from penstock.machines.gpu_cluster import GpuCluster, known_gpu_clusters, load_g
 LIBRARY = Path(__file__).parent / "library"
 _SUFFIXES = (".yaml", ".yml")
 _MOST_BYTES = 1 << 20
+_KEYS_OF_A_RUN = {"model", "data", "run"}  # which no machine has
 
 
 def known_machines() -> list[str]:
@@ -83,4 +84,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]]
     data, lines = read(path, FileKind("name: rack", start, _MOST_BYTES))
     if not data:
         raise ConfigError(f"{path}: expected a machine, got an empty file; {start}")
+    if "name" not in data and _KEYS_OF_A_RUN & data.keys():
+        raise ConfigError(
+            f"{path}: expected the description of a machine, got the configuration of a run (keys "
+            f"{', '.join(data)}); {start}"
+        )
     return data, lines

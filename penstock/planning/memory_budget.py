@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from penstock.config import Config, size_above
+from penstock.config import Config, size_above, sizes_above
 from penstock.distributed.protocol import GRADIENTS, WINDOW, connections
 from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
@@ -361,7 +361,10 @@ class Budget:
     def _table(self, store: int, engine: int) -> str:
         parts = self._parts(store, engine)
         rows = [*parts, ("sum", sum(size for _, size in parts)), ("limit", self._limit)]
-        return "\n".join(f"  {name:42} {size_above(size):>12}" for name, size in rows)
+        shown = sizes_above([size for _, size in rows])
+        return "\n".join(
+            f"  {name:42} {size:>12}" for (name, _), size in zip(rows, shown, strict=True)
+        )
 
     def _advice(self, store: int, engine: int) -> str:
         """Return the configuration keys to change, with their values: only those that help."""

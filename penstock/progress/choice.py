@@ -11,7 +11,7 @@ from penstock.progress.view import SilentView, View
 
 
 def view_for_command(console: Console, every: int, quiet: bool = False) -> View:
-    """Return the view of a command that writes to `console`; `quiet` keeps required messages."""
+    """Return the view of a command that writes to `console`; `quiet` keeps notices."""
     if _can_redraw(console) and not quiet:
         return LiveView(console)
     return LineView(console, every, quiet)

@@ -7,7 +7,7 @@ from penstock.progress.panel import panel
 from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View
-from penstock.telemetry import Evaluated, Event
+from penstock.telemetry import Compiling, Evaluated, Event
 
 
 class LiveView(View):
@@ -24,11 +24,11 @@ class LiveView(View):
 
     def close(self) -> None:
         self._message = ""
-        self._lines.close()
+        self._lines.close(is_kept=self._progress.started is not None)
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
-        if isinstance(event, (Evaluated, *ALWAYS_SHOWN)):
+        if isinstance(event, (Evaluated, Compiling, *ALWAYS_SHOWN)):
             self._lines.print(
                 "".join(f"{line}\n" for line in event_lines(event, self._progress.loss_unit))
             )

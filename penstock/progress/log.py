@@ -19,11 +19,13 @@ from penstock.progress.figures import (
     show_sparsity,
 )
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_SHOWN, View, show_on_stderr
+from penstock.progress.view import SHOWN_IF_QUIET, View, show_on_stderr
 from penstock.telemetry import (
     FIRST_STEPS,
     ClusterEvent,
+    Compiling,
     Evaluated,
+    Evaluating,
     Event,
     Finished,
     Notice,
@@ -34,7 +36,8 @@ from penstock.telemetry import (
     Stopped,
 )
 
-# A slow run shows that it goes on: the first step that ends so long after the last line has one.
+# A slow run shows that it goes on: the first step that ends so long after the last line has one;
+# so has the first batch of an evaluation that begins so long after it.
 _LONGEST_SILENCE_SECONDS = 30.0
 # The usual endurance rating of a consumer disk of 1 TB; the rating is proportional to the size.
 RATED_BYTES = 600 * 10**12
@@ -84,7 +87,10 @@ class LineView(View):
             is_due = event.step % self._every == 0 or silence >= _LONGEST_SILENCE_SECONDS
             if is_due or event.step in (1, started.steps):
                 self._print(step_line(self._progress))
-        elif not self._quiet or isinstance(event, ALWAYS_SHOWN):
+        elif isinstance(event, Evaluating):
+            if not self._quiet and self._clock() - self._printed_at >= _LONGEST_SILENCE_SECONDS:
+                self._print(f"step {event.step}  {evaluating(self._progress)}")
+        elif not self._quiet or isinstance(event, SHOWN_IF_QUIET):
             for line in event_lines(event, self._progress.loss_unit):
                 self._print(line)
 
@@ -123,6 +129,12 @@ def step_line(progress: Progress) -> str:
     if left := time_left(progress):
         parts.append(left)
     return "  ".join(parts)
+
+
+def evaluating(progress: Progress) -> str:
+    """Return which batch of an evaluation is computed."""
+    assert progress.evaluating is not None
+    return f"evaluating: batch {progress.evaluating.batch} of {progress.evaluating.batches}"
 
 
 def time_left(progress: Progress) -> str:
@@ -196,6 +208,8 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
     if isinstance(event, Evaluated):
         best = "  best so far" if event.best else ""
         return [f"step {event.step}  held-out {show_evaluation(event)}{best}"]
+    if isinstance(event, Compiling):
+        return ["compiling kernels for this processor; later runs find them compiled"]
     if isinstance(event, Saved):
         return [
             f"step {event.step}  saved {event.path} ({show_bytes(event.bytes)}, "

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.progress.log import event_lines, step_line
+from penstock.progress.log import evaluating, event_lines, step_line
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View
-from penstock.telemetry import Evaluated, Event, RunStarted, StepDone
+from penstock.telemetry import Compiling, Evaluated, Evaluating, Event, RunStarted, StepDone
 
 _SECONDS = 0.25  # between two updates: each is a message to the browser
-_STAYS = (RunStarted, Evaluated, *ALWAYS_SHOWN)
+_STAYS = (RunStarted, Compiling, Evaluated, *ALWAYS_SHOWN)
 
 
 class NotebookView(View):
@@ -46,6 +46,10 @@ class NotebookView(View):
             self._is_behind = True
             if self._handle is None or self._clock() - self._shown_at >= _SECONDS:
                 self._show()
+        elif isinstance(event, Evaluating):
+            if self._handle is not None and self._clock() - self._shown_at >= _SECONDS:
+                self._show()
+                self._is_behind = True  # until the line of the step is shown again
         elif isinstance(event, _STAYS):
             for line in event_lines(event, self._progress.loss_unit):
                 print(line)
@@ -55,7 +59,10 @@ class NotebookView(View):
         print(text)
 
     def _show(self) -> None:
-        content = {"text/plain": step_line(self._progress)}
+        text = step_line(self._progress)
+        if self._progress.evaluating is not None:
+            text += f"  {evaluating(self._progress)}"
+        content = {"text/plain": text}
         if self._handle is None:
             self._handle = self._displayed(content)
         else:

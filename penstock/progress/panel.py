@@ -20,6 +20,7 @@ from penstock.progress.figures import (
     sparkline,
 )
 from penstock.progress.log import (
+    evaluating,
     flash_traffic,
     parameters,
     show_best,
@@ -58,7 +59,8 @@ def _rows(progress: Progress, started: RunStarted) -> Iterator[tuple[str, str | 
     last = progress.last
     step = last.step if last else started.resumed_from or 0
     resumed = f"   resumed from step {started.resumed_from}" if started.resumed_from else ""
-    yield "step", _bar(step, started.steps, f"{step} / {started.steps}{resumed}")
+    state = f"   {evaluating(progress)}" if progress.evaluating is not None else resumed
+    yield "step", _bar(step, started.steps, f"{step} / {started.steps}{state}")
     elapsed = f"{show_duration(progress.seconds_elapsed)} elapsed"
     yield "time", f"{elapsed}   {time_left(progress)}".rstrip()
     if progress.epochs is not None:

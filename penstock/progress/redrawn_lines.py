@@ -47,15 +47,17 @@ class RedrawnLines:
         self._around.enter_context(self._pausing())
         self._ended.clear()
         self._show()
-        self._thread = threading.Thread(target=self._redraw, name="penstock view", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._redraw, name="penstock view", daemon=True)
+        thread.start()
+        self._thread = thread
 
-    def close(self) -> None:
-        """Keep the last drawing of the lines on the terminal."""
+    def close(self, is_kept: bool = True) -> None:
+        """Keep the last drawing of the lines on the terminal, or erase the lines."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        self._leave()
+            self._thread = None
+        self._leave(is_kept)
         self._around.close()
 
     def draw(self) -> None:
@@ -95,12 +97,15 @@ class RedrawnLines:
             self._write(_HIDE_CURSOR)
             self.draw()
 
-    def _leave(self) -> None:
-        """Draw the lines for the last time and put the cursor below them."""
+    def _leave(self, is_kept: bool = True) -> None:
+        """Draw the lines for the last time and put the cursor below them, or erase them."""
         with self._lock:
-            self.draw()
+            if is_kept and self._is_shown:
+                self.draw()
+                self._write("\n" * self._height + _SHOW_CURSOR)
+            else:
+                self._write(_ERASE + _SHOW_CURSOR)
             self._is_shown = False
-            self._write("\n" * self._height + _SHOW_CURSOR)
 
     def _write(self, text: str) -> None:
         # Bypass the stand-in of stdout, which would print above the lines.

@@ -11,12 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.telemetry import FIRST_STEPS, Evaluated, Event, RunStarted, Saved, StepDone
+from penstock.telemetry import (
+    FIRST_STEPS,
+    ClusterEvent,
+    Compiling,
+    Evaluated,
+    Evaluating,
+    Event,
+    Notice,
+    RunStarted,
+    Saved,
+    StepDone,
+)
 
 # Speeds are means over this many steps: steady enough to read, and quick to show a change.
 _RECENT_STEPS = 20
 # A chart is less than a hundred characters wide, and a run may have millions of steps.
 _MOST_POINTS = 1024
+# Events that may come during an evaluation.
+_WITHIN_EVALUATION = (Compiling, Evaluating, Notice, Saved, ClusterEvent)
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,8 @@ class Progress:
 
     `mask_change` is the last step that changed masks. `best_loss` is the best held-out loss of the
     whole run, also before a resume, and `best_step` its step; None if unknown. `steps` counts the
-    steps since the run, or this part of a resumed run, began at `began`.
+    steps since the run, or this part of a resumed run, began at `began`. `evaluating` is the
+    batch of an evaluation that has not ended.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -64,9 +78,14 @@ class Progress:
     losses: LossHistory = field(default_factory=LossHistory)
     recent: tuple[StepDone, ...] = ()
     steps: int = 0
+    evaluating: Evaluating | None = None
 
     def after(self, event: Event) -> Progress:
         """Return the progress after another event."""
+        if isinstance(event, Evaluating):
+            return replace(self, evaluating=event)
+        if self.evaluating is not None and not isinstance(event, _WITHIN_EVALUATION):
+            return replace(self, evaluating=None).after(event)
         if isinstance(event, RunStarted):
             return Progress(
                 self.clock,

@@ -7,17 +7,21 @@ from typing import Self
 
 from penstock.telemetry import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
 
-# Events that every view shows, even a quiet one.
+# Events whose lines stay, in every view that is not quiet.
 ALWAYS_SHOWN = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
+# Events that `penstock train --quiet` shows too: what a user may have to act on.
+SHOWN_IF_QUIET = (Notice, ClusterEvent, Stopped)
 
 
 def show_on_stderr(text: str) -> None:
     """Write a line without any buffer, as a signal handler may: the current step may take minutes.
 
-    Nothing happens if standard error is closed.
+    In a terminal it has a line of its own below the echoed `^C`. Nothing happens if standard error
+    is closed.
     """
     with contextlib.suppress(OSError):
-        os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))
+        begin = "\n" if os.isatty(2) else ""
+        os.write(2, f"{begin}{text}\n".encode(errors="backslashreplace"))
 
 
 class View(ABC):
@@ -38,7 +42,11 @@ class View(ABC):
         """Show the remaining output, and release the terminal."""
 
     def __enter__(self) -> Self:
-        self.open()
+        try:
+            self.open()
+        except BaseException:  # Ctrl-C: the cursor may be hidden already
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from penstock.telemetry.events import (
         FIRST_STEPS as FIRST_STEPS,
         ClusterEvent as ClusterEvent,
+        Compiling as Compiling,
         Evaluated as Evaluated,
+        Evaluating as Evaluating,
         Event as Event,
         Finished as Finished,
         Listener as Listener,

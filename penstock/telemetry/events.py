@@ -157,6 +157,22 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Compiling:
+    """Kernels are compiled after `step`, or another process compiles them and this one waits."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """The evaluation after `step` begins its `batch`, counted from 1, of `batches`."""
+
+    step: int
+    batch: int
+    batches: int
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The loss on held-out data after `step`; `best` if it is the lowest so far.
 
@@ -288,6 +304,8 @@ class Finished:
 Event = (
     RunStarted
     | StepDone
+    | Compiling
+    | Evaluating
     | Evaluated
     | Saved
     | Notice

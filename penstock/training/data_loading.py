@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from penstock.data import (
     find_files,
     load_tokenizer,
     read_built_from,
+    remove_folder,
     repeated_files,
     sample_of,
     train_size,
@@ -34,6 +35,7 @@ from penstock.training.resume_state import ResumeState
 from penstock.training.same_tokenizer import digest_to_record, require_same_tokenizer
 
 _MASK_TOKENS = ("[MASK]", "<mask>")
+_SMALL_TOKENS = 1 << 22  # of a data set that is built again within seconds
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def open_data(
             "Trainer(config, source=ArraySource(...))"
         )
     folder = config.data_dir
-    if not folder.exists() and config.data.input:
+    is_new = not folder.exists() and bool(config.data.input)
+    if is_new:
         _check_mask_id(config, source)
         _check_size_of_tokenizer(config, source, notice)
         if config.data.content == "records":
@@ -92,26 +95,69 @@ def open_data(
     _check_tokenizer(config, source, dataset)
     if recorded is not None:
         require_same_tokenizer(config, recorded, dataset)
-    if source.vocab_size is not None:
-        check_vocabulary(dataset, source.vocab_size)
-        _note_unused_ids(config, source.vocab_size, dataset, notice)
-    length = sequence_length(config, source, dataset)
-
-    def split(name: str) -> Source:
-        if dataset.content == "records":
-            records = RecordSource(dataset, name, length, config.data.seed)
-            for text in (records.describe(), *records.warnings()):
-                notice(text)
-            return records
-        if source.task == "masked_lm":
-            mask = _mask_token(dataset, source)
-            return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
-        return LanguageModelSource(dataset, name, length, config.data.seed)
-
-    held_out = "validation" if "validation" in dataset.splits else None
-    training, validation = split("train"), split(held_out) if held_out else None
+    with _advising_to_build_again(
+        config, dataset, is_removable=is_new and recorded is None and config.data.path is None
+    ):
+        if source.vocab_size is not None:
+            check_vocabulary(dataset, source.vocab_size)
+            _note_unused_ids(config, source.vocab_size, dataset, notice)
+        length = sequence_length(config, source, dataset)
+        training, validation = (
+            _split(config, source, dataset, name, length, notice)
+            if name in dataset.splits or name == "train"
+            else None
+            for name in ("train", "validation")
+        )
+    assert training is not None
     digest = digest_to_record(recorded, dataset)
     return TrainingData(training, validation, dataset, length, digest)
+
+
+def _split(
+    config: Config,
+    source: ModelSource,
+    dataset: TokenDataset,
+    name: str,
+    length: int,
+    notice: Callable[[str], None],
+) -> Source:
+    """Return the source of a split's rows."""
+    if dataset.content == "records":
+        records = RecordSource(dataset, name, length, config.data.seed)
+        for text in (records.describe(), *records.warnings()):
+            notice(text)
+        return records
+    if source.task == "masked_lm":
+        mask = _mask_token(dataset, source)
+        return MaskedLanguageModelSource(dataset, name, length, mask, config.data.seed)
+    return LanguageModelSource(dataset, name, length, config.data.seed)
+
+
+@contextlib.contextmanager
+def _advising_to_build_again(
+    config: Config, dataset: TokenDataset, *, is_removable: bool
+) -> Iterator[None]:
+    """Say of a data set that the run cannot use how other text or another tokenizer get into it.
+
+    A small one of the run's own that this start has built is removed. A large one is kept: its
+    tokens may have taken hours, and another `vocab_size` or `sequence_length` may suffice to use
+    it.
+    """
+    try:
+        yield
+    except DataError as error:
+        if not config.data.input:
+            raise
+        folder = dataset.path
+        is_small = sum(map(dataset.tokens, dataset.splits)) <= _SMALL_TOKENS
+        if is_removable and is_small and remove_folder(folder):
+            advice = f"{folder}, which this start has built, was removed; the next builds it again"
+        else:
+            advice = (
+                f"{folder} is kept: if you change the text or the tokenizer, delete it, so that "
+                "the next start builds it again"
+            )
+        raise DataError(f"{error}. {advice}") from None
 
 
 def _build(config: Config, notice: Callable[[str], None]) -> None:

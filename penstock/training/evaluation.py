@@ -82,7 +82,10 @@ class Evaluator:
         self._engines: dict[int, Engine] = {}
 
     def evaluate(
-        self, batches: int, should_stop: Callable[[], bool] = lambda: False
+        self,
+        batches: int,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_batch: Callable[[int, int], None] = lambda batch, batches: None,
     ) -> dict[str, float]:
         """Return the metrics of the first `batches` held-out batches, by name.
 
@@ -90,14 +93,21 @@ class Evaluator:
         adds `perplexity` and `accuracy`, plain text adds `bits_per_byte` (unless an older release
         built the data set), records add `exact_match` and `records`.
 
+        `on_batch` is called before each batch with its number from 1 and the number of batches.
+
         **Raises:** `DataError` if the batches are empty, or their source fails; `InterruptedError`
         if `should_stop`, which is asked before every micro-batch, returns true.
         """
         counts = _Counts()
-        micro = self._layout.micro_batch
-        for batch in self._batches(micro, batches * self._config.batch.size):
+        micro, size = self._layout.micro_batch, self._config.batch.size
+        known = min(
+            batches, -(-getattr(self._held_out, "samples_per_epoch", batches * size) // size)
+        )
+        for number, batch in enumerate(self._batches(micro, batches * size)):
             if should_stop():
                 raise InterruptedError
+            if number * micro % size == 0:
+                on_batch(number * micro // size + 1, known)
             if rows := to_tensors(batch):
                 self._add(counts, rows)
         if counts.weight == 0:

@@ -26,6 +26,7 @@ from penstock.step import LocalEngines
 from penstock.store import MAX_SHARD_BYTES, FolderLock
 from penstock.telemetry import (
     Evaluated,
+    Evaluating,
     Finished,
     Listener,
     Notice,
@@ -38,6 +39,7 @@ from penstock.telemetry import (
 from penstock.training import checkpoint_backends
 from penstock.training.best_checkpoint import nothing_trained
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
+from penstock.training.compilation_events import reported_compilation
 from penstock.training.early_stop import EarlyStop, evaluation_due, require_held_out
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
@@ -212,8 +214,6 @@ class Trainer:
         """From any thread: finish the step but no evaluation, save, and return from `train`."""
         self._stop_reason = reason
 
-    # The run
-
     def train(self) -> dict[str, Any]:
         """Run to the configured number of steps; return the metrics, and the `steps` of this call.
 
@@ -239,7 +239,7 @@ class Trainer:
             self._refuse_stale()
             write_record(self.config)
             keep_files_of_model(self.config, self.model)
-            with self._view:
+            with self._view, reported_compilation(self._listener, lambda: self.step):
                 return self._train()
         except BaseException as error:
             self._checkpoint_scheduler.end(error)
@@ -345,8 +345,6 @@ class Trainer:
         self._gradient_check.observe(self._runner.commit, self.store)
         return done
 
-    # Outside the steps
-
     def evaluate(self, batches: int | None = None) -> dict[str, float]:
         """Return the metrics of the model on `batches` held-out batches.
 
@@ -380,8 +378,12 @@ class Trainer:
             found = self._evaluator.evaluate(
                 self.config.evaluation.batches,
                 lambda: self._stop_reason is not None and self.step < self.config.run.steps,
+                lambda batch, of: self._notify(Evaluating(self.step, batch, of)),
             )
-        except InterruptedError:  # a stop was requested; the next start evaluates this step
+        except InterruptedError:  # a stop was requested
+            self._notice(
+                f"the evaluation after step {self.step} was cut; the next start repeats it"
+            )
             return
         finally:
             self.store.take_traffic()
@@ -493,8 +495,6 @@ class Trainer:
                 parts = (self.config, self.model, self._layout, self.store, self.device)
                 self._tokens = make_token_generator(*parts, self._notice)
             return self._tokens
-
-    # Notices to the user
 
     def _notice(self, text: str) -> None:
         self._notify(Notice(text))

@@ -279,7 +279,7 @@ def net_trainer(folder, losses=(), module=None, **changes):
     )
     if losses:
         given = iter(losses)
-        trainer._evaluator.evaluate = lambda batches, should_stop: {
+        trainer._evaluator.evaluate = lambda batches, should_stop, on_batch: {
             "loss": next(given),
             "tokens": 1,
         }

@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
         (
             (*TINY, "engines=0", "--machine", "cs2"),
             2,
-            r"command line, engines=0: engines: expected a number from 1 up, got 0; for "
+            r"command line, engines=0: expected a number from 1 up, got 0; for "
             r"example engines: 1",
         ),
         (

@@ -47,7 +47,7 @@ def test_resumed_run_starts_with_recorded_best_loss(tmp_path, monkeypatch, store
         settings = config("run", steps, STORES[store])
         trainer = Trainer(settings, on_event=broadcast([view, events.append]), quiet=True)
         left = iter(losses)
-        trainer._evaluator.evaluate = lambda batches, should_stop: {
+        trainer._evaluator.evaluate = lambda batches, should_stop, on_batch: {
             "loss": next(left),
             "perplexity": 1.0,
             "tokens": 1,

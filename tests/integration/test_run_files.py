@@ -143,7 +143,7 @@ def test_run_has_one_trainer_at_a_time(tmp_path):
 def test_the_best_checkpoint_outlives_its_index(tmp_path):
     trainer = Trainer({**config(tmp_path / "run", 8), "checkpoint": {"every": 1, "keep_last": 1}})
     losses = iter([1.0, 2.0, 3.0])
-    trainer._evaluator.evaluate = lambda batches, should_stop: {
+    trainer._evaluator.evaluate = lambda batches, should_stop, on_batch: {
         "loss": next(losses),
         "perplexity": 1.0,
         "tokens": 1,

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import ConfigError, NonFiniteError, NoTrainingError, StorageError
 from penstock.models import InputSpec, ModelSource
 from penstock.store import find_checkpoint, read_state
-from penstock.telemetry.events import Evaluated, Finished, Notice, Saved, Stopped
+from penstock.telemetry.events import Evaluated, Evaluating, Finished, Notice, Saved, Stopped
 from penstock.training.trainer import Trainer
 
 
@@ -39,7 +39,7 @@ def of_kind(events, kind):
 def with_losses(trainer, losses):
     """Let evaluations find these losses, whatever the model."""
     given = iter(losses)
-    trainer._evaluator.evaluate = lambda batches, should_stop: {
+    trainer._evaluator.evaluate = lambda batches, should_stop, on_batch: {
         "loss": next(given),
         "perplexity": 1.0,
         "tokens": 1,
@@ -220,6 +220,12 @@ def test_stop_request_cuts_an_evaluation_short_but_not_the_last(tmp_path, is_las
     trainer.train()
     assert trainer.step == 2
     assert len(of_kind(events, Stopped)) == (not is_last)
+    cut = "the evaluation after step 2 was cut; the next start repeats it"
+    assert (cut in [event.text for event in of_kind(events, Notice)]) == (not is_last)
+    assert [(e.step, e.batch, e.batches) for e in of_kind(expected, Evaluating)][:2] == [
+        (2, 1, 2),
+        (2, 2, 2),
+    ]
     assert len(of_kind(events, Evaluated)) == is_last
     assert (rows.given > 3) == is_last  # one in the check, one that counts, one after the request
     again, later = listening(case, recipe, tmp_path / "cut", evaluation=every)

@@ -85,7 +85,8 @@ def test_repair_goes_back_to_the_newest_intact_checkpoint(run, is_best):
     save_checkpoint(older, checkpoints, {}, best=not is_best)
     newest = save_checkpoint(loaded_store(1), checkpoints, {}, best=is_best).folder
     content = damage(newest).read_bytes()
-    assert "--repair goes back to the newest intact checkpoint" in inspect(run).stdout
+    repair = "`penstock inspect RUN --repair` goes back to the newest intact checkpoint"
+    assert repair in inspect(run).stdout
     result = inspect(run, "--repair")
     aside = checkpoints / "damaged-step-00000000-1"
     assert result.stdout.splitlines() == [

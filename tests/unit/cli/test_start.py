@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from penstock import __version__
+from penstock.cli.app import app
+from penstock.config import load
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "transformers", "numba", "tensorboard", "numpy", "pyarrow", "tokenizers")
@@ -132,11 +135,21 @@ def test_an_unknown_command_names_the_closest():
             "auto",
             "note: gpt2 has 50,257 rows of its embedding, the tokenizer bytes has 257 ids: the "
             "other rows would be stored and updated, and never used; and a token of one byte makes "
-            "several times as many tokens of a text as a learned one. Set data.tokenizer to "
-            "train-bpe:8192, and model to {preset: gpt2, vocab_size: 8192}. With much text, "
-            "train-bpe:50257 keeps the model as it is\n",
+            "several times as many tokens of a text as a learned one. So the file has "
+            "data.tokenizer: train-bpe:8192 and model: {preset: gpt2, vocab_size: 8192}. With much "
+            "text, train-bpe:50257 keeps the model as it is: model: gpt2\n",
         ),
-        ("bert-base", "train-bpe:4096", "Set model to {preset: bert-base, vocab_size: 4097}\n"),
+        (
+            "gpt2",
+            "bytes",
+            "Set data.tokenizer to train-bpe:8192, and model to {preset: gpt2, vocab_size: 8192}. "
+            "With much text, train-bpe:50257 keeps the model as it is\n",
+        ),
+        (
+            "bert-base",
+            "train-bpe:4096",
+            "So the file has model: {preset: bert-base, vocab_size: 4097}\n",
+        ),
         (
             "tiny",
             "auto",
@@ -152,9 +165,28 @@ def test_init_says_that_rows_of_the_embedding_are_unused(tmp_path, model, tokeni
     assert (note or "") in done.stdout
 
 
-def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
-    from penstock.config import load
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "written"),
+    [
+        ("gpt2", "auto", ({"preset": "gpt2", "vocab_size": 8192}, "train-bpe:8192")),
+        ("bert-base", "auto", ({"preset": "bert-base", "vocab_size": 8193}, "train-bpe:8192")),
+        ("gpt2", "bytes", ("gpt2", "bytes")),
+        ("gpt2", "train-bpe:4096", ({"preset": "gpt2", "vocab_size": 4096}, "train-bpe:4096")),
+        ("gpt2", "train-bpe:50257", ("gpt2", "train-bpe:50257")),
+        ("tiny", "auto", ("tiny", "auto")),
+    ],
+)
+def test_init_writes_the_vocabulary_that_its_note_names(
+    tmp_path, monkeypatch, model, tokenizer, written
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["init", "--model", model, "--tokenizer", tokenizer]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    config = load(tmp_path / "train.yaml")
+    assert (config.to_mapping()["model"], config.data.tokenizer) == written
 
+
+def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     done = penstock("init", "my.yaml", "--model", "gpt2-medium", "--input", "a.txt", cwd=tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -167,9 +199,9 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     ]
     config = load(tmp_path / "my.yaml")
     assert config.model is not None
-    assert config.to_mapping()["model"] == "gpt2-medium"
+    assert config.to_mapping()["model"] == {"preset": "gpt2-medium", "vocab_size": 8192}
     assert config.data.input == ("a.txt",)
-    assert config.data.tokenizer == "auto"  # the default, as the file says
+    assert config.data.tokenizer == "train-bpe:8192"
     assert config.run.dir == Path("runs/my")
     before = (tmp_path / "my.yaml").read_text()
     nowhere = penstock("init", "runs/my.yaml", cwd=tmp_path)

@@ -200,7 +200,7 @@ def test_all_mistakes_are_reported_in_file_order(tmp_path, monkeypatch):
         "'big'; write a number and a unit",
         "run.yaml:5: run.stepps: unknown key (did you mean 'steps'?); run has dir, steps, seed",
         "run.yaml:6: engines: expected a whole number, got 'two'; for example engines: 1",
-        "command line, logging.every=no: logging.every: expected a whole number, got 'no'; for "
+        "command line, logging.every=no: expected a whole number, got 'no'; for "
         "example logging.every: 10 (steps)",
     ]
 
@@ -215,32 +215,32 @@ def test_all_mistakes_are_reported_in_file_order(tmp_path, monkeypatch):
         ),
         (
             "steps=5",
-            "command line, steps=5: steps: unknown key (did you mean 'run.steps'?); "
+            "command line, steps=5: unknown key (did you mean 'run.steps'?); "
             f"a configuration has {_KEYS}",
         ),
         (
             "learning_rate=1e-3",
-            "command line, learning_rate=1e-3: learning_rate: unknown key (did you mean "
+            "command line, learning_rate=1e-3: unknown key (did you mean "
             f"'optimizer.learning_rate'?); a configuration has {_KEYS}",
         ),
         (
             "lr=1e-3",
-            "command line, lr=1e-3: lr: unknown key (did you mean 'optimizer.learning_rate'?); "
+            "command line, lr=1e-3: unknown key (did you mean 'optimizer.learning_rate'?); "
             f"a configuration has {_KEYS}",
         ),
         (
             "batch_size=4",
-            "command line, batch_size=4: batch_size: unknown key (did you mean 'batch.size'?); "
+            "command line, batch_size=4: unknown key (did you mean 'batch.size'?); "
             f"a configuration has {_KEYS}",
         ),
         (
             "path=x",
-            "command line, path=x: path: unknown key (did you mean 'data.path' or "
+            "command line, path=x: unknown key (did you mean 'data.path' or "
             f"'store.flash.path'?); a configuration has {_KEYS}",
         ),
         (
             "run.learning_rate=1",
-            "command line, run.learning_rate=1: run.learning_rate: unknown key (did you mean "
+            "command line, run.learning_rate=1: unknown key (did you mean "
             "'optimizer.learning_rate'?); run has dir, steps, seed",
         ),
         (

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.config import ByteSize
+from penstock.config import ByteSize, sizes_above
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,9 @@ def test_invalid_size_is_refused_with_the_expected_form(value, message):
     with pytest.raises(ValueError, match="expected") as raised:
         ByteSize.parse(value)
     assert str(raised.value) == message
+
+
+def test_sizes_to_be_compared_share_a_unit_and_are_rounded_up():
+    assert sizes_above([2 << 30, 500 << 20, 1]) == ["2.00 GiB", "0.49 GiB", "0.01 GiB"]
+    assert sizes_above([900 << 20, 1 << 10]) == ["900.00 MiB", "0.01 MiB"]
+    assert sizes_above([0]) == ["0.00 KiB"]

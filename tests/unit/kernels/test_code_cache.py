@@ -154,6 +154,13 @@ def test_damaged_code_is_compiled_again(cache, suffix, damage):
     assert [is_found(), is_found()] == [False, True]
 
 
+def test_function_is_called_before_a_compilation_and_not_for_kept_code(cache):
+    calls = []
+    with code_cache.calling_before_compilation(lambda: calls.append("compiles")):
+        assert [is_found(), is_found()] == [False, True]
+    assert calls == ["compiles"]
+
+
 def tripled(values):
     return 3 * values.sum()
 

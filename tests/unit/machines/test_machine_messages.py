@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.machines import load_machine
+from penstock.machines import load_any, load_machine
 from penstock.machines.load import LIBRARY
 
 GOOD = """\
@@ -355,3 +355,15 @@ def test_folder_instead_of_a_file_is_explained(tmp_path, monkeypatch):
     (tmp_path / "m.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"^m\.yaml: cannot be read: expected a YAML file, got"):
         load_machine("m.yaml")
+
+
+def test_configuration_of_a_run_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nbatch: {size: 4}\nengine: {memory: 4GiB}\nrun: {steps: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_any(str(path))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(
+        f"{path}: expected the description of a machine, got the configuration of a run (keys "
+        "model, batch, engine, run); give one of cs2, "
+    )

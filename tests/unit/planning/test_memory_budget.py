@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from penstock.config import Config
@@ -164,7 +166,9 @@ def test_shared_memory_counts(program, cluster, rings):
         shares(program, cluster=cluster, memory="500MiB")
     name = "  memory that processes share (cluster.shared_memory)"
     found = [line for line in str(caught.value).splitlines() if line.startswith(name)]
-    assert [line.split()[-2:] for line in found] == [[f"{16 * rings}.00", "MiB"]] * bool(rings)
+    sizes = [" ".join(line.split()[-2:]) for line in found]
+    shown = [f"{16 * rings}.00 MiB", f"{math.ceil(100 * 16 * rings / 1024) / 100:.2f} GiB"]
+    assert [size in shown for size in sizes] == [True] * bool(rings)
 
 
 def test_transfer_buffers_count_for_engine_processes(program):

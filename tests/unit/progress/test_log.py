@@ -11,7 +11,16 @@ from rich.console import Console
 from penstock.progress import LineView
 from penstock.progress.log import event_lines, show_loss, step_line
 from penstock.progress.state import Progress
-from penstock.telemetry.events import Evaluated, Finished, Notice, RunMeasured, Saved, Stopped
+from penstock.telemetry.events import (
+    Compiling,
+    Evaluated,
+    Evaluating,
+    Finished,
+    Notice,
+    RunMeasured,
+    Saved,
+    Stopped,
+)
 
 
 class Clock:
@@ -169,10 +178,30 @@ def test_quiet_view_shows_only_required_events():
         Notice("read me"),
         Finished({"loss": 3.14159265, "best_held_out_loss": 3.5, "steps": 10, "store_bytes": 2048}),
     ]
-    assert lines_of(10, events, quiet=True) == [
-        "note: read me",
-        "finished: loss 3.1416 nats per token, best held-out loss 3.5000 nats per token, steps 10, "
-        "store 2.00 KiB",
+    assert lines_of(10, events, quiet=True) == ["note: read me"]
+    assert lines_of(10, [started(), Stopped(1, "Ctrl-C", "penstock train a.yaml")], quiet=True) == [
+        "stopped after step 1: Ctrl-C",
+        "resume with: penstock train a.yaml",
+    ]
+
+
+def test_log_names_compilation_unless_it_is_quiet():
+    line = "compiling kernels for this processor; later runs find them compiled"
+    assert lines_of(10, [started(), Compiling(0)])[3:] == [line]
+    assert lines_of(10, [started(), Compiling(0)], quiet=True) == []
+
+
+def test_batch_of_an_evaluation_has_a_line_after_a_silence(clock):
+    def events():
+        yield started()
+        yield step(1)
+        for batch in range(1, 5):
+            clock.now += 20
+            yield Evaluating(1, batch, 4)
+
+    assert [line for line in lines_of(1, events(), clock=clock) if "evaluating" in line] == [
+        "step 1  evaluating: batch 2 of 4",
+        "step 1  evaluating: batch 4 of 4",
     ]
 
 

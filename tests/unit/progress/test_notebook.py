@@ -8,7 +8,7 @@ from events_of_a_run import started, step
 
 from penstock.progress import LineView, LiveView, NotebookView, SilentView, view_from_python
 from penstock.progress.choice import in_notebook
-from penstock.telemetry.events import Evaluated, Finished
+from penstock.telemetry.events import Evaluated, Evaluating, Finished
 
 
 class Display:
@@ -46,6 +46,18 @@ def test_notebook_output_updates_at_most_four_times_a_second(capsys):
         "step 100  held-out loss 3.1000  best so far",
         "finished: steps 100",
     ]
+
+
+def test_notebook_shows_the_batch_of_an_evaluation():
+    now, display = [0.0], Display()
+    with NotebookView(display, lambda: now[0]) as view:
+        view(started())
+        view(step(1))
+        now[0] += 1
+        view(Evaluating(1, 2, 10))
+        view(Evaluated(1, 3.1, 22.2, 1.0, best=True))
+    (shown,) = display.outputs
+    assert [text.endswith("  evaluating: batch 2 of 10") for text in shown] == [False, True, False]
 
 
 def test_notebook_of_resumed_run_names_recorded_best_loss(capsys):

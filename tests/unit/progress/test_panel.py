@@ -12,7 +12,7 @@ from rich.console import Console
 from penstock.progress import LiveView
 from penstock.progress.panel import panel
 from penstock.progress.state import LossHistory, Progress
-from penstock.telemetry.events import Evaluated, Saved
+from penstock.telemetry.events import Evaluated, Evaluating, Notice, Saved, Stopped
 
 
 def shown(renderable, width=80):
@@ -59,6 +59,14 @@ def test_panel_fits_80_columns():
         "runs/x   fp32 on cpu",
     ):
         assert part in text, f"{part!r} is not in\n{text}"
+
+
+def test_panel_shows_the_batch_of_an_evaluation_until_it_ends():
+    text = "20 / 100   evaluating: batch 3 of 10"
+    during = (started(), step(20), Evaluating(20, 3, 10), Notice("a checkpoint was delayed"))
+    assert text in shown(panel(progress_of(*during)))
+    for end in (Evaluated(20, 3.1, 22.2, 1.0, best=True), step(21), Stopped(20, "Ctrl-C", "")):
+        assert "evaluating" not in shown(panel(progress_of(*during, end)))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

@@ -110,3 +110,27 @@ def test_lost_terminal_stops_only_drawing(terminal, console, monkeypatch):
         monkeypatch.setattr(terminal, "write", gone)
         lines.print("said to nobody\n")
         lines.draw()
+
+
+def test_run_that_never_started_leaves_no_line(terminal, console):
+    """A Ctrl-C or a refusal while the run is prepared."""
+    terminal.write("$ penstock train x.yaml\n")
+    with LiveView(console):
+        assert terminal.screen[1] == "preparing ..."
+    terminal.write("stopped before training began\n")
+    assert terminal.screen[:2] == ["$ penstock train x.yaml", "stopped before training began"]
+
+
+def test_interrupt_while_a_view_opens_shows_the_cursor_again(console, monkeypatch):
+    view = LiveView(console)
+    shown = []
+
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.progress.redrawn_lines.threading.Thread", interrupted)
+    monkeypatch.setattr(RedrawnLines, "_write", lambda lines, text: shown.append(text))
+    with pytest.raises(KeyboardInterrupt), view:
+        pass
+    assert shown[0].endswith("\x1b[?25l")
+    assert shown[-1].endswith("\x1b[?25h")

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.data import TokenDataset, build_dataset
+from penstock.errors import DataError
 from penstock.models import ModelSource
 from penstock.training import data_loading
 
@@ -81,3 +82,44 @@ def test_note_on_unused_ids_suits_the_source_of_the_model(tmp_path, model, advic
     ]
     data_loading._note_unused_ids(config, 260, dataset, notices.append)
     assert len(notices) == 1
+
+
+def test_small_data_set_that_the_run_cannot_use_is_removed_by_the_start_that_built_it(tmp_path):
+    """A configuration with more text would otherwise meet the data set of the first one."""
+    text, folder = tmp_path / "text.txt", tmp_path / "run" / "data"
+    text.write_text("too short")
+    config = settings_of(tmp_path, text)
+    with pytest.raises(DataError) as refusal:
+        data_loading.open_data(config, TINY, lambda text: None)
+    assert str(refusal.value).endswith(
+        f"shorten the sequences or add text. {folder}, which this start has built, was removed; "
+        "the next builds it again"
+    )
+    assert not list(folder.parent.iterdir())
+    text.write_text("water streams\n" * 200)
+    assert data_loading.open_data(config, TINY, lambda text: None).dataset is not None
+
+
+def test_data_set_of_an_earlier_start_is_kept_and_named_in_the_refusal(tmp_path):
+    text, folder = tmp_path / "text.txt", tmp_path / "run" / "data"
+    text.write_text("water streams\n" * 200)
+    config = settings_of(tmp_path, text)
+    data_loading.open_data(config, TINY, lambda text: None)
+    smaller = ModelSource.from_preset("tiny", {"vocab_size": 100})
+    with pytest.raises(DataError) as refusal:
+        data_loading.open_data(config, smaller, lambda text: None)
+    assert str(refusal.value).endswith(
+        f". {folder} is kept: if you change the text or the tokenizer, delete it, so that the next "
+        "start builds it again"
+    )
+    assert (folder / "dataset.json").exists()
+
+
+def test_large_data_set_that_this_start_has_built_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_loading, "_SMALL_TOKENS", 8)
+    (tmp_path / "text.txt").write_text("too short")
+    with pytest.raises(DataError, match="is kept: if you change the text"):
+        data_loading.open_data(
+            settings_of(tmp_path, tmp_path / "text.txt"), TINY, lambda text: None
+        )
+    assert (tmp_path / "run" / "data" / "dataset.json").exists()
