@@ -12,6 +12,7 @@ on N.
     python benchmarks/weak_scaling.py [--quick | --whole] [--only TEXT] [--plot FILE]
 
 `value` is the least share of a target: of 0.99 on 192 CS-2 and of 0.95 on 192 GPUs; at least 1.
+With `--quick` the most engines are 64.
 """
 
 from __future__ import annotations

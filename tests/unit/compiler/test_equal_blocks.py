@@ -284,4 +284,4 @@ def test_random_blocks(seed: int) -> None:
 )
 def test_many_random_blocks(begin: int, end: int) -> None:
     equal = [compare_repeated(seed) for seed in range(begin, end)]
-    assert sum(map(bool, equal)) >= (end - begin) // 20
+    assert sum(map(bool, equal)) >= (end - begin) / 20
