@@ -22,6 +22,7 @@ from penstock.kernels.sparse_dots import (
     add_products_by_dots,
     add_products_of_floats,
     add_products_unpacked,
+    fetch_row_ahead,
 )
 from penstock.kernels.sparse_panels import (
     STRIPE,
@@ -269,6 +270,7 @@ def _gradient_part(products, part, parts, arrays, count, matrix, sizes, width):
             last = _segment_from(starts, low, high, entry + entries * (part + 1) // parts)
             x_at = (panel * columns + cell % blocks * block_columns) * panel_tokens
             for s in range(first, last):
+                fetch_row_ahead(dy, panel * rows * panel_tokens, segment_rows, s, last, width)
                 g = (panel * rows + segment_rows[s]) * panel_tokens
                 products(totals, dy, g, x, x_at, local, starts[s], starts[s + 1], width)
 
