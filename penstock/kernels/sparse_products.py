@@ -5,7 +5,8 @@ unpacked, while they are in a cache. A thread packs one panel at a time in memor
 there are fewer panels than threads, all panels are packed first and shared. The gradient of entries
 shares as many panels as have 4 MiB, at least one. Each sum has one order, which the matrix and the
 panels decide: a row's entries are added in the order of their columns, and an entry's gradient is
-added panel after panel. Threads divide the work by whole sums, so their number changes no bit.
+added panel after panel, within a panel in an order that depends on whether the processor has
+AVX-512. Threads divide the work by whole sums, so their number changes no bit.
 """
 
 from typing import Literal, NamedTuple
