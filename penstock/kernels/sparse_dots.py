@@ -4,6 +4,11 @@ The gradients of a row of outputs stay in registers while the row's entries pass
 takes one load and one multiply-add per 16 tokens (32 of bfloat16). Four entries are multiplied
 together, so that no multiply-add waits for the one before it, and their lanes are summed together,
 by shuffles in registers.
+
+Where two registers hold a vector (AVX2), shuffles are a good part of the work, and halves of a
+vector are added before them. There, too, sums start as products, and the gradients of rows that
+follow are prefetched: segments are ordered by length, and the processor does not foresee their
+rows. With AVX-512 this was not measured, and the code has none of it.
 """
 
 from collections.abc import Callable
@@ -14,21 +19,36 @@ from numba.core import types
 
 from penstock.kernels.pair_code import dot_of_pairs, even_and_odd
 from penstock.kernels.sparse_vectors import column_offsets
-from penstock.kernels.vector_code import Sums, for_entries, load_vector, multiply_add, vectors_at
-from penstock.kernels.vectors import LANES, element_pointer, float32s, intrinsic, uint32s
+from penstock.kernels.vector_code import (
+    Sums,
+    for_entries,
+    has_wide_registers,
+    load_vector,
+    multiply_add,
+    vectors_at,
+)
+from penstock.kernels.vectors import (
+    LANES,
+    element_pointer,
+    fetch_lines,
+    float32s,
+    intrinsic,
+    uint32s,
+)
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _ZEROS = ir.Constant(_FLOATS, [0.0] * LANES)
 _GROUP = 4  # entries that are multiplied together
+_SEGMENTS_AHEAD = 4  # whose row of gradients is prefetched
 
 _Multiply = Callable[[Any, list[Any], list[Any]], Sums]
 
 
 def _sum_each(builder: Any, vectors: Sums) -> Any:
-    """The sums over the lanes of four vectors, in one fixed order: <4 x float>.
+    """The sums over the lanes of four vectors, in an order that the processor decides: <4 x float>.
 
-    A lane of a sum does not depend on the other vectors.
+    A sum does not depend on the other vectors.
     """
 
     def shuffled(a: Any, b: Any, lanes: list[int]) -> Any:
@@ -37,22 +57,45 @@ def _sum_each(builder: Any, vectors: Sums) -> Any:
     def folded(a: Any, b: Any, first: list[int], second: list[int]) -> Any:
         return builder.fadd(shuffled(a, b, first), shuffled(a, b, second))
 
-    def in_quarters(*lanes: int) -> list[int]:
-        return [quarter + lane for quarter in range(0, LANES, 4) for lane in lanes]
+    def halved(vector: Any) -> Any:
+        half = vector.type.count // 2
+        return folded(vector, vector, list(range(half)), list(range(half, 2 * half)))
+
+    if not has_wide_registers():
+        vectors = [halved(vector) for vector in vectors]
+    lanes = vectors[0].type.count
+
+    def in_quarters(*places: int) -> list[int]:
+        return [quarter + place for quarter in range(0, lanes, 4) for place in places]
 
     a, b, c, d = vectors
-    halves = (in_quarters(0, 16, 1, 17), in_quarters(2, 18, 3, 19))
+    halves = (in_quarters(0, lanes, 1, lanes + 1), in_quarters(2, lanes + 2, 3, lanes + 3))
     pairs = folded(a, b, *halves), folded(c, d, *halves)
-    quarters = folded(*pairs, in_quarters(0, 1, 16, 17), in_quarters(2, 3, 18, 19))
-    eight = folded(quarters, quarters, list(range(8)), list(range(8, 16)))
-    return folded(eight, eight, list(range(4)), list(range(4, 8)))
+    total = folded(
+        *pairs, in_quarters(0, 1, lanes, lanes + 1), in_quarters(2, 3, lanes + 2, lanes + 3)
+    )
+    while total.type.count > 4:
+        total = halved(total)
+    return total
+
+
+def _added(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """`a * b + total`, rounded once; without a total yet, the product."""
+    if total is None and not has_wide_registers():
+        return builder.fmul(a, b)
+    return multiply_add(builder, a, b, _ZEROS if total is None else total)
+
+
+def _unused() -> Any:
+    """A vector whose sum is not read."""
+    return _ZEROS if has_wide_registers() else ir.Constant(_FLOATS, ir.Undefined)
 
 
 def _multiply_floats(builder: Any, gradient: list[Any], features: list[Any]) -> Sums:
-    totals = [_ZEROS] * len(features)
+    totals: list[Any] = [None] * len(features)
     for v, tokens in enumerate(gradient):
         totals = [
-            multiply_add(builder, tokens, load_vector(builder, feature, v, 4), total)
+            _added(builder, tokens, load_vector(builder, feature, v, 4), total)
             for feature, total in zip(features, totals, strict=True)
         ]
     return totals
@@ -60,15 +103,12 @@ def _multiply_floats(builder: Any, gradient: list[Any], features: list[Any]) -> 
 
 def _multiply_unpacked(builder: Any, gradient: list[Any], features: list[Any]) -> Sums:
     # Two sums, since an addition waits for the previous one.
-    totals = [(_ZEROS, _ZEROS)] * len(features)
+    totals: list[tuple[Any, Any]] = [(None, None)] * len(features)
     for v, pairs in enumerate(gradient):
         left = even_and_odd(builder, pairs)
         right = [even_and_odd(builder, load_vector(builder, feature, v)) for feature in features]
         totals = [
-            (
-                multiply_add(builder, left[0], other[0], even),
-                multiply_add(builder, left[1], other[1], odd),
-            )
+            (_added(builder, left[0], other[0], even), _added(builder, left[1], other[1], odd))
             for other, (even, odd) in zip(right, totals, strict=True)
         ]
     return [builder.fadd(even, odd) for even, odd in totals]
@@ -121,7 +161,7 @@ def _multiplying(multiply: _Multiply) -> Any:
                 offsets = column_offsets(builder, address(5, entry), count, vectors)
                 features = [builder.gep(panel, [offset]) for offset in offsets]
                 products = multiply(builder, gradient, features)
-                sums = _sum_each(builder, products + [_ZEROS] * (_GROUP - count))
+                sums = _sum_each(builder, products + [_unused()] * (_GROUP - count))
                 place = address(0, entry)
                 if count == _GROUP:
                     place = builder.bitcast(place, four.as_pointer())
@@ -159,3 +199,30 @@ add_products_unpacked = _multiplying(_multiply_unpacked)
 """The same for panels of bfloat16 patterns, on any processor."""
 add_products_by_dots = _multiplying(_multiply_by_dots)
 """The same with the processor's dot product of bfloat16 pairs."""
+
+
+@intrinsic
+def fetch_row_ahead(typing_context, gradients, at, segment_rows, segment, last, width):
+    """In a kernel: prefetch the gradients of the row of a later segment, where that was measured.
+
+    Arguments: gradients and where the first row begins there; the row of each segment; the segment
+    that is multiplied now and the end of the segments; `width`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if has_wide_registers():
+            return context.get_dummy_value()
+        kinds, (gradients, at, segment_rows, segment, end, _) = signature.args, arguments
+        later = builder.add(segment, ir.Constant(_I64, _SEGMENTS_AHEAD))
+        is_within = builder.icmp_signed("<", later, end)
+        later = builder.select(is_within, later, segment)
+        row = builder.load(element_pointer(context, builder, kinds[2], segment_rows, later))
+        row_tokens = width.count * LANES
+        first = builder.mul(builder.sext(row, _I64), ir.Constant(_I64, row_tokens))
+        place = element_pointer(context, builder, kinds[0], gradients, builder.add(at, first))
+        row_bytes = row_tokens * kinds[0].dtype.bitwidth // 8
+        fetch_lines(builder, place, row_bytes // 64)
+        return context.get_dummy_value()
+
+    places = (segment_rows, types.intp, types.intp)
+    return types.void(gradients, types.intp, *places, width), generate

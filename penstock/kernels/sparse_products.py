@@ -5,7 +5,8 @@ unpacked, while they are in a cache. A thread packs one panel at a time in memor
 there are fewer panels than threads, all panels are packed first and shared. The gradient of entries
 shares as many panels as have 4 MiB, at least one. Each sum has one order, which the matrix and the
 panels decide: a row's entries are added in the order of their columns, and an entry's gradient is
-added panel after panel. Threads divide the work by whole sums, so their number changes no bit.
+added panel after panel, within a panel in an order that depends on whether the processor has
+AVX-512. Threads divide the work by whole sums, so their number changes no bit.
 """
 
 from typing import Literal, NamedTuple
@@ -22,6 +23,7 @@ from penstock.kernels.sparse_dots import (
     add_products_by_dots,
     add_products_of_floats,
     add_products_unpacked,
+    fetch_row_ahead,
 )
 from penstock.kernels.sparse_panels import (
     STRIPE,
@@ -269,6 +271,7 @@ def _gradient_part(products, part, parts, arrays, count, matrix, sizes, width):
             last = _segment_from(starts, low, high, entry + entries * (part + 1) // parts)
             x_at = (panel * columns + cell % blocks * block_columns) * panel_tokens
             for s in range(first, last):
+                fetch_row_ahead(dy, panel * rows * panel_tokens, segment_rows, s, last, width)
                 g = (panel * rows + segment_rows[s]) * panel_tokens
                 products(totals, dy, g, x, x_at, local, starts[s], starts[s + 1], width)
 

@@ -22,9 +22,9 @@ from penstock.kernels.pair_code import dot_of_pairs
 from penstock.kernels.vector_code import (
     Sums,
     for_entries,
+    has_wide_registers,
     load_vector,
     multiply_add,
-    processor_features,
     started_sums,
     store_vector,
     vectors_at,
@@ -52,7 +52,7 @@ def tile_width(vectors: int) -> int:
     With AVX-512 up to five, which with four rows take 26 of 32 registers. Elsewhere a vector of 16
     numbers takes two or four registers, so a tile has one.
     """
-    if "+avx512f" not in processor_features():
+    if not has_wide_registers():
         return 1
     return max(width for width in (1, 2, 3, 4, 5) if vectors % width == 0)
 

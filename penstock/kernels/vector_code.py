@@ -24,6 +24,11 @@ def processor_features() -> frozenset[str]:
     return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
 
+def has_wide_registers() -> bool:
+    """Whether one register holds a vector of 16 numbers (AVX-512)."""
+    return "+avx512f" in processor_features()
+
+
 def vectors_at(context: Any, builder: Any, kind: Any, array_type: Any, array: Any, at: Any) -> Any:
     """Generate the address of vectors of type `kind` that begin at an element of a flat array."""
     pointer = element_pointer(context, builder, array_type, array, at)

@@ -72,6 +72,17 @@ def call_llvm(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return builder.call(function, arguments)
 
 
+def fetch_lines(builder: Any, pointer: Any, lines: int) -> None:
+    """Generate the prefetch of some lines of 64 bytes into the first-level cache, from any address
+    on."""
+    pointer = builder.bitcast(pointer, _I8.as_pointer())
+    # To be read, soon, data: the codes of LLVM's `prefetch`.
+    codes = [ir.Constant(_I32, code) for code in (0, 3, 1)]
+    for line in range(lines):
+        address = builder.gep(pointer, [ir.Constant(_I64, 64 * line)])
+        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *codes])
+
+
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     """Generate the address of an element of a flat array."""
     data = context.make_array(array_type)(context, builder, array).data
@@ -262,12 +273,7 @@ def fetch(typing_context, array, index):
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array_type = signature.args[0]
         pointer = element_pointer(context, builder, array_type, *arguments)
-        pointer = builder.bitcast(pointer, _I8.as_pointer())
-        # To be read, soon, data: the codes of LLVM's `prefetch`.
-        codes = [ir.Constant(_I32, code) for code in (0, 3, 1)]
-        for line in range(array_type.dtype.bitwidth // 16):
-            address = builder.gep(pointer, [ir.Constant(_I64, 64 * line)])
-            call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *codes])
+        fetch_lines(builder, pointer, array_type.dtype.bitwidth // 16)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
