@@ -8,9 +8,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from penstock.compiler import attention_calls, lower_attention, operator_costs
+from penstock.compiler import lower_attention, operator_costs
 from penstock.compiler.attention_calls import attention, attention_backward, has_kernel
 from penstock.compiler.peak_bytes import peak_bytes
+from penstock.kernels import attention as attention_kernels
 from penstock.kernels.attention_shape import Shape, memory_bytes
 from penstock.kernels.pair_code import has_bfloat16_dot
 
@@ -304,7 +305,7 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
 ):
     """Where pairs are possible, the greater of two forms is planned."""
     taken = []
-    original = attention_calls.kernels.cache_lines
+    original = attention_kernels.cache_lines
 
     def counted(count, dtype):
         memory = original(count, dtype)
@@ -318,12 +319,12 @@ def test_memory_is_what_the_kernels_allocate_with_a_thread_for_every_head(
         attention_backward(query, query, key, value, *results, False, None, is_paired)
         return forward, sum(taken)
 
-    monkeypatch.setattr(attention_calls.kernels, "cache_lines", counted)
+    monkeypatch.setattr(attention_kernels, "cache_lines", counted)
     query, key, value = heads(keys=70, key_heads=key_heads, batch=3, size=size, dtype=dtype)
     shape = Shape(3, 2, key_heads, 5, 70, size)
     for threads in (1, 64):
         monkeypatch.setattr(
-            attention_calls.kernels.numba, "get_num_threads", lambda threads=threads: threads
+            attention_kernels.numba, "get_num_threads", lambda threads=threads: threads
         )
         forms = [bytes_taken(is_paired) for is_paired in {False, may_pair}]
         for found, backward in zip(map(max, zip(*forms, strict=True)), (False, True), strict=True):
