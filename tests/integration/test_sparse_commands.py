@@ -248,12 +248,12 @@ def test_a_method_that_changes_no_mask_is_named(tmp_path):
     [
         (
             ["sparsity.sparsity=1.0"],
-            "sparsity.sparsity: expected a number below 1, got 1.0; for example "
+            "sparsity.sparsity=1.0: expected a number below 1, got 1.0; for example "
             "sparsity.sparsity: 0.9",
         ),
         (
             ["sparsity.update_end=11"],
-            "sparsity.update_end: step 11 is after the end of the run, step 10; lower it, or "
+            "sparsity.update_end=11: step 11 is after the end of the run, step 10; lower it, or "
             "raise run.steps",
         ),
         (

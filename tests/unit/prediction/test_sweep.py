@@ -81,7 +81,7 @@ def test_sweep_has_a_point_for_every_value_and_the_reason_where_there_is_none():
 
 
 def test_sweep_of_an_unknown_key_is_refused():
-    with pytest.raises(ConfigError, match=r"engine\.memry: unknown key \(did you mean"):
+    with pytest.raises(ConfigError, match=r"engine\.memry=1: unknown key \(did you mean"):
         run_sweep(TINY, Sweep.parse("engine.memry=1,2"), lambda config: None)
 
 
