@@ -1,4 +1,4 @@
-"""Files of which one process has for minutes are the first that processes take.
+"""The order of test files: those that take one process longest come first.
 
 With `--dist loadfile` a file is one process's work. One that is taken last would be all that runs
 at the end, while the other processes have nothing left.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-_SLOWEST = (  # in `make test-long` on two cores of Zen 3, 2026-11-28: from 330 s down to 50 s
+SLOWEST = (  # of `make test-long` on two cores of Zen 3, 2026-11-28
     "tests/unit/training/test_kernel_worker.py",
     "tests/integration/test_best_checkpoint.py",
     "tests/unit/calibration/test_this_host.py",
@@ -31,5 +31,5 @@ _SLOWEST = (  # in `make test-long` on two cores of Zen 3, 2026-11-28: from 330 
 
 def slowest_first(items: list[pytest.Item]) -> None:
     """Move the tests of the slowest files to the front; all others keep their order."""
-    places = {name: place for place, name in enumerate(_SLOWEST)}
+    places = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

@@ -119,18 +119,16 @@ def _unused_rows(config: Config) -> _Unused | None:
             f"{name}, vocab_size: {ids + mask}}}"
         )
     fitting, tokenizer = {"preset": name, "vocab_size": learned + mask}, f"train-bpe:{learned}"
-    worse = (
-        f"{unused}; and a token of one byte makes several times as many tokens of a text as a "
-        f"learned one. "
-    )
-    own = f"With much text, train-bpe:{rows - mask} keeps the model as it is"
+    reason = f"{unused}; and a text has several times as many tokens of one byte as learned ones"
+    own = f"train-bpe:{rows - mask}"
     if config.data.tokenizer != "auto":
         return _Unused(
-            f"{worse}Set data.tokenizer to {tokenizer}, and model to {dump_inline(fitting)}. {own}"
+            f"{reason}. Set data.tokenizer to {tokenizer}, and model to {dump_inline(fitting)}. "
+            f"With much text, {own} keeps the model as it is"
         )
     return _Unused(
-        f"{worse}So the file has data.tokenizer: {tokenizer} and model: {dump_inline(fitting)}. "
-        f"{own}: model: {name}",
+        f"{reason}. So the file has data.tokenizer: {tokenizer} and model: {dump_inline(fitting)}. "
+        f"With much text, data.tokenizer: {own} and model: {name} keep the model as it is",
         fitting,
         tokenizer,
     )

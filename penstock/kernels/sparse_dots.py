@@ -40,7 +40,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _ZEROS = ir.Constant(_FLOATS, [0.0] * LANES)
 _GROUP = 4  # entries that are multiplied together
-_SEGMENTS_AHEAD = 4  # whose row of gradients is prefetched
+_SEGMENTS_AHEAD = 4  # whose row of gradients is prefetched; on Zen 3, 1 to 4 hardly differ
 
 _Multiply = Callable[[Any, list[Any], list[Any]], Sums]
 

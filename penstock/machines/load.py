@@ -86,7 +86,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]]
         raise ConfigError(f"{path}: expected a machine, got an empty file; {start}")
     if "name" not in data and _KEYS_OF_A_RUN & data.keys():
         raise ConfigError(
-            f"{path}: expected the description of a machine, got the configuration of a run (keys "
-            f"{', '.join(data)}); {start}"
+            f"{path}: expected the description of a machine, got the configuration of a run; "
+            f"{start}"
         )
     return data, lines

@@ -82,7 +82,8 @@ _LEAVES = {
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Return the arguments of a call as `tree_flatten` does: much faster if none is a container."""
+    """Return the arguments of a call as `tree_flatten` does; without containers there is nothing to
+    traverse."""
     flat = [*args, *kwargs.values()]
     if all(type(value) in _LEAVES for value in flat):
         return flat, _structure_of_leaves(len(args), tuple(kwargs))

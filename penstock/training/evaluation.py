@@ -100,9 +100,8 @@ class Evaluator:
         """
         counts = _Counts()
         micro, size = self._layout.micro_batch, self._config.batch.size
-        known = min(
-            batches, -(-getattr(self._held_out, "samples_per_epoch", batches * size) // size)
-        )
+        held_out = getattr(self._held_out, "samples_per_epoch", batches * size)
+        known = min(batches, math.ceil(held_out / size))
         for number, batch in enumerate(self._batches(micro, batches * size)):
             if should_stop():
                 raise InterruptedError

@@ -134,10 +134,10 @@ def test_an_unknown_command_names_the_closest():
             "gpt2",
             "auto",
             "note: gpt2 has 50,257 rows of its embedding, the tokenizer bytes has 257 ids: the "
-            "other rows would be stored and updated, and never used; and a token of one byte makes "
-            "several times as many tokens of a text as a learned one. So the file has "
+            "other rows would be stored and updated, and never used; and a text has several times "
+            "as many tokens of one byte as learned ones. So the file has "
             "data.tokenizer: train-bpe:8192 and model: {preset: gpt2, vocab_size: 8192}. With much "
-            "text, train-bpe:50257 keeps the model as it is: model: gpt2\n",
+            "text, data.tokenizer: train-bpe:50257 and model: gpt2 keep the model as it is\n",
         ),
         (
             "gpt2",

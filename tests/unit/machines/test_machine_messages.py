@@ -364,6 +364,6 @@ def test_configuration_of_a_run_is_refused_in_one_line(tmp_path):
         load_any(str(path))
     (line,) = str(caught.value).splitlines()
     assert line.startswith(
-        f"{path}: expected the description of a machine, got the configuration of a run (keys "
-        "model, batch, engine, run); give one of cs2, "
+        f"{path}: expected the description of a machine, got the configuration of a run; "
+        "give one of cs2, "
     )

@@ -16,9 +16,11 @@ from constructors import (
 )
 from families import FAMILIES, plain_builder
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from penstock.errors import CompileError, ConfigError
 from penstock.models.deferred import record
+from penstock.models.recording import _flattened
 
 
 def assert_same_bits(build, seed: int) -> None:
@@ -162,7 +164,9 @@ PEAK = """
 import resource
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 from penstock.models.deferred import record
+from penstock.models.recording import _flattened
 
 def build():
     layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(96)))
@@ -193,3 +197,19 @@ def test_few_tensors_are_in_memory_at_a_time() -> None:
     total, peak = map(int, done.stdout.split())
     assert total > 96 * 1024 * 1024 * 4
     assert peak < 6 * 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.ones(2), 0.5, None), {"generator": None}),
+        (([torch.ones(2), 1], (3, 4)), {"dtype": torch.float32}),
+        ((torch.Size([2, 3]),), {}),
+    ],
+)
+def test_arguments_are_flattened_as_by_pytorch(args, kwargs):
+    flat, structure = _flattened(args, kwargs)
+    expected, of_pytorch = tree_flatten((args, kwargs))
+    assert structure == of_pytorch
+    assert len(flat) == len(expected)
+    assert all(one is other for one, other in zip(flat, expected, strict=True))
