@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.compiler.capture import STREAM_DTYPE, Capture
 from penstock.compiler.custom_gradients import CustomGradient, fold_custom_gradients
 from penstock.compiler.cut import CutPiece, cut, weight_free_nodes
 from penstock.compiler.decoding import decoding_form
-from penstock.compiler.digests import digest_of, lines_of
+from penstock.compiler.digests import digest_of, lines_of, lines_of_nodes
 from penstock.compiler.executables import executable
 from penstock.compiler.forward_state import capture_repeatable
 from penstock.compiler.graph_digest import graph_digest
@@ -30,9 +30,9 @@ from penstock.compiler.rewrites import (
     rewrite,
     share_equal,
 )
-from penstock.compiler.selection import select_trainable
 from penstock.compiler.sparse_substitution import require_weights, sparse_sizes, substitute_products
 from penstock.compiler.weight_conversion import open_weight
+from penstock.compiler.weight_names import WeightNames
 from penstock.errors import CompileError, NoTrainingError, few
 from penstock.garbage_collection import collection_disabled
 from penstock.program import Kind, Program, Stage, TensorSpec, ValueSpec, WeightSpec, verify
@@ -94,47 +94,6 @@ def _compile(
     return verify(replace(assembly.program(), graph_digest=digest, whole_window_reason=reason))
 
 
-@dataclass(frozen=True)
-class WeightNames:
-    """The names of a module's parameters in the user's module; tied parameters occur once.
-
-    `first` maps every name in an export to the weight's first name. `aliases` maps each weight to
-    its further names. `differentiable` are the weights whose `requires_grad` the model has set.
-    """
-
-    first: Mapping[str, str]
-    aliases: Mapping[str, Sequence[str]]
-    differentiable: frozenset[str]
-
-    @classmethod
-    def of(cls, module: nn.Module, prefix: str) -> WeightNames:
-        """Collect the names of `module`; its own names begin with `prefix`."""
-        known: dict[int, str] = {}
-        first: dict[str, str] = {}
-        aliases: dict[str, list[str]] = {}
-        differentiable = set()
-        for full, parameter in module.named_parameters(remove_duplicate=False):
-            name = full.removeprefix(prefix)
-            if id(parameter) in known:
-                aliases[known[id(parameter)]].append(name)
-            else:
-                aliases[known.setdefault(id(parameter), name)] = []
-            first[full] = known[id(parameter)]
-            if parameter.requires_grad:
-                differentiable.add(name)
-        return cls(first, aliases, frozenset(differentiable))
-
-    def trainable(self, options: CompileOptions) -> frozenset[str]:
-        """Return the weights that `options` select for training."""
-        return select_trainable(
-            self.aliases,
-            self.differentiable,
-            train=options.train,
-            freeze=options.freeze,
-            adapters=options.adapters,
-        )
-
-
 @contextmanager
 def _gradients_of(
     module: nn.Module, names: WeightNames, trainable: frozenset[str]
@@ -170,6 +129,7 @@ class _ProgramAssembly:
     values: dict[str, ValueSpec] = field(default_factory=dict)
     weights: dict[str, WeightSpec] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
+    equal_stages: dict[str, tuple[Kind, int]] = field(default_factory=dict)  # by `_stage_text`
     weight_names: dict[str, str] = field(default_factory=dict)
 
     def program(self) -> Program:
@@ -409,15 +369,13 @@ class _ProgramAssembly:
                     placeholders[source] = name
                 else:
                     inputs[source] = None
-        graph, signature, first_dropout = self._stage_graph(
-            piece, list(weights), placeholders, list(inputs), outputs
-        )
-        digest = digest_of([*signature.lines, *lines_of(graph)])
-        if digest not in self.kinds:
-            label = _kind_name(piece.name, {k.name for k in self.kinds.values()})
-            device, products = self.options.device, self.options.products
-            self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
-        kind = self.kinds[digest]
+        text = self._stage_text(piece, weights, placeholders, inputs, outputs)
+        if text not in self.equal_stages:
+            graph, signature, first_dropout = self._stage_graph(
+                piece, list(weights), placeholders, list(inputs), outputs
+            )
+            self.equal_stages[text] = self._kind(piece.name, graph, signature), first_dropout
+        kind, first_dropout = self.equal_stages[text]
         has_gradients = computes_gradients(kind)
         for node, takes_gradient in zip(outputs, kind.outputs_grad, strict=True):
             self._add_value(node, "stage", takes_gradient and has_gradients)
@@ -429,6 +387,37 @@ class _ProgramAssembly:
             inputs=tuple(n.name for n in inputs),
             outputs=tuple(n.name for n in outputs),
             first_dropout=first_dropout,
+        )
+
+    def _kind(self, stage: str, graph: fx.Graph, signature: StageSignature) -> Kind:
+        digest = digest_of([*signature.lines, *lines_of(graph)])
+        if digest not in self.kinds:
+            label = _kind_name(stage, {k.name for k in self.kinds.values()})
+            device, products = self.options.device, self.options.products
+            self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
+        return self.kinds[digest]
+
+    def _stage_text(
+        self,
+        piece: CutPiece,
+        weights: Iterable[str],
+        placeholders: Mapping[fx.Node, str],
+        inputs: Iterable[fx.Node],
+        outputs: Iterable[fx.Node],
+    ) -> str:
+        """Return what determines the kind of a stage and its first dropout: most stages of a model
+        are equal, and only the first of them needs a graph."""
+        numbers = {name: f"w{number}" for number, name in enumerate(weights)}
+        given = {node: numbers[name] for node, name in placeholders.items()}
+        given |= {node: f"x{number}" for number, node in enumerate(inputs)} | {self.key: "key"}
+        values = [self.values[node.name] for node in inputs]
+        return "\n".join(
+            [
+                *(repr(replace(self.weights[name], name="", aliases=())) for name in weights),
+                *(f"{value.tensor} {value.requires_grad}" for value in values),
+                *lines_of_nodes(piece.nodes, given, lambda n: on_device(n, self.options.device)),
+                repr([piece.nodes.index(node) for node in outputs]),
+            ]
         )
 
     def _stage_graph(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.compiler.digests import digest_of, lines_of
-from penstock.compiler.nodes import source_line
+from penstock.compiler.nodes import erase_unused, source_line
 from penstock.compiler.retarget_devices import move
 from penstock.errors import CompileError
 
@@ -131,7 +131,7 @@ def fold_custom_gradients(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is _ops.custom_gradient.default:
             _fold(node)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     for node in graph.nodes:
         if node.target is _ops.output_gradient.default:
             raise CompileError(

@@ -1,7 +1,8 @@
 """A graph as text without the names of nodes: equal texts compute the same function."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -9,12 +10,23 @@ from torch import fx
 def lines_of(graph: fx.Graph) -> list[str]:
     """Return one line per node: its operator and its arguments; nodes are represented by their
     indices."""
-    place: dict[fx.Node, str] = {}
+    return lines_of_nodes(graph.nodes, {}, lambda node: (node.args, node.kwargs))
+
+
+def lines_of_nodes(
+    nodes: Iterable[fx.Node], given: Mapping[fx.Node, str], arguments: Callable[[fx.Node], Any]
+) -> list[str]:
+    """Return one line per node of a part of a graph.
+
+    **Arguments:** `given` has the text of each node before the part that the part reads;
+    `arguments` returns the arguments of a node that its line contains.
+    """
+    texts = {node: _Reference(text) for node, text in given.items()}
     lines = []
-    for number, node in enumerate(graph.nodes):
-        place[node] = f"%{number}"
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(place[n]))
+    for number, node in enumerate(nodes):
+        args = fx.node.map_arg(arguments(node), texts.__getitem__)
         lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args!r}")
+        texts[node] = _Reference(f"%{number}")
     return lines
 
 
@@ -24,7 +36,7 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 class _Reference(str):
-    """The index of a node within its graph, printed bare."""
+    """The text of a node among arguments, printed bare."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Nodes of a captured graph: their results, their source in the user's code, and new nodes."""
+"""Nodes of a captured graph: their results, their source in the user's code, new ones, unused ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +39,17 @@ def insert_call(
             *fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs or {}, value_of)
         )
     return node
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase the nodes whose results nothing reads, as `fx.Graph.eliminate_dead_code` does.
+
+    That method first checks the whole graph, and asks of every node whether it has an effect. This
+    function asks it of nodes without readers only.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
 
 
 def arguments_by_name(node: fx.Node) -> dict[str, Any]:

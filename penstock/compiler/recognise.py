@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
+from penstock.compiler.nodes import erase_unused
+
 aten = torch.ops.aten
 
 _ELEMENTWISE = {
@@ -79,7 +81,7 @@ def fuse_activations(graph: fx.Graph) -> int:
         fused.meta = dict(node.meta)
         node.replace_all_uses_with(fused)
         replaced += 1
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     return replaced
 
 

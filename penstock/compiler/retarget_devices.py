@@ -20,4 +20,5 @@ def on_device(node: fx.Node, device: str) -> tuple[tuple[Any, ...], dict[str, An
 
 def move(node: fx.Node, device: str) -> None:
     """Make a node create its tensors on the engine's device."""
-    node.args, node.kwargs = on_device(node, device)
+    if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
+        node.args, node.kwargs = on_device(node, device)

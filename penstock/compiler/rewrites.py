@@ -17,7 +17,13 @@ from torch import fx
 from penstock.compiler import ops  # noqa: F401  (registers the penstock operators)
 from penstock.compiler.capture import Capture
 from penstock.compiler.functional import functionalise, writes
-from penstock.compiler.nodes import arguments_by_name, insert_call, source_line, value_of
+from penstock.compiler.nodes import (
+    arguments_by_name,
+    erase_unused,
+    insert_call,
+    source_line,
+    value_of,
+)
 from penstock.compiler.recognise import fuse_activations
 from penstock.compiler.recurrent import divide_recurrent
 from penstock.errors import CompileError
@@ -102,7 +108,7 @@ def _drop_checks(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _CHECKS:
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _refuse_values(graph: fx.Graph) -> None:
@@ -141,7 +147,7 @@ def fuse_heads(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.target is aten.cross_entropy_loss.default and _fuse_head(graph, node):
             fused += 1
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     return fused
 
 
@@ -244,7 +250,7 @@ def _key_dropouts(graph: fx.Graph, key: fx.Node) -> None:
             node
         ).get("dropout_p", 0.0):
             _expand_attention(graph, node, key)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _keyed_dropout(

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -166,6 +167,8 @@ class Recorder(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in _ALLOCATING or packet in _RESHAPING or func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is aten.detach.default and self._is_without_value(args[0]):
+            return fast_detach(self.fake_mode, args[0])  # every parameter is made by one
         flat, structure = _flattened(args, kwargs)
         arguments = tuple(self._encode(x) for x in flat)
         writes = tuple(self._written(func, args, kwargs))
@@ -194,6 +197,10 @@ class Recorder(TorchDispatchMode):
             RecordedOperation(func, arguments, structure, reads, writes, overwrites, creates, draw)
         )
         return result
+
+    def _is_without_value(self, tensor: Any) -> bool:
+        is_of_mode = type(tensor) is FakeTensor and tensor.fake_mode is self.fake_mode
+        return is_of_mode and tensor.constant is None
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...] | None:
         """Return the operator, type and arguments of a fill of a whole storage; None if every such
