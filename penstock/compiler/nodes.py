@@ -1,4 +1,4 @@
-"""Nodes of a captured graph: their results, their source in the user's code, new ones, unused ones."""
+"""Nodes of a captured graph: results, source in the user's code, new nodes, unused nodes."""
 
 from collections.abc import Callable
 from typing import Any
