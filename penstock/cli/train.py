@@ -61,7 +61,7 @@ def train(
 
     view = view_for_command(Console(), settings.logging.every, quiet)
     command = shlex.join(["penstock", "train", str(config), *(overrides or ())])
-    _run(settings, view, command)
+    _run(settings, view, command, names_next=not quiet)
 
 
 def recorded_extra(folder: Path) -> dict[str, Any] | None:
@@ -71,9 +71,22 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
     return flash.recorded_extra(folder)
 
 
-def _run(settings: Config, view: View, resume_command: str) -> None:
-    stop, lost = GracefulStop(view.interrupt), ""
-    with surviving_loss(stop.lose_output), ExitStack() as stack:
+def _run(settings: Config, view: View, resume_command: str, names_next: bool) -> None:
+    stop = GracefulStop(view.interrupt)
+    with surviving_loss(stop.lose_output):
+        trainer = _train(settings, view, resume_command, stop)
+        if stop.signal is None and names_next and trainer.step >= settings.run.steps:
+            typer.echo(next_commands(settings.run.dir, trainer.model.task))
+    if stop.signal is not None:
+        # The exit code that a shell reports for a process ended by this signal, so that `penstock
+        # train ... && next` stops after a Ctrl-C.
+        raise typer.Exit(128 + stop.signal)
+
+
+def _train(settings: Config, view: View, resume_command: str, stop: GracefulStop) -> Trainer:
+    """Train until the end or a signal; return the closed trainer."""
+    lost = ""
+    with ExitStack() as stack:
         stack.callback(lambda: output.write_error(lost))  # after the view, whose last line is open
         try:
             stack.enter_context(view)
@@ -93,10 +106,18 @@ def _run(settings: Config, view: View, resume_command: str) -> None:
                 except KeyboardInterrupt:
                     lost = stopped_at_once(trainer, resume_command)
                     raise
-    if stop.signal is not None:
-        # The exit code that a shell reports for a process ended by this signal, so that `penstock
-        # train ... && next` stops after a Ctrl-C.
-        raise typer.Exit(128 + stop.signal)
+    return trainer
+
+
+def next_commands(folder: Path, task: str) -> str:
+    """Return lines with what can be done with a run that has all its steps."""
+    run, out = shlex.quote(str(folder)), shlex.quote(f"{folder}-exported")
+    export = f"penstock export {run} {out}"
+    commands = [f"{export}  # a folder that transformers loads"]
+    if task == "causal_lm":
+        generate = f"penstock generate {run}".ljust(len(export))
+        commands.insert(0, f"{generate}  # text from the trained model")
+    return "next: " + "\n      ".join(commands)
 
 
 def stopped_at_once(trainer: Trainer, resume_command: str) -> str:

@@ -1,5 +1,7 @@
 """The view of a run in a terminal: a redrawn panel, and permanent lines above it."""
 
+import textwrap
+
 from rich.console import Console, RenderableType
 
 from penstock.progress.log import event_lines
@@ -7,13 +9,14 @@ from penstock.progress.panel import panel
 from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import ALWAYS_SHOWN, View
-from penstock.telemetry import Compiling, Evaluated, Event
+from penstock.telemetry import Compiling, Evaluated, Event, Stopped
 
 
 class LiveView(View):
     """Redraws a panel of the run; evaluations and required messages stay above the panel."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._progress = Progress()
         self._message = ""
         self._lines = RedrawnLines(console, self.render)
@@ -29,9 +32,21 @@ class LiveView(View):
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
         if isinstance(event, (Evaluated, Compiling, *ALWAYS_SHOWN)):
-            self._lines.print(
-                "".join(f"{line}\n" for line in event_lines(event, self._progress.loss_unit))
-            )
+            lines = event_lines(event, self._progress.loss_unit)
+            if not isinstance(event, Stopped):  # whose command is to be copied
+                lines = [part for line in lines for part in self._parts(line)]
+            self._lines.print("".join(f"{line}\n" for line in lines))
+
+    def _parts(self, line: str) -> list[str]:
+        """Divide a line between words into parts that fit the terminal."""
+        return textwrap.wrap(
+            line,
+            self._console.width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
 
     def interrupt(self, text: str) -> None:
         """Show the text in the panel; its thread draws it, since a signal handler may not write."""

@@ -209,7 +209,11 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
         best = "  best so far" if event.best else ""
         return [f"step {event.step}  held-out {show_evaluation(event)}{best}"]
     if isinstance(event, Compiling):
-        return ["compiling kernels for this processor; later runs find them compiled"]
+        return (
+            []
+            if event.again
+            else ["compiling kernels for this processor, which later runs use again"]
+        )
     if isinstance(event, Saved):
         return [
             f"step {event.step}  saved {event.path} ({show_bytes(event.bytes)}, "
@@ -393,7 +397,7 @@ def traffic(run: RunMeasured) -> str:
 
 
 def _summary(event: Finished, loss_unit: str) -> str:
-    figures = dict(event.summary)
+    figures = {name: value for name, value in event.summary.items() if name != "peak_rss_bytes"}
     if figures.get("steps", 0) < event.step:  # the others were done before a resume
         figures["steps"] = f"{event.step}, {figures['steps']} of them now"
     return ", ".join(_figure(name, value, loss_unit) for name, value in figures.items())

@@ -38,7 +38,7 @@ _CHART_WIDTH = 36
 
 
 def panel(progress: Progress, message: str = "") -> RenderableType:
-    """Return the panel of the run's current state; an urgent `message` is the last row."""
+    """Return the panel of the run's current state, with an urgent `message` below the steps."""
     started = progress.started
     if started is None:
         return Text("preparing ...")
@@ -46,10 +46,10 @@ def panel(progress: Progress, message: str = "") -> RenderableType:
     # In a narrow terminal the value column shrinks: only a column that wraps can shrink.
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(overflow="fold")
-    for label, value in _rows(progress, started):
+    steps, *others = _rows(progress, started)
+    urgent = [("", Text(message, "bold yellow"))] if message else []
+    for label, value in (steps, *urgent, *others):
         table.add_row(label, value)
-    if message:
-        table.add_row("", Text(message, "bold yellow"))
     title = f"[bold]{escape(started.model)}[/bold]  {parameters(started)}"
     subtitle = f"{escape(str(started.run_dir))}   {started.precision} on {escape(started.device)}"
     return Panel(table, title=title, subtitle=subtitle, expand=False)
@@ -60,6 +60,8 @@ def _rows(progress: Progress, started: RunStarted) -> Iterator[tuple[str, str | 
     step = last.step if last else started.resumed_from or 0
     resumed = f"   resumed from step {started.resumed_from}" if started.resumed_from else ""
     state = f"   {evaluating(progress)}" if progress.evaluating is not None else resumed
+    if progress.is_compiling:
+        state = "   compiling kernels"
     yield "step", _bar(step, started.steps, f"{step} / {started.steps}{state}")
     elapsed = f"{show_duration(progress.seconds_elapsed)} elapsed"
     yield "time", f"{elapsed}   {time_left(progress)}".rstrip()

@@ -17,6 +17,8 @@ from typing import TextIO, cast
 
 from rich.console import Console, RenderableType
 
+from penstock.progress.kept_output import KeptOutput
+
 _SECONDS = 0.25  # between two drawings
 _WIDTH = 80
 _ERASE = "\r\x1b[J"
@@ -40,6 +42,7 @@ class RedrawnLines:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._around = contextlib.ExitStack()
+        self._kept_output = KeptOutput(self._file)
 
     def open(self) -> None:
         """Show the lines, and redraw them until `close`."""
@@ -70,7 +73,7 @@ class RedrawnLines:
             if not self._is_shown:
                 self._write(text)
                 return
-            lines = self._lines()
+            lines = self._lines()[: max(self._console.height - 1, 1)]
             self._height = len(lines)
             self._write(f"{_ERASE}{text}{_CUT_LINES}" + "\r\n".join(lines) + _WRAP_LINES + self._up)
 
@@ -79,7 +82,7 @@ class RedrawnLines:
         return f"\r\x1b[{self._height - 1}A" if self._height > 1 else "\r"
 
     def _lines(self) -> list[str]:
-        """Return the lines with their styles, as many as fit the terminal."""
+        """Return the lines with their styles."""
         # A separate file, because the console's file may be closed, or redirected to print above.
         drawing = Console(
             file=io.StringIO(),
@@ -88,31 +91,35 @@ class RedrawnLines:
             width=min(self._console.width, _WIDTH),
         )
         drawing.print(self._render())
-        text = cast(io.StringIO, drawing.file).getvalue()
-        return text.splitlines()[: max(self._console.height - 1, 1)]
+        return cast(io.StringIO, drawing.file).getvalue().splitlines()
 
     def _show(self) -> None:
         with self._lock:
             self._is_shown = True
+            self._kept_output.begin()
             self._write(_HIDE_CURSOR)
             self.draw()
 
     def _leave(self, is_kept: bool = True) -> None:
-        """Draw the lines for the last time and put the cursor below them, or erase them."""
+        """Draw all lines for the last time and put the cursor below them, or erase them."""
         with self._lock:
             if is_kept and self._is_shown:
-                self.draw()
-                self._write("\n" * self._height + _SHOW_CURSOR)
+                lines = "\r\n".join(self._lines())
+                self._write(f"{_ERASE}{_CUT_LINES}{lines}{_WRAP_LINES}\r\n{_SHOW_CURSOR}")
             else:
                 self._write(_ERASE + _SHOW_CURSOR)
             self._is_shown = False
+            self._kept_output.end()
+
+    @property
+    def _file(self) -> TextIO:
+        # Bypass the stand-in of stdout, which would print above the lines.
+        return cast(TextIO, getattr(self._console.file, "rich_proxied_file", self._console.file))
 
     def _write(self, text: str) -> None:
-        # Bypass the stand-in of stdout, which would print above the lines.
-        file = getattr(self._console.file, "rich_proxied_file", self._console.file)
         try:
-            file.write(text)
-            file.flush()
+            self._file.write(text)
+            self._file.flush()
         except OSError:
             self._ended.set()  # the terminal is gone; SIGHUP ends the run, and saves it
 

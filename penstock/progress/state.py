@@ -63,7 +63,8 @@ class Progress:
     `mask_change` is the last step that changed masks. `best_loss` is the best held-out loss of the
     whole run, also before a resume, and `best_step` its step; None if unknown. `steps` counts the
     steps since the run, or this part of a resumed run, began at `began`. `evaluating` is the
-    batch of an evaluation that has not ended.
+    batch of an evaluation that has not ended, `is_compiling` whether kernels have been compiled
+    since the last step or evaluation.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -79,9 +80,14 @@ class Progress:
     recent: tuple[StepDone, ...] = ()
     steps: int = 0
     evaluating: Evaluating | None = None
+    is_compiling: bool = False
 
     def after(self, event: Event) -> Progress:
         """Return the progress after another event."""
+        if isinstance(event, Compiling):
+            return replace(self, is_compiling=True)
+        if self.is_compiling and isinstance(event, (StepDone, Evaluating, Evaluated)):
+            return replace(self, is_compiling=False).after(event)
         if isinstance(event, Evaluating):
             return replace(self, evaluating=event)
         if self.evaluating is not None and not isinstance(event, _WITHIN_EVALUATION):

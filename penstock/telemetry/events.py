@@ -158,9 +158,13 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Compiling:
-    """Kernels are compiled after `step`, or another process compiles them and this one waits."""
+    """Kernels are compiled after `step`, or another process compiles them and this one waits.
+
+    `again` is true for those that are compiled later than others of the same run.
+    """
 
     step: int
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ def reported_compilation(listener: Listener, step: Callable[[], int]) -> Iterato
 
     def tell() -> None:
         nonlocal told_at
-        is_new = told_at is None or step() >= told_at + FIRST_STEPS
-        if is_new:
+        is_first = told_at is None
+        if told_at is None or step() >= told_at + FIRST_STEPS:
             told_at = step()
-            listener(Compiling(told_at))
+            listener(Compiling(told_at, again=not is_first))
 
     with calling_before_compilation(tell):
         yield

@@ -106,10 +106,10 @@ class Trainer:
         best: bool = False,
     ) -> None:
         self.config = to_config(config, "none" if best else cluster)
+        self._trajectory = trajectory(self.config)  # once: Pydantic's code loses a second Ctrl-C
         self._is_best = best
         self._view = view_from_python(self.config.logging.every, quiet)
-        self._listener = broadcast([self._view, *([on_event] if on_event else [])])
-        self._notify = self._listener
+        self._listener = self._notify = broadcast([self._view, *([on_event] if on_event else [])])
         set_threads(self.config.engine.threads)
         self._checkpoints = checkpoint_backends.make_checkpoint_backend(self.config, best)
         self._recorded = recorded = self._checkpoints.recorded
@@ -404,7 +404,7 @@ class Trainer:
         dataset, sparse = self._data.dataset, self._layout.sparse
         in_engines = self._layout.sparse_weights
         return ResumeState(
-            trajectory=trajectory(self.config),
+            trajectory=self._trajectory,
             micro_batch=self._layout.micro_batch,
             slot_bytes=self._layout.slot_bytes,
             products=self._layout.products,

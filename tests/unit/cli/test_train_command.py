@@ -11,7 +11,7 @@ from events_of_a_run import started, step
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.train import GracefulStop
+from penstock.cli.train import GracefulStop, next_commands
 from penstock.errors import ConfigError
 from penstock.telemetry.events import Stopped
 
@@ -27,6 +27,7 @@ class PretendTrainer:
         assert quiet, "the command shows the run itself"
         self.config, self.on_event, self.reason = config, on_event, None
         self.is_closed, self.step = False, 0
+        self.model = types.SimpleNamespace(task="causal_lm")
         PretendTrainer.made.append(self)
 
     def request_stop(self, reason):
@@ -123,7 +124,7 @@ IN_A_TERMINAL = """
 import fcntl, signal, sys, termios, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from penstock.cli.train import GracefulStop
+from penstock.cli.train import GracefulStop, next_commands
 asked = []
 with GracefulStop().handling(asked.append):
     print("ready", flush=True)
@@ -198,3 +199,21 @@ def test_fresh_refuses_a_non_empty_folder(run, tmp_path):
     assert PretendTrainer.made == []
     assert (tmp_path / "kept" / "notes.txt").read_text() == "mine"
     assert run("my run.yaml", "run.dir=new", "--fresh").exit_code == 0
+
+
+@pytest.mark.parametrize(("options", "is_shown"), [(["run.steps=100"], True), ([], False)])
+def test_complete_run_is_followed_by_what_can_be_done_with_it(run, options, is_shown):
+    result = run("my run.yaml", "run.dir=a run", *options)
+    assert result.exit_code == 0
+    assert ("penstock generate 'a run'" in result.stdout) == is_shown
+    assert "next:" not in run("my run.yaml", "run.dir=other", *options, "-q").stdout
+
+
+def test_next_commands_suit_the_task(tmp_path):
+    assert next_commands(tmp_path / "run", "masked_lm") == (
+        f"next: penstock export {tmp_path}/run {tmp_path}/run-exported"
+        "  # a folder that transformers loads"
+    )
+    generate, export = next_commands(tmp_path / "run", "causal_lm").splitlines()
+    assert generate.startswith(f"next: penstock generate {tmp_path}/run  ")
+    assert generate.index("#") == export.index("#")

@@ -186,8 +186,8 @@ def test_quiet_view_shows_only_required_events():
 
 
 def test_log_names_compilation_unless_it_is_quiet():
-    line = "compiling kernels for this processor; later runs find them compiled"
-    assert lines_of(10, [started(), Compiling(0)])[3:] == [line]
+    line = "compiling kernels for this processor, which later runs use again"
+    assert lines_of(10, [started(), Compiling(0), Compiling(9, again=True)])[3:] == [line]
     assert lines_of(10, [started(), Compiling(0)], quiet=True) == []
 
 

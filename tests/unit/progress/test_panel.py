@@ -12,7 +12,7 @@ from rich.console import Console
 from penstock.progress import LiveView
 from penstock.progress.panel import panel
 from penstock.progress.state import LossHistory, Progress
-from penstock.telemetry.events import Evaluated, Evaluating, Notice, Saved, Stopped
+from penstock.telemetry.events import Compiling, Evaluated, Evaluating, Notice, Saved, Stopped
 
 
 def shown(renderable, width=80):
@@ -152,9 +152,16 @@ def test_best_loss_has_no_row_until_known():
     assert best_row(Evaluated(0, 9.0, 8103.1, 1.0, best=False), started()) is None  # untrained
 
 
-def test_urgent_message_is_last_row():
+def test_urgent_message_is_below_the_steps_also_in_a_short_terminal():
     text = shown(panel(progress_of(started()), "stopping after this step"))
-    assert "│           stopping after this step" in text.splitlines()[-2]
+    assert "│           stopping after this step" in text.splitlines()[2]
+
+
+def test_panel_shows_that_kernels_are_compiled_until_a_step_or_an_evaluation():
+    during = (started(), step(20), Compiling(20, again=True), Notice("a checkpoint was delayed"))
+    assert "20 / 100   compiling kernels" in shown(panel(progress_of(*during)))
+    for end in (Evaluating(20, 1, 10), Evaluated(20, 3.1, 22.2, 1.0, best=True), step(21)):
+        assert "compiling" not in shown(panel(progress_of(*during, end)))
 
 
 def test_loss_history_is_bounded():

@@ -71,7 +71,7 @@ def test_echoed_ctrl_c_is_overwritten_and_stop_is_shown(terminal, console):
         view.interrupt("stopping after this step; a second signal skips the save")
         view(Notice("and so on"))
         assert borders(terminal.screen) == (1, 1)
-        assert "stopping after this step; a second" in terminal.screen[-2]
+        assert any("stopping after this step; a second" in row for row in terminal.screen)
         terminal.write("^C")
         view(Stopped(1, "Ctrl-C", "penstock train x.yaml engines=2"))
     screen = terminal.screen
@@ -134,3 +134,26 @@ def test_interrupt_while_a_view_opens_shows_the_cursor_again(console, monkeypatc
         pass
     assert shown[0].endswith("\x1b[?25l")
     assert shown[-1].endswith("\x1b[?25h")
+
+
+def test_lines_above_the_panel_are_divided_between_words_but_commands_are_not(terminal, console):
+    terminal.resize(50)
+    command = "penstock train configurations/one.yaml optimizer.learning_rate=0.0003"
+    with LiveView(console) as view:
+        view(started())
+        view(Notice("there is one document, so the last 46,243 tokens are the validation split"))
+        view(Stopped(1, "Ctrl-C", command))
+    assert terminal.lines[:4] == [
+        "note: there is one document, so the last 46,243",
+        "  tokens are the validation split",
+        "stopped after step 1: Ctrl-C",
+        f"resume with: {command}",
+    ]
+
+
+def test_last_drawing_has_all_lines_in_a_short_terminal(terminal, monkeypatch):
+    console = Console(file=terminal, force_terminal=True, width=60, height=4)
+    lines = RedrawnLines(console, lambda: "\n".join(map(str, range(10))))
+    with closing(opened(lines)):
+        assert terminal.screen == ["0", "1", "2"]
+    assert terminal.screen == [*map(str, range(10)), ""]

@@ -10,7 +10,7 @@ def test_first_steps_have_one_event_and_a_later_compilation_has_its_own():
     with reported_compilation(events.append, lambda: next(steps)):
         for _ in range(5):
             code_cache._before_compilation()
-    assert events == [Compiling(5), Compiling(12)]
+    assert events == [Compiling(5), Compiling(12, again=True)]
     assert code_cache._before_compilation is None
 
 
