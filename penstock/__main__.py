@@ -4,6 +4,7 @@ Ctrl-C is handled before the command line is imported.
 """
 
 import gc
+import sys
 
 from penstock.interruption import interruptible
 
@@ -17,7 +18,9 @@ def main() -> None:
             run()
     finally:
         # At its end the interpreter would traverse every module and graph, for up to a second.
-        gc.freeze()
+        # Objects of the user's code may have to be finalized: files that were not closed.
+        if "penstock.models.factory" not in sys.modules:
+            gc.freeze()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _KERNELS = Path(__file__).parent
 _LONGEST_WAIT_SECONDS = 120.0  # a kernel takes a few; a stopped process must not stop others
 _POLL_SECONDS = 0.02
 _KEPT_VERSIONS = 16
-_before_compilation: Callable[[], None] | None = None
+_before_compilation: list[Callable[[], None]] = []
 
 
 class _Locator(caching._CacheLocator):
@@ -137,8 +137,8 @@ class CodeCache(caching.FunctionCache):
         self._lock.release()  # of a compilation that failed
         found = self._read(sig, target_context)
         if found is None:
-            if _before_compilation is not None:
-                _before_compilation()
+            for function in tuple(_before_compilation):
+                function()
             self._lock.acquire()
             found = self._read(sig, target_context)  # another process may have made it
             if found is not None:
@@ -167,14 +167,16 @@ class CodeCache(caching.FunctionCache):
 
 @contextlib.contextmanager
 def calling_before_compilation(function: Callable[[], None]) -> Iterator[None]:
-    """Call `function` inside the block before each compilation, in the thread that compiles, and
-    before each wait for one of another process."""
-    global _before_compilation
-    before, _before_compilation = _before_compilation, function
+    """Call `function` inside the block before each compilation, and before each wait for one of
+    another process.
+
+    The calling thread, which may be any, has Numba's lock: `function` must not wait for another.
+    """
+    _before_compilation.append(function)
     try:
         yield
     finally:
-        _before_compilation = before
+        _before_compilation.remove(function)
 
 
 def code_folder() -> Path | None:

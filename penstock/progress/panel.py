@@ -41,7 +41,7 @@ def panel(progress: Progress, message: str = "") -> RenderableType:
     """Return the panel of the run's current state, with an urgent `message` below the steps."""
     started = progress.started
     if started is None:
-        return Text("preparing ...")
+        return Text("compiling kernels ..." if progress.is_compiling else "preparing ...")
     table = Table.grid(padding=(0, 2))
     # In a narrow terminal the value column shrinks: only a column that wraps can shrink.
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)

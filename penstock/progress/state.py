@@ -101,6 +101,7 @@ class Progress:
                 best_loss=event.best_loss,
                 best_step=event.best_step,
                 saved=self.saved,
+                is_compiling=self.is_compiling,
             )
         if isinstance(event, StepDone):
             recent = () if self.steps <= FIRST_STEPS else self.recent

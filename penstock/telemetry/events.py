@@ -6,6 +6,7 @@ in seconds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -322,10 +323,13 @@ Listener = Callable[[Event], None]
 
 
 def broadcast(listeners: list[Listener]) -> Listener:
-    """Return a listener that passes each event to all listeners, in order."""
+    """Return a listener that passes each event to all listeners, in order, and one event at a
+    time: threads may call it."""
+    one_at_a_time = threading.RLock()
 
     def tell(event: Event) -> None:
-        for listener in listeners:
-            listener(event)
+        with one_at_a_time:
+            for listener in listeners:
+                listener(event)
 
     return tell

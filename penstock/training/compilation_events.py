@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 from penstock.kernels.code_cache import calling_before_compilation
 from penstock.telemetry import FIRST_STEPS, Compiling, Listener
 
 
-@contextmanager
-def reported_compilation(listener: Listener, step: Callable[[], int]) -> Iterator[None]:
-    """Report inside the block that kernels are compiled which are not in the cache.
+class CompilationEvents:
+    """Reports to a listener that kernels are compiled which are not in the cache.
 
-    `step` returns the number of committed steps. There is one event for the first steps, and
-    another for kernels that a later step is the first to need.
+    There is one event for the start and the first steps of a run, and another for kernels that a
+    later step is the first to need. A thread of its own calls the listener: the thread that
+    compiles has Numba's lock, for which another thread may wait that the listener waits for.
     """
-    told_at: int | None = None
 
-    def tell() -> None:
-        nonlocal told_at
-        is_first = told_at is None
-        if told_at is None or step() >= told_at + FIRST_STEPS:
-            told_at = step()
-            listener(Compiling(told_at, again=not is_first))
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._told_at: int | None = None
 
-    with calling_before_compilation(tell):
-        yield
+    @contextmanager
+    def reported(self, step: Callable[[], int]) -> Iterator[None]:
+        """Report the compilations inside the block; `step` returns the number of committed steps.
+
+        **Raises:** what the listener has raised.
+        """
+        compilations: SimpleQueue[bool] = SimpleQueue()
+        failures: list[BaseException] = []
+
+        def report() -> None:
+            try:
+                while compilations.get():
+                    self._tell(step())
+            except BaseException as failure:  # raised at the end of the block
+                failures.append(failure)
+
+        thread = threading.Thread(target=report, name="penstock compilations", daemon=True)
+        thread.start()
+        try:
+            with calling_before_compilation(lambda: compilations.put(True)):
+                yield
+        finally:
+            compilations.put(False)
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def _tell(self, step: int) -> None:
+        is_first = self._told_at is None
+        if self._told_at is None or step >= self._told_at + FIRST_STEPS:
+            self._told_at = step
+            self._listener(Compiling(step, again=not is_first))

@@ -118,3 +118,12 @@ def require_same_beginning(
             "ignore_initial_values=True), or call torch.manual_seed before the module is built, in "
             "every run of the script; to train this module, choose another run.dir"
         )
+
+
+def require_newest(config: Config, newest: int | None, step: int) -> None:
+    """Refuse to train from `step` if another trainer has advanced the run to `newest`."""
+    if newest is not None and newest > step:
+        raise ConfigError(
+            f"{config.run.dir} has been trained to step {newest} by another trainer, this trainer "
+            f"is at step {step}; create a new Trainer, which continues from step {newest}"
+        )

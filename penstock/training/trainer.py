@@ -39,7 +39,7 @@ from penstock.telemetry import (
 from penstock.training import checkpoint_backends
 from penstock.training.best_checkpoint import nothing_trained
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
-from penstock.training.compilation_events import reported_compilation
+from penstock.training.compilation_events import CompilationEvents
 from penstock.training.early_stop import EarlyStop, evaluation_due, require_held_out
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
@@ -55,7 +55,12 @@ from penstock.training.run_assembly import (
     start_cluster,
 )
 from penstock.training.run_start import describe, keep_files_of_model, run_started
-from penstock.training.same_run import own_architecture, require_same_beginning, require_same_model
+from penstock.training.same_run import (
+    own_architecture,
+    require_newest,
+    require_same_beginning,
+    require_same_model,
+)
 from penstock.training.startup_notices import all_steps_done, notices_at_start
 from penstock.training.text_generation import TextGenerator
 from penstock.training.token_generation import TokenGenerator, closed_error, make_token_generator
@@ -118,7 +123,10 @@ class Trainer:
         elif recorded is None:
             raise nothing_trained(self.config)
         self._has_given_model = model is not None
-        self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
+        self._compilations = CompilationEvents(self._listener)
+        with self._compilations.reported(lambda: 0):
+            given = model, source, held_out
+            self._setup = set_up(self.config, *given, self._checkpoints, self._notice)
         self.model, self.device = self._setup.model, self._setup.device
         self._data, self._layout = self._setup.data, self._setup.plan
         self.program: Program = self._layout.program
@@ -236,10 +244,10 @@ class Trainer:
             )
         lock = self._lock or self._lock_folder()
         try:
-            self._refuse_stale()
+            require_newest(self.config, self.saved_step, self.step)
             write_record(self.config)
             keep_files_of_model(self.config, self.model)
-            with self._view, reported_compilation(self._listener, lambda: self.step):
+            with self._view, self._compilations.reported(lambda: self.step):
                 return self._train()
         except BaseException as error:
             self._checkpoint_scheduler.end(error)
@@ -248,15 +256,6 @@ class Trainer:
             if lock is not self._lock:
                 lock.release()
             self._stop_reason, self._notify = None, self._listener
-
-    def _refuse_stale(self) -> None:
-        """Refuse to train if another trainer has advanced the run."""
-        if (newest := self.saved_step) is not None and newest > self.step:
-            raise ConfigError(
-                f"{self.config.run.dir} has been trained to step {newest} by another trainer, this "
-                f"trainer is at step {self.step}; create a new Trainer, which continues from step "
-                f"{newest}"
-            )
 
     def _train(self) -> dict[str, Any]:
         config, started = self.config, time.perf_counter()
