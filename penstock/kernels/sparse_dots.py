@@ -5,10 +5,11 @@ takes one load and one multiply-add per 16 tokens (32 of bfloat16). Four entries
 together, so that no multiply-add waits for the one before it, and their lanes are summed together,
 by shuffles in registers.
 
-Where two registers hold a vector (AVX2), shuffles are a good part of the work, and halves of a
-vector are added before them. There, too, sums start as products, and the gradients of rows that
-follow are prefetched: segments are ordered by length, and the processor does not foresee their
-rows. With AVX-512 this was not measured, and the code has none of it.
+Without AVX-512, several registers hold a vector. Shuffles are then a good part of the work, and
+halves of a vector are added before them. There, too, sums start as products, and the gradients of
+rows that follow are prefetched: segments are ordered by length, and the processor does not foresee
+their rows. This was measured with AVX2 (two registers), and not on Arm (four). With AVX-512 it was
+not measured, and the code has none of it.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,7 @@ _Multiply = Callable[[Any, list[Any], list[Any]], Sums]
 
 
 def _sum_each(builder: Any, vectors: Sums) -> Any:
-    """The sums over the lanes of four vectors, in an order that the processor decides: <4 x float>.
+    """The sums over the lanes of four vectors, in one order with AVX-512 and in another without: <4 x float>.
 
     A sum does not depend on the other vectors.
     """
@@ -203,7 +204,7 @@ add_products_by_dots = _multiplying(_multiply_by_dots)
 
 @intrinsic
 def fetch_row_ahead(typing_context, gradients, at, segment_rows, segment, last, width):
-    """In a kernel: prefetch the gradients of the row of a later segment, where that was measured.
+    """In a kernel: prefetch the gradients of the row of a later segment, without AVX-512.
 
     Arguments: gradients and where the first row begins there; the row of each segment; the segment
     that is multiplied now and the end of the segments; `width`.

@@ -8,12 +8,12 @@ from penstock.progress.log import event_lines
 from penstock.progress.panel import panel
 from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_SHOWN, View
+from penstock.progress.view import LASTING, View
 from penstock.telemetry import Compiling, Evaluated, Event, Stopped
 
 
 class LiveView(View):
-    """Redraws a panel of the run; evaluations and required messages stay above the panel."""
+    """Redraws a panel of the run; evaluations and notices stay above the panel."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -27,11 +27,14 @@ class LiveView(View):
 
     def close(self) -> None:
         self._message = ""
-        self._lines.close(is_kept=self._progress.started is not None)
+        if self._progress.started is None:
+            self._lines.erase()
+        else:
+            self._lines.close()
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
-        if isinstance(event, (Evaluated, Compiling, *ALWAYS_SHOWN)):
+        if isinstance(event, (Evaluated, Compiling, *LASTING)):
             lines = event_lines(event, self._progress.loss_unit)
             if not isinstance(event, Stopped):  # whose command is to be copied
                 lines = [part for line in lines for part in self._parts(line)]

@@ -6,11 +6,11 @@ from typing import Any
 
 from penstock.progress.log import evaluating, event_lines, step_line
 from penstock.progress.state import Progress
-from penstock.progress.view import ALWAYS_SHOWN, View
+from penstock.progress.view import LASTING, View
 from penstock.telemetry import Compiling, Evaluated, Evaluating, Event, RunStarted, StepDone
 
 _SECONDS = 0.25  # between two updates: each is a message to the browser
-_STAYS = (RunStarted, Compiling, Evaluated, *ALWAYS_SHOWN)
+_STAYS = (RunStarted, Compiling, Evaluated, *LASTING)
 
 
 class NotebookView(View):

@@ -54,13 +54,17 @@ class RedrawnLines:
         thread.start()
         self._thread = thread
 
-    def close(self, is_kept: bool = True) -> None:
-        """Keep the last drawing of the lines on the terminal, or erase the lines."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._leave(is_kept)
+    def close(self) -> None:
+        """Stop redrawing; the last drawing stays on the terminal."""
+        self._stop_drawing()
+        self._leave()
+        self._around.close()
+
+    def erase(self) -> None:
+        """Stop redrawing, and remove the lines from the terminal."""
+        self._stop_drawing()
+        with self._lock:
+            self._release(_ERASE)
         self._around.close()
 
     def draw(self) -> None:
@@ -100,16 +104,23 @@ class RedrawnLines:
             self._write(_HIDE_CURSOR)
             self.draw()
 
-    def _leave(self, is_kept: bool = True) -> None:
-        """Draw all lines for the last time and put the cursor below them, or erase them."""
+    def _stop_drawing(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _leave(self) -> None:
+        """Draw all lines for the last time, if they are shown, and put the cursor below them."""
         with self._lock:
-            if is_kept and self._is_shown:
-                lines = "\r\n".join(self._lines())
-                self._write(f"{_ERASE}{_CUT_LINES}{lines}{_WRAP_LINES}\r\n{_SHOW_CURSOR}")
-            else:
-                self._write(_ERASE + _SHOW_CURSOR)
-            self._is_shown = False
-            self._kept_output.end()
+            lines = "\r\n".join(self._lines()) if self._is_shown else ""
+            self._release(f"{_ERASE}{_CUT_LINES}{lines}{_WRAP_LINES}\r\n" if lines else _ERASE)
+
+    def _release(self, last: str) -> None:
+        """Write the last text of the lines, and leave the terminal as it was."""
+        self._write(last + _SHOW_CURSOR)
+        self._is_shown = False
+        self._kept_output.end()
 
     @property
     def _file(self) -> TextIO:

@@ -8,7 +8,7 @@ from typing import Self
 from penstock.telemetry import ClusterEvent, Event, Finished, Notice, RunMeasured, Stopped
 
 # Events whose lines stay, in every view that is not quiet.
-ALWAYS_SHOWN = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
+LASTING = (Notice, ClusterEvent, RunMeasured, Stopped, Finished)
 # Events that `penstock train --quiet` shows too: what a user may have to act on.
 SHOWN_IF_QUIET = (Notice, ClusterEvent, Stopped)
 
