@@ -145,6 +145,11 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
             "run.yaml:3: optimizer.schedule.ratios: expected one ratio per boundary, got 0 for 1",
         ),
         (
+            "model: gpt2\noptimizer: {schedule: {warmup_steps: 9, decay_steps: 9}}\n",
+            "run.yaml:2: optimizer.schedule.warmup_steps: expected fewer than the 9 steps over "
+            "which the rate decays, got 9; lower it or raise optimizer.schedule.decay_steps",
+        ),
+        (
             "model: gpt2\noptimizer: {schedule: {warmup_steps: 50}}\nrun: {steps: 50}\n",
             "run.yaml:2: optimizer.schedule.warmup_steps: expected fewer than the 50 steps over "
             "which the rate decays, got 50; lower it or raise run.steps",
