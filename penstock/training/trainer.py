@@ -76,7 +76,7 @@ class Trainer:
         on_event: called with each event (`penstock.telemetry.events`), in addition to the view.
         quiet: show nothing. Otherwise progress goes to stderr: a panel in a terminal, an updated
             line in a notebook, lines of text elsewhere.
-        must_exist: refuse a run without a checkpoint.
+        must_exist: refuse a run without a checkpoint; check its data only where it is read.
         cluster: "local", "ray", a Ray cluster's address, or "none": everything in this process,
             with one replica of each shard.
         ignore_initial_values: resume a run with its own weights although `model` has other values
@@ -108,8 +108,7 @@ class Trainer:
         self.config = to_config(config, "none" if best else cluster)
         self._is_best = best
         self._view = view_from_python(self.config.logging.every, quiet)
-        self._listener = broadcast([self._view, *([on_event] if on_event else [])])
-        self._notify = self._listener
+        self._notify = self._listener = broadcast([self._view, *([on_event] if on_event else [])])
         set_threads(self.config.engine.threads)
         self._checkpoints = checkpoint_backends.make_checkpoint_backend(self.config, best)
         self._recorded = recorded = self._checkpoints.recorded
@@ -118,7 +117,8 @@ class Trainer:
         elif recorded is None:
             raise nothing_trained(self.config)
         self._has_given_model = model is not None
-        self._setup = set_up(self.config, model, source, held_out, self._checkpoints, self._notice)
+        given, store = (model, source, held_out), self._checkpoints
+        self._setup = set_up(self.config, *given, store, self._notice, trains=not must_exist)
         self.model, self.device = self._setup.model, self._setup.device
         self._data, self._layout = self._setup.data, self._setup.plan
         self.program: Program = self._layout.program
