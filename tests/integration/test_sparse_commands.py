@@ -194,6 +194,15 @@ def test_packed_export_is_fine_tuned_with_its_masks(trained, tmp_path):
         assert not torch.equal(before.master(name), after.master(name)), name
 
 
+def test_a_wrong_sparsity_is_refused_before_the_folder_is_read(tmp_path):
+    done = penstock("prune", tmp_path / "absent", tmp_path / "out", "--sparsity", "80")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: sparsity: expected a share of absent entries from 0 to below 1, such as 0.9, got "
+        "80.0\n"
+    )
+
+
 @pytest.mark.long
 def test_a_pruned_folder_is_fine_tuned_sparse_and_dense(trained, tmp_path):
     folder, _ = trained

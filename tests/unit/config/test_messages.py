@@ -289,6 +289,18 @@ def test_missing_file_is_refused(tmp_path, monkeypatch):
     )
 
 
+def test_name_of_a_preset_in_place_of_a_file_is_answered_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        load("gpt2-xl")
+    assert str(raised.value) == (
+        "gpt2-xl: expected a YAML file, got the name of a preset; `penstock init gpt2-xl.yaml "
+        "--model gpt2-xl` writes a starter with it"
+    )
+    (tmp_path / "gpt2-xl").write_text("model: tiny\n")
+    assert load("gpt2-xl").model.preset == "tiny"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
