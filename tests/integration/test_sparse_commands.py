@@ -111,6 +111,9 @@ def test_evaluation_and_generation_use_the_sparse_weights(trained):
     folder, _ = trained
     done = penstock("eval", folder / "run")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("  (128 of 672 held-out tokens; --batches NUMBER reads more)\n")
+    whole = penstock("eval", folder / "run", "--batches", "1000")
+    assert whole.stdout.endswith("  (all 672 held-out tokens)\n")
     dense = folder / "dense-eval"
     assert penstock("export", folder / "run", dense).returncode == 0
     import transformers
