@@ -80,7 +80,7 @@ def test_log_and_metrics_have_sparsity_changes_and_arithmetic(trained):
 
 
 @pytest.mark.long
-def test_inspect_lists_the_sparsity_of_every_weight(trained):
+def test_inspect_lists_the_sparsity_of_the_weights(trained):
     folder, _ = trained
     done = penstock("inspect", folder / "run")
     assert done.returncode == 0, done.stderr
@@ -88,8 +88,8 @@ def test_inspect_lists_the_sparsity_of_every_weight(trained):
     at = next(i for i, line in enumerate(lines) if line.startswith("sparse       8 weights: "))
     assert "sparsity 80.0" in lines[at]
     assert (
-        "             transformer.h.0.mlp.c_fc.weight [64 x 256]: sparsity 80.00%, 3,277 of 16,384 "
-        "entries" in lines[at + 1 : at + 9]
+        "             transformer.h.*.mlp.c_fc.weight [64 x 256], 2 weights: sparsity 80.00%, "
+        "6,554 of 32,768 entries" in lines[at + 1 : at + 5]
     )
     trainer = Trainer(load_run(folder / "run"), quiet=True, must_exist=True)
     assert penstock("inspect", folder / "run", "--hash").stdout.strip() == (
@@ -160,7 +160,7 @@ def test_run_on_flash_is_inspected_evaluated_and_exported_as_one_in_memory(train
         hashes.append(penstock("inspect", where, "--hash").stdout)
         lines = penstock("inspect", where).stdout.splitlines()
         at = next(i for i, line in enumerate(lines) if line.startswith("sparse       8 weights: "))
-        sparse.append(lines[at : at + 9])
+        sparse.append(lines[at : at + 5])
         trainer = Trainer(load_run(where), quiet=True, must_exist=True)
         evaluated.append(trainer.evaluate(1)["loss"])
         trainer.close()
