@@ -125,6 +125,11 @@ def missing_folder(folder: str) -> str:
     return "correct the path, or put a model of the hub there: hf download NAME --local-dir FOLDER"
 
 
+def numbered(count: int, noun: str) -> str:
+    """Return `1 engine` or `2 engines`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def few(names: Sequence[str], most: int = 5) -> str:
     """Return the first of `names` as a list in words, and the number of the others."""
     shown = ", ".join(names[:most])

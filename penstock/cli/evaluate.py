@@ -1,5 +1,6 @@
 """`penstock eval`: what a run makes of its held-out data."""
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -35,10 +36,22 @@ def evaluate(
         result = trainer.evaluate(batches)
         step = trainer.step
     found = Evaluated.of(result, step, 0.0, best=False)
-    if "perplexity" not in result:  # not of a language model
-        typer.echo(f"step {step}  {show_evaluation(found, digits=6)}  ({result['rows']} rows)")
-        return
-    records = f" of {result['records']} records" if "records" in result else ""
-    typer.echo(
-        f"step {step}  {show_evaluation(found, digits=6)}  ({result['tokens']} tokens{records})"
-    )
+    typer.echo(f"step {step}  {show_evaluation(found)}  ({_extent(result)})")
+
+
+def _extent(result: Mapping[str, float]) -> str:
+    """Return how much of the held-out data an evaluation has read."""
+    if "rows" in result:  # not of a language model
+        return f"{result['rows']:,} rows"
+    tokens = f"{result['tokens']:,} tokens"
+    if "records" in result:
+        return f"{tokens} of {_part(result['records'], result['held_out_records'], 'records')}"
+    if "held_out_tokens" in result:
+        return _part(result["tokens"], result["held_out_tokens"], "tokens")
+    return tokens
+
+
+def _part(read: float, held_out: float, unit: str) -> str:
+    if read >= held_out:
+        return f"all {held_out:,} held-out {unit}"
+    return f"{read:,} of {held_out:,} held-out {unit}; --batches NUMBER reads more"

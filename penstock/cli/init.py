@@ -119,16 +119,17 @@ def _unused_rows(config: Config) -> _Unused | None:
             f"{name}, vocab_size: {ids + mask}}}"
         )
     fitting, tokenizer = {"preset": name, "vocab_size": learned + mask}, f"train-bpe:{learned}"
-    reason = f"{unused}; and a text has several times as many tokens of one byte as learned ones"
     own = f"train-bpe:{rows - mask}"
     if config.data.tokenizer != "auto":
         return _Unused(
-            f"{reason}. Set data.tokenizer to {tokenizer}, and model to {dump_inline(fitting)}. "
+            f"{unused}; and a text has several times as many tokens of one byte as learned ones. "
+            f"Set data.tokenizer to {tokenizer}, and model to {dump_inline(fitting)}. "
             f"With much text, {own} keeps the model as it is"
         )
     return _Unused(
-        f"{reason}. So the file has data.tokenizer: {tokenizer} and model: {dump_inline(fitting)}. "
-        f"With much text, data.tokenizer: {own} and model: {name} keep the model as it is",
+        f"it has a vocabulary of {learned:,}, which suits some MB of text: model: "
+        f"{dump_inline(fitting)} and data.tokenizer: {tokenizer}. With much more text, set model: "
+        f"{name} and data.tokenizer: {own}",
         fitting,
         tokenizer,
     )

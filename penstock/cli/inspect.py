@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.inspected_flash import flash_hash, repair_flash, show_flash
+from penstock.cli.inspected_flash import flash_hash, newest_on_flash, repair_flash, show_flash
 from penstock.cli.inspected_progress import configuration_lines, progress_lines
 from penstock.cli.inspected_weights import counted, sparse_lines
 from penstock.progress import show_bytes
@@ -39,7 +39,8 @@ def inspect(
 ) -> None:
     """Verify and print RUN: configuration, progress, data, checkpoints, state on flash.
 
-    Exits with 6 and names the file and the position if any byte is damaged.
+    Exits with 6 and names the file and the position if any byte is damaged, or after a repair still
+    is.
     """
     from penstock.config import load_run, verify_record
     from penstock.errors import ConfigError, CorruptionError
@@ -61,11 +62,14 @@ def inspect(
             repair_flash(run, flash)
         else:
             _repair_checkpoints(run)
+        _show_data(settings, damage)
+        _show_kept(run, damage)
+        damage.raise_if_found()
         return
     if only_hash:
         typer.echo(flash_hash(flash) if flash is not None else _newest_hash(run, settings, latest))
         return
-    for line in (*configuration_lines(settings), *progress_lines(run)):
+    for line in (*configuration_lines(settings), *progress_lines(run, _saved(flash, latest))):
         typer.echo(line)
     _show_data(settings, damage)
     _show_kept(run, damage)
@@ -75,7 +79,7 @@ def inspect(
         try:
             state = _verified(folder)
         except CorruptionError as error:
-            typer.echo(f"checkpoint   {folder.name}  DAMAGED{_remedy(flash)}")
+            typer.echo(f"checkpoint   {folder.name}  DAMAGED{_remedy(run, flash)}")
             damage.add(error)
             continue
         typer.echo(f"checkpoint   {folder.name}  {_checkpoint(state)}{_marks(run, folder, latest)}")
@@ -102,9 +106,26 @@ def _repair_checkpoints(run: Path) -> None:
         typer.echo(f"damaged, no longer used: {folder}")
 
 
-def _remedy(flash: Path | None) -> str:
-    repair = "`penstock inspect RUN --repair` goes back to the newest intact checkpoint"
+def _saved(flash: Path | None, latest: Path | None) -> int | None:
+    """Return the step after which the next start continues; None if it is unknown."""
+    from penstock.errors import PenstockError
+    from penstock.store import read_state
+
+    try:
+        if flash is not None:
+            return newest_on_flash(flash)
+        return None if latest is None else read_state(latest).step
+    except PenstockError:  # reported where the state is verified
+        return None
+
+
+def _remedy(run: Path, flash: Path | None) -> str:
+    repair = f"`{_command(run)} --repair` goes back to the newest intact checkpoint"
     return f"; {repair}" if flash is None else ""
+
+
+def _command(run: Path) -> str:
+    return f"penstock inspect {shlex.quote(str(run))}"
 
 
 def _newest_hash(run: Path, settings: Config, latest: Path | None) -> str:
@@ -124,7 +145,7 @@ class Damage:
     """What was found to be damaged in a run, in the order in which it was looked at."""
 
     def __init__(self, run: Path) -> None:
-        self._command = f"penstock inspect {shlex.quote(str(run))}"
+        self._command = _command(run)
         self._found: list[CorruptionError] = []
 
     def add(self, error: CorruptionError | None) -> None:

@@ -51,6 +51,14 @@ def flash_hash(flash: Path) -> str:
         return reader.content_hash(reader.newest)
 
 
+def newest_on_flash(flash: Path) -> int:
+    """Return the newest durable step."""
+    from penstock.store.flash import open_reader
+
+    with open_reader(flash) as reader:
+        return reader.newest
+
+
 def _damaged(error: CorruptionError) -> str:
     """Return the text of an error, without the advice to repair the store."""
     from penstock.store.flash import REPAIR

@@ -31,8 +31,11 @@ def configuration_lines(settings: Config) -> list[str]:
     ]
 
 
-def progress_lines(run: Path) -> list[str]:
-    """Return lines about the last step, the evaluations, the prediction and the cycles."""
+def progress_lines(run: Path, saved: int | None) -> list[str]:
+    """Return lines about the last step, the evaluations, the prediction and the cycles.
+
+    `saved` is the step of the run's newest state.
+    """
     from penstock.telemetry import reported, stream_metrics
 
     step: dict | None = None
@@ -57,6 +60,11 @@ def progress_lines(run: Path) -> list[str]:
             f"best {_loss(best)} at step {best['step']}"
             + show_shares(_share(last, "accuracy"), _share(last, "exact_match"))
         )
+    if step is not None and saved is not None and saved < step["step"]:
+        lines.append(
+            f"saved        step {saved}: the next start continues after it, and repeats "
+            + _steps(saved + 1, step["step"])
+        )
     measured = None if report is None else reported(report)
     if measured is not None:
         lines += [f"prediction   {line}" for line in compared_lines(measured)]
@@ -64,6 +72,10 @@ def progress_lines(run: Path) -> list[str]:
     if step is not None:
         lines += _stage_lines(step)
     return lines
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _stage_lines(row: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from penstock.cli.arguments import (
     build,
     configuration,
 )
-from penstock.errors import few
+from penstock.errors import few, numbered
 from penstock.progress import show_bytes, show_count, show_flops, show_sparsity
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def render(program: Program, fold: bool = True) -> Table:
     table.add_section()
     kinds = len({stage.kind.digest for stage in program.stages})
     table.add_row(
-        str(len(program.stages)),
-        "in all",
+        "",
+        f"{numbered(len(program.stages), 'stage')} in all",
         f"{kinds} kinds",
         show_count(program.parameters),
         *([_sparsity(program.weights.values())] if sparse else []),

@@ -20,7 +20,7 @@ def scale(
     Without `relays` their number follows from `fabric.relays`. Needs a run with `cluster.start`
     other than none, started by the same user.
     """
-    from penstock.errors import ConfigError
+    from penstock.errors import ConfigError, numbered
 
     wanted: dict[str, int] = {}
     for text in numbers:
@@ -34,6 +34,7 @@ def scale(
     from penstock.distributed.control import scale as order
 
     done = order(run, wanted.get("engines"), wanted.get("relays"))
-    typer.echo(f"{run}: {done.engines_before} engine(s) now, {done.engines} from the next step")
+    engines, relays = numbered(done.engines_before, "engine"), numbered(done.relays_before, "relay")
+    typer.echo(f"{run}: {engines} now, {done.engines} from the next step")
     if done.relays_before or done.relays:
-        typer.echo(f"{run}: {done.relays_before} relay(s) now, {done.relays} from the next step")
+        typer.echo(f"{run}: {relays} now, {done.relays} from the next step")

@@ -7,7 +7,7 @@ import errno
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -60,8 +60,18 @@ def train(
     from penstock.progress import view_for_command
 
     view = view_for_command(Console(), settings.logging.every, quiet)
-    command = shlex.join(["penstock", "train", str(config), *(overrides or ())])
+    command = shlex.join(["penstock", "train", str(config), *_in_force(overrides or ())])
     _run(settings, view, command, names_next=not quiet)
+
+
+def _in_force(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those whose key a later one sets again."""
+    last: dict[str, str] = {}
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        last.pop(key, None)  # a section and its keys are applied in the order of the last ones
+        last[key] = text
+    return list(last.values())
 
 
 def recorded_extra(folder: Path) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from penstock.config.presets import resolve_preset as resolve_preset
 from penstock.config.problems import Origin as Origin, explain as explain
 from penstock.config.record import (
     check_run as check_run,
+    is_run as is_run,
     load_run as load_run,
     no_such_run as no_such_run,
     recorded_flash as recorded_flash,

@@ -19,8 +19,8 @@ class DataConfig(Section):
     input: Places = setting(
         (),
         "text, JSONL or Parquet files, globs or folders, from which the data set is built on "
-        "first use, when its folder does not exist yet; a file that several of them name is read "
-        "once",
+        "first use, when its folder does not exist yet; one alone needs no brackets; a file that "
+        "several of them name is read once",
         example=["texts/*.txt"],
     )
     tokenizer: Place = setting(

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.config.cluster import cluster_keys
 from penstock.config.document import read
 from penstock.config.model_file import with_model_file
+from penstock.config.presets import PRESETS
 from penstock.config.problems import Origin
 from penstock.config.record import default_run_dir
 from penstock.config.root import Config
@@ -22,6 +23,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = Fa
     `ConfigError` with one line per problem.
     """
     path = Path(path)
+    if str(path) in PRESETS and not path.exists():
+        raise ConfigError(
+            f"{path}: expected a YAML file, got the name of a preset; `penstock init {path}.yaml "
+            f"--model {path}` writes a starter with it"
+        )
     data, lines = read(path)
     origin = Origin(name=str(path), lines=lines)
     run = data.get("run")

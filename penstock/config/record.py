@@ -28,6 +28,11 @@ def has_checkpoint(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("step-*/state.json"))
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, with a record and the metrics of its steps."""
+    return (folder / FILE_NAME).is_file() and (folder / "metrics.jsonl").is_file()
+
+
 def check_run(config: Config, recorded_extra: RecordedExtra, fresh: bool = False) -> bool:
     """Return whether training would resume; raise `ConfigError` if it must not start.
 

@@ -97,10 +97,11 @@ class Config(Section):
     def _consistent(self) -> Config:
         schedule = self.optimizer.schedule
         if schedule.name in DECAYING and schedule.warmup_steps >= self.decay_steps:
+            end = "optimizer.schedule.decay_steps" if schedule.decay_steps else "run.steps"
             raise refuse(
                 "optimizer.schedule.warmup_steps",
                 f"expected fewer than the {self.decay_steps} steps over which the rate decays, "
-                f"got {schedule.warmup_steps}; lower it or raise run.steps",
+                f"got {schedule.warmup_steps}; lower it or raise {end}",
             )
         flash = self.store.flash
         if self.store.holders > 1 and flash.path is not None and flash.keep_steps < 2:

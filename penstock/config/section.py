@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
@@ -60,6 +60,10 @@ def _usable(text: str) -> str:
     return text
 
 
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 def _usable_path(path: Path) -> Path:
     _usable(str(path))
     return path
@@ -73,7 +77,8 @@ Counts = Annotated[tuple[int, ...], Field(strict=False)]
 PathText = Annotated[Path, Field(strict=False), AfterValidator(_usable_path)]
 Place = Annotated[str, AfterValidator(_usable)]
 """A path, or a word with a special meaning in place of a path."""
-Places = Annotated[tuple[Place, ...], Field(strict=False)]
+Places = Annotated[tuple[Place, ...], Field(strict=False), BeforeValidator(_listed)]
+"""Several; one alone is a list of one."""
 
 
 def setting(

@@ -13,13 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.data.built_from import read_built_from
-from penstock.data.integrity import (
-    ADVICE,
-    CheckedFile,
-    check_size,
-    read_checked,
-    release_pages,
-)
+from penstock.data.integrity import CheckedFile, check_size, read_checked, release_pages
 from penstock.data.manifest import (
     INDEX_ENTRY_BYTES,
     MANIFEST_NAME,
@@ -27,6 +21,7 @@ from penstock.data.manifest import (
     Content,
     Manifest,
     ShardRecord,
+    advice_for,
     load_manifest,
 )
 from penstock.data.record_index import RecordIndex
@@ -35,7 +30,7 @@ from penstock.errors import CorruptionError, DataError, did_you_mean
 
 
 class TokenDataset:
-    """A data set on disk, opened with `TokenDataset.open`.
+    """A data set on disk, opened with `TokenDataset.open` or `TokenDataset.described`.
 
     Attributes:
         path: its folder.
@@ -70,6 +65,21 @@ class TokenDataset:
             DataError: there is no data set at `path`.
             CorruptionError: a file is missing, has a wrong size or fails its checksum.
         """
+        dataset = cls.described(path)
+        for record in dataset.manifest.files():
+            check_size(dataset.path, record)
+        if verify:
+            dataset.verify()
+        return dataset
+
+    @classmethod
+    def described(cls, path: str | os.PathLike[str]) -> "TokenDataset":
+        """Open the data set in the folder `path`, each file of which is checked when it is read.
+
+        Raises:
+            DataError: there is no data set at `path`.
+            CorruptionError: its description is damaged.
+        """
         folder = Path(path)
         if not folder.exists():
             siblings = [entry.name for entry in folder.parent.glob("*") if entry.is_dir()]
@@ -82,13 +92,7 @@ class TokenDataset:
                 f"{folder} is not a data set: it has no {MANIFEST_NAME}; make one with: "
                 f"penstock data build --input {folder} --tokenizer bytes --out DIR"
             )
-        manifest, fingerprint = load_manifest(folder)
-        for record in manifest.files():
-            check_size(folder, record)
-        dataset = cls(folder, manifest, fingerprint)
-        if verify:
-            dataset.verify()
-        return dataset
+        return cls(folder, *load_manifest(folder))
 
     @property
     def vocab_size(self) -> int:
@@ -251,7 +255,8 @@ class _Split:
         if greatest >= self._vocab_size:
             raise CorruptionError(
                 f"{self._folder / name} holds token {greatest} between byte {start} and "
-                f"{start + tokens.nbytes}, the vocabulary ends at {self._vocab_size - 1}; {ADVICE}"
+                f"{start + tokens.nbytes}, the vocabulary ends at {self._vocab_size - 1}; "
+                f"{advice_for(self._folder)}"
             )
 
     def document_ends(self) -> np.ndarray:
@@ -266,7 +271,7 @@ class _Split:
         ):
             raise CorruptionError(
                 f"{self._folder}: expected ends of documents that rise from 1 to {self.tokens}, "
-                f"the number of tokens; {ADVICE}"
+                f"the number of tokens; {advice_for(self._folder)}"
             )
         return ends.astype(np.int64)
 

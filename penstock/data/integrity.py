@@ -11,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from penstock.data.manifest import DataFileRecord
+from penstock.data.manifest import DataFileRecord, advice_for
 from penstock.errors import CorruptionError
-
-ADVICE = "restore the file from a copy or build the data set again"
 
 
 def check_size(folder: Path, record: DataFileRecord) -> None:
@@ -23,13 +21,16 @@ def check_size(folder: Path, record: DataFileRecord) -> None:
     try:
         size_bytes = path.stat().st_size if path.is_file() else None
     except OSError as error:
-        raise CorruptionError(f"cannot read {path}: {error.strerror}; {ADVICE}") from None
+        raise CorruptionError(
+            f"cannot read {path}: {error.strerror}; {advice_for(folder)}"
+        ) from None
     if size_bytes is None:
-        raise CorruptionError(f"{path} is missing; {ADVICE}")
+        raise CorruptionError(f"{path} is missing; {advice_for(folder)}")
     if size_bytes != record.size_bytes:
         state = "cut short" if size_bytes < record.size_bytes else "too long"
         raise CorruptionError(
-            f"{path} is {state}: {size_bytes} bytes, expected {record.size_bytes}; {ADVICE}"
+            f"{path} is {state}: {size_bytes} bytes, expected {record.size_bytes}; "
+            f"{advice_for(folder)}"
         )
 
 
@@ -40,7 +41,9 @@ def map_file(folder: Path, record: DataFileRecord) -> np.ndarray:
     try:
         return np.memmap(folder / record.file, dtype=np.uint8, mode="r", shape=record.size_bytes)
     except (OSError, ValueError) as error:
-        raise CorruptionError(f"cannot map {folder / record.file}: {error}; {ADVICE}") from None
+        raise CorruptionError(
+            f"cannot map {folder / record.file}: {error}; {advice_for(folder)}"
+        ) from None
 
 
 def release_pages(part: np.ndarray) -> None:
@@ -71,7 +74,7 @@ def check_chunk(
     if actual != record.chunks[number]:
         raise CorruptionError(
             f"{folder / record.file} is corrupt between byte {start} and {start + chunk.size}: "
-            f"checksum {actual}, expected {record.chunks[number]}; {ADVICE}"
+            f"checksum {actual}, expected {record.chunks[number]}; {advice_for(folder)}"
         )
 
 

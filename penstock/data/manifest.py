@@ -163,6 +163,14 @@ def checksum_of(content: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 
 
+def advice_for(folder: Path) -> str:
+    """Return what to do about a damaged file of the data set in `folder`."""
+    return (
+        f"restore the file from a copy, or build the data set again: delete {folder}, then run "
+        "`penstock data build`, or `penstock train` if data.input names the text"
+    )
+
+
 def dump_manifest(manifest: Manifest) -> str:
     """Return the text of `dataset.json`: the manifest and then its own checksum."""
     content = manifest.model_dump(mode="json")
@@ -179,7 +187,7 @@ def load_manifest(folder: Path) -> tuple[Manifest, str]:
         CorruptionError: it is not JSON, breaks a rule of the format, or fails its checksum.
     """
     path = folder / MANIFEST_NAME
-    advice = "restore the file from a copy or build the data set again"
+    advice = advice_for(folder)
     try:
         data = read_plain(path, MAX_BYTES)
     except NotPlainError as error:

@@ -243,11 +243,14 @@ class TextPacker(Packer[TextPiece]):
             splits["train"] = cut_tail(
                 self._folder, splits["train"], kept, writer, self._chunk_bytes
             )
-            last = "the last token is" if tail == 1 else f"the last {tail} tokens are"
-            have = "is one document" if self._documents == 1 else f"are {self._documents} documents"
-            self.notes.append(
-                f"there {have}, none of them held out; {last} the validation split instead"
-            )
+            last = "last token is" if tail == 1 else f"last {tail:,} tokens are"
+            if self._documents == 1:
+                self.notes.append(f"the text is one document: its {last} the validation split")
+            else:
+                self.notes.append(
+                    f"none of the {self._documents:,} documents was selected as held-out data; the "
+                    f"{last} the validation split instead"
+                )
         if self._validation:
             splits["validation"] = writer.finish()
         return splits, by
@@ -307,8 +310,8 @@ class RecordPacker(Packer[Pair]):
         if none and self._documents > 1:
             self._put("validation", *self._last)
             self.notes.append(
-                f"of {self._documents} records none was selected as held-out data; the last one is "
-                "the validation split instead"
+                f"none of the {self._documents:,} records was selected as held-out data; the last "
+                "one is the validation split instead"
             )
         else:
             self._put("train", *self._last)

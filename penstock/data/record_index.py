@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.data.integrity import ADVICE, CheckedFile
-from penstock.data.manifest import INDEX_ENTRY_BYTES, ShardRecord
+from penstock.data.integrity import CheckedFile
+from penstock.data.manifest import INDEX_ENTRY_BYTES, ShardRecord, advice_for
 from penstock.errors import CorruptionError, DataError
 
 _ENTRY_BYTES = INDEX_ENTRY_BYTES["records"]
@@ -85,7 +85,8 @@ class RecordIndex:
             raise CorruptionError(
                 f"{self._folder / self._shards[shard].index.file} breaks the format: record "
                 f"{number} of the split must have at least one token of prompt and one of "
-                f"completion, within the {self._tokens} tokens of the split; {ADVICE}"
+                f"completion, within the {self._tokens} tokens of the split; "
+                f"{advice_for(self._folder)}"
             )
         return spans
 

@@ -5,9 +5,11 @@ A folder is untrusted. Only regular files are opened (links to them are allowed,
 """
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from penstock.config import is_run
 from penstock.errors import (
     ConfigError,
     CorruptionError,
@@ -123,6 +125,11 @@ def read_model_config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, "a Hugging Face config")
     except FileNotFoundError:
+        if is_run(run := path.parent):
+            raise ConfigError(
+                f"{run}: expected a Hugging Face folder, got a run; `penstock export "
+                f"{shlex.quote(str(run))} OUT` writes its model to the folder OUT: give OUT instead"
+            ) from None
         raise ConfigError(
             f"expected a Hugging Face config.json at {path}, there is no such file"
         ) from None

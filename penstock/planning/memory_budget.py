@@ -370,6 +370,7 @@ class Budget:
         """Return the configuration keys to change, with their values: only those that help."""
         total = sum(size for _, size in self._parts(store, engine))
         over = total - self._limit
+        above, *_ = sizes_above([over, total, self._limit])  # in the unit of the table
         ways = self._resized(store, engine, total)
         flash, batch = self._freed_by_flash(store), self._freed_by_batch(engine)
         use_flash = "set store.flash.path to a folder on a fast disk"
@@ -383,14 +384,15 @@ class Budget:
             ways.append(f"{use_flash} and {smaller_batch}")
         if not ways:
             ways.append("use a machine with more memory")
-        return f"The sum is {size_above(over)} above the limit: {', or '.join(ways)}."
+        return f"The sum is {above} above the limit: {', or '.join(ways)}."
 
     def _resized(self, store: int, engine: int, total: int) -> list[str]:
         """Return the sizes whose change alone makes the run fit."""
         config, here, over = self._config, self._engines_here, total - self._limit
         ways = []
         if config.memory is not None and int(config.memory) < total <= self._machine.memory_bytes:
-            ways.append(f"raise memory above {size_above(total)}")
+            least, *_ = sizes_above([total, self._limit])
+            ways.append(f"raise memory above {least}")
         is_given = self._on_flash and config.store.dram != "auto" and not self._is_elsewhere
         if is_given and (store - over) >> 20 << 20 >= self._need:
             ways.append(f"lower store.dram to {_floor(store - over)}")

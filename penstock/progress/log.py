@@ -157,23 +157,23 @@ def sparsity_of(progress: Progress) -> str:
     return f"{text}, {show_count(change.changed_entries)} entries changed at step {change.step}"
 
 
-def show_loss(loss: float, unit: str, digits: int = 4) -> str:
+def show_loss(loss: float, unit: str) -> str:
     """Return a loss with its unit; a loss of the user's own has no unit."""
-    shown = f"{loss:.{digits}f}" if abs(loss) >= 0.01 or loss == 0 else f"{loss:.3g}"
+    shown = f"{loss:.4f}" if abs(loss) >= 0.01 or loss == 0 else f"{loss:.3g}"
     return f"{shown} {unit}".rstrip()
 
 
-def show_held_out_loss(event: Evaluated, digits: int = 4) -> str:
+def show_held_out_loss(event: Evaluated) -> str:
     """Return the loss of an evaluation with its units; a language model's loss is in nats."""
     bits = f", {event.bits_per_byte:.4f} bits per byte" if event.bits_per_byte is not None else ""
-    return show_loss(event.loss, "nats per token" if _is_of_text(event) else "", digits) + bits
+    return show_loss(event.loss, "nats per token" if _is_of_text(event) else "") + bits
 
 
-def show_evaluation(event: Evaluated, digits: int = 4) -> str:
+def show_evaluation(event: Evaluated) -> str:
     """Return all metrics of an evaluation."""
-    perplexity = f"  perplexity {event.perplexity:.{digits}g}" if _is_of_text(event) else ""
+    perplexity = f"  perplexity {event.perplexity:.4g}" if _is_of_text(event) else ""
     shares = show_shares(event.accuracy, event.exact_match)
-    return f"loss {show_held_out_loss(event, digits)}{perplexity}{shares}"
+    return f"loss {show_held_out_loss(event)}{perplexity}{shares}"
 
 
 def show_best(loss: float, step: int | None) -> str:

@@ -102,6 +102,7 @@ if TYPE_CHECKING:
         DropFraction as DropFraction,
         SparsitySchedule as SparsitySchedule,
         drop_fraction_at as drop_fraction_at,
+        require_sparsity as require_sparsity,
         sparsity_at as sparsity_at,
         steps_of as steps_of,
     )

@@ -29,9 +29,10 @@ class FolderLock:
         except NotPlainError as error:
             raise StorageError(f"{folder / name}: {error.strerror}") from error
         except OSError as error:
+            what = "cannot be written" if folder.is_dir() else "this folder cannot be made"
+            advice = "make it writable, or choose" if folder.is_dir() else "choose"
             raise StorageError(
-                f"{folder}: cannot be written: {error.strerror}; make it writable, or choose "
-                f"another {key}"
+                f"{folder}: {what}: {error.strerror}; {advice} another {key}"
             ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

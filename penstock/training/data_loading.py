@@ -59,12 +59,15 @@ def open_data(
     notice: Callable[[str], None],
     recorded: ResumeState | None = None,
     check_length: Callable[[int], object] = lambda length: None,
+    *,
+    trains: bool = True,
 ) -> TrainingData:
     """Open the configured data set; build it first if it comes from `data.input`.
 
     `recorded` is the resume state of an existing run, whose tokenizer is required. `check_length`
     is called with the sequence length before a data set is built, if it does not depend on the
-    data; it raises an error for a run that cannot be executed.
+    data; it raises an error for a run that cannot be executed. Unless the run `trains`, each shard
+    is checked when it is read.
     """
     if source.task == "custom" and set(source.inputs) != {"input_ids", "labels"}:
         raise DataError(
@@ -82,7 +85,7 @@ def open_data(
         if config.data.content == "text" or config.data.sequence_length:
             check_length(sequence_length(config, source))
         _build(config, notice)
-    dataset = TokenDataset.open(folder)
+    dataset = TokenDataset.open(folder) if trains else TokenDataset.described(folder)
     _check_build(config, dataset)
     if _has_changed_input(config):
         new_text = f"delete {folder}" if recorded is None else "choose another run.dir"

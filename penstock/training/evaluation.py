@@ -91,7 +91,8 @@ class Evaluator:
 
         The metrics are `loss` and `tokens`, or `rows` of a model without tokens. A language model
         adds `perplexity` and `accuracy`, plain text adds `bits_per_byte` (unless an older release
-        built the data set), records add `exact_match` and `records`.
+        built the data set) and `held_out_tokens`, those of all held-out batches, records add
+        `exact_match`, `records` and `held_out_records`.
 
         `on_batch` is called before each batch with its number from 1 and the number of batches.
 
@@ -118,7 +119,9 @@ class Evaluator:
             found["perplexity"] = _exp(loss)
             found["accuracy"] = counts.right_tokens / counts.weight
         if self._predicts and isinstance(self._held_out, LanguageModelSource):
-            dataset, split = self._held_out.dataset, self._held_out.split
+            source = self._held_out
+            found["held_out_tokens"] = source.windows_per_epoch * source.sequence_length
+            dataset, split = source.dataset, source.split
             text_bytes = dataset.text_bytes(split)
             if text_bytes:
                 bytes_per_token = text_bytes / dataset.tokens(split)
@@ -126,6 +129,7 @@ class Evaluator:
         if self._predicts and isinstance(self._held_out, RecordSource):
             found["exact_match"] = counts.right_rows / counts.rows
             found["records"] = counts.rows
+            found["held_out_records"] = self._held_out.records
         return found
 
     def check(self) -> None:

@@ -65,7 +65,7 @@ def export_run(
         if only_adapters:
             return export_adapters(config, weights, source, folder, dtype)
         data = config.data_dir
-        dataset = TokenDataset.open(data) if data.exists() else None
+        dataset = TokenDataset.described(data) if data.exists() else None
         if dataset is not None and saved.recorded is not None:
             require_same_tokenizer(config, saved.recorded, dataset)
         return export(weights, source, dataset, folder, dtype, max_shard_bytes, packed=packed)

@@ -13,6 +13,7 @@ from penstock.sparsity import (
     densities,
     kept_count,
     magnitude_index,
+    require_sparsity,
     sparse_weights,
 )
 from penstock.store import MASTER, MAX_SHARD_BYTES
@@ -74,6 +75,7 @@ def prune_model(
             or a weight that would keep no entry.
         CorruptionError, NonFiniteError, StorageError: as in reading and writing of such folders.
     """
+    require_sparsity("sparsity", sparsity)
     source = ModelSource.from_hf(folder)
     dense = source.embeddings_and_head()
     names = sparse_weights(source.shapes(), patterns, keep_dense, dense, source.aliases)

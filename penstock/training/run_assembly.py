@@ -78,6 +78,8 @@ def set_up(
     held_out: Source | None,
     checkpoints: CheckpointBackend,
     notice: Callable[[str], None],
+    *,
+    trains: bool,
 ) -> RunSetup:
     """Return the setup of a run.
 
@@ -87,6 +89,7 @@ def set_up(
         held_out: the same, for evaluations.
         checkpoints: of the run, which may be resumed.
         notice: called with sentences for the user.
+        trains: whether it needs the whole data set.
 
     Raises:
         ConfigError, DataError, CompileError, BudgetError: as in `Trainer`.
@@ -124,7 +127,7 @@ def set_up(
         planned(length, lambda text: None)
 
     if source is None:
-        data = open_data(config, found, notice, recorded, check)
+        data = open_data(config, found, notice, recorded, check, trains=trains)
     else:
         data = TrainingData(source, held_out, None, sequence_length(config, found))
     if recorded is None:

@@ -64,5 +64,5 @@ def require_same_tokenizer(config: Config, recorded: ResumeState, dataset: Token
 def _own_dataset(config: Config) -> TokenDataset | None:
     """Return the data set that the run's last training used; None if it cannot be opened."""
     with contextlib.suppress(PenstockError):
-        return TokenDataset.open(load_run(config.run.dir).data_dir)
+        return TokenDataset.described(load_run(config.run.dir).data_dir)
     return None

@@ -81,7 +81,7 @@ class Trainer:
         on_event: called with each event (`penstock.telemetry.events`), in addition to the view.
         quiet: show nothing. Otherwise progress goes to stderr: a panel in a terminal, an updated
             line in a notebook, lines of text elsewhere.
-        must_exist: refuse a run without a checkpoint.
+        must_exist: refuse a run without a checkpoint; check its data only where it is read.
         cluster: "local", "ray", a Ray cluster's address, or "none": everything in this process,
             with one replica of each shard.
         ignore_initial_values: resume a run with its own weights although `model` has other values
@@ -125,8 +125,8 @@ class Trainer:
         self._has_given_model = model is not None
         self._compilations = CompilationEvents(self._listener)
         with self._compilations.reported(lambda: 0):
-            given = model, source, held_out
-            self._setup = set_up(self.config, *given, self._checkpoints, self._notice)
+            given, store = (model, source, held_out), self._checkpoints
+            self._setup = set_up(self.config, *given, store, self._notice, trains=not must_exist)
         self.model, self.device = self._setup.model, self._setup.device
         self._data, self._layout = self._setup.data, self._setup.plan
         self.program: Program = self._layout.program

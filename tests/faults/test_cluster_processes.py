@@ -147,7 +147,7 @@ def test_losses_and_scaling_do_not_change_bits(text, tmp_path, monkeypatch, caps
             assert run.engines() == wanted
         capsys.readouterr()
         assert penstock(monkeypatch, "scale", str(record.parent), "engines=4") == 0
-        assert "2 engine(s) now, 4 from the next step" in capsys.readouterr().out
+        assert "2 engines now, 4 from the next step" in capsys.readouterr().out
         run.train(1)
         assert penstock(monkeypatch, "scale", str(record.parent), "engines=9") == 2
         error = "expected 1 (with fewer, a step does not fit engine.memory) to 8"

@@ -84,7 +84,7 @@ def test_lost_and_added_relays_do_not_change_bits(text, tmp_path, monkeypatch, c
 
         capsys.readouterr()
         assert penstock(monkeypatch, "scale", str(tmp_path / "many"), "relays=1") == 0
-        assert "2 relay(s) now, 1 from the next step" in capsys.readouterr().out
+        assert "2 relays now, 1 from the next step" in capsys.readouterr().out
         run.train(1)
         assert len(relays_of(run)) == 1
         assert penstock(monkeypatch, "scale", str(tmp_path / "many"), "engines=3", "relays=0") == 0

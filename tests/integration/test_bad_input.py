@@ -244,7 +244,8 @@ def test_corrupt_shard(penstock):
         penstock("train", "run.yaml", "--quiet"),
         6,
         r"set/train-00000\.bin is corrupt between byte 0 and \d+: checksum [0-9a-f]{32}, expected "
-        r"[0-9a-f]{32}; restore the file from a copy or build the data set again",
+        r"[0-9a-f]{32}; restore the file from a copy, or build the data set again: delete set, "
+        r"then run `penstock data build`, or `penstock train` if data\.input names the text",
     )
     shard.write_bytes(damaged[:-3])
     size = len(damaged)
@@ -252,8 +253,22 @@ def test_corrupt_shard(penstock):
         penstock("train", "run.yaml", "--quiet"),
         6,
         rf"set/train-00000\.bin is cut short: {size - 3} bytes, expected {size}; restore the file "
-        r"from a copy or build the data set again",
+        r"from a copy, or build the data set again: delete set, then run .*",
     )
+
+
+def test_commands_that_read_no_training_text_work_beside_a_damaged_shard(penstock):
+    assert penstock("train", "run.yaml", "--quiet")[0] == 0
+    shard = Path("set/train-00000.bin")
+    shard.write_bytes(shard.read_bytes() + b"x")
+    assert penstock("train", "run.yaml", "run.dir=again", "--quiet")[0] == 6
+    code, said, _ = penstock("generate", "run", "--prompt", "water", "--max-new-tokens", "3")
+    assert (code, said[:5]) == (0, "water")
+    assert penstock("eval", "run")[0] == 0
+    assert penstock("export", "run", "out")[0] == 0
+    held_out = Path("set/validation-00000.bin")
+    held_out.write_bytes(held_out.read_bytes()[:-2])
+    assert penstock("eval", "run")[0] == 6
 
 
 def test_corrupt_checkpoint(penstock):

@@ -203,8 +203,8 @@ def test_best_adapters_are_exported_without_their_base(kind, tmp_path):
 def test_commands_take_the_best_state(trained, tmp_path):
     expected, last = min(trained.losses), trained.losses[-1]
     best, newest = penstock("eval", trained.run, "--best"), penstock("eval", trained.run)
-    assert best.stdout.startswith(f"step {trained.step}  loss {expected:.6f}"), best
-    assert newest.stdout.startswith(f"step {STEPS}  loss {last:.6f}"), newest
+    assert best.stdout.startswith(f"step {trained.step}  loss {expected:.4f}"), best
+    assert newest.stdout.startswith(f"step {STEPS}  loss {last:.4f}"), newest
     options = ("--prompt", "water", "--max-new-tokens", 8, "--temperature", 1, "--seed", 3)
     done = penstock("generate", trained.run, "--best", *options)
     assert done.stdout == f"water{trained.text}\n"
@@ -214,7 +214,7 @@ def test_best_state_is_opened_without_the_store_on_flash(tmp_path):
     trained = trained_in(tmp_path, "flash")
     shutil.rmtree(tmp_path / "flash")
     done = penstock("eval", trained.run, "--best")
-    assert done.stdout.startswith(f"step {trained.step}  loss {min(trained.losses):.6f}"), done
+    assert done.stdout.startswith(f"step {trained.step}  loss {min(trained.losses):.4f}"), done
     assert penstock("export", trained.run, tmp_path / "out", "--best").returncode == 0
     assert_equal_files(tmp_path / "out", trained.folder / "expected")
 

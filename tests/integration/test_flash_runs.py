@@ -140,10 +140,12 @@ def test_damage_is_named_and_repair_rolls_back_to_an_intact_step(in_memory, tmp_
     assert repaired.output == (
         f"{tmp_path / 'run' / 'flash'} is at step 6, all checksums match\n"
         "discarded: step 7 (damaged)\n"
+        f"data         {tmp_path / 'run' / 'data'}  all checksums match\n"
     )
-    assert inspected(tmp_path / "run", "--repair").output.endswith(
-        "discarded: nothing: no byte is damaged\n"
-    )
+    again = inspected(tmp_path / "run", "--repair").output
+    assert "\ndiscarded: nothing: no byte is damaged\n" in again
+    saved = "saved        step 6: the next start continues after it, and repeats step 7\n"
+    assert saved in inspected(tmp_path / "run").output
     again = Trainer(settings)
     assert again.step == 6
     again.train()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,10 +71,12 @@ def test_impossible_memory_limit_is_refused_with_sums_and_remedy(tmp_path, machi
     assert parts["store, on flash besides (store.dram)"] == ["300.00", "MiB"]
     assert parts["limit"] == ["700.00", "MiB"]
     sizes = {name: float(number) for name, (number, _) in parts.items()}  # in one unit
-    total = sizes.pop("sum")
-    sizes.pop("limit")
+    total, limit = sizes.pop("sum"), sizes.pop("limit")
     assert total == pytest.approx(sum(sizes.values()), abs=1)  # each is rounded up
-    assert "raise memory above 0." in lines[-1]
+    words = r"The sum is ([\d.]+) MiB above the limit: raise memory above ([\d.]+) MiB, or "
+    over, least = re.match(words, lines[-1]).groups()
+    assert float(over) == pytest.approx(total - limit, abs=0.02)
+    assert float(least) == total
     assert "lower store.dram to " in lines[-1]
     # What it says to lower to is enough.
     lower = lines[-1].split("lower store.dram to ")[1].split(",")[0].rstrip(".")

@@ -302,8 +302,8 @@ def test_recipe_answers_unseen_prompts(tmp_path, monkeypatch):
     assert after["exact_match"] > 0.2
     done = CliRunner().invoke(app, ["eval", str(run)])
     assert done.output == (
-        f"step 100  loss {after['loss']:.6f} nats per token  "
-        f"perplexity {after['perplexity']:.6g}  accuracy {after['accuracy']:.1%}  "
+        f"step 100  loss {after['loss']:.4f} nats per token  "
+        f"perplexity {after['perplexity']:.4g}  accuracy {after['accuracy']:.1%}  "
         f"exact match {after['exact_match']:.1%}  "
         f"({after['tokens']} tokens of {after['records']} records)\n"
     )

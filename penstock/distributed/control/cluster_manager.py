@@ -40,7 +40,13 @@ from penstock.distributed.rpc import InProcessShard, RpcClient, StoreClient
 from penstock.distributed.run_spec import RunSpec
 from penstock.distributed.transport import Address, Connection, Endpoint, new_token
 from penstock.distributed.worker import LocalShardExecutor
-from penstock.errors import ClusterError, CorruptionError, PenstockError, ProtocolError
+from penstock.errors import (
+    ClusterError,
+    CorruptionError,
+    PenstockError,
+    ProtocolError,
+    numbered,
+)
 from penstock.planning import ExecutionPlan, relay_count
 from penstock.store import Store
 from penstock.telemetry import ClusterEvent
@@ -287,9 +293,9 @@ class ClusterManager:
         before = {"before": coordinator.wanted, "relays_before": coordinator.wanted_relays}
         coordinator.wanted, coordinator.wanted_relays = engines, relays
         self._supervisor.fill(self._wanted_workers)
-        text = f"{before['before']} engine(s) so far, {engines} from the next step on"
+        text = f"{numbered(before['before'], 'engine')} so far, {engines} from the next step on"
         if relays or before["relays_before"]:
-            text += f"; {before['relays_before']} relay(s) so far, {relays} from then on"
+            text += f"; {numbered(before['relays_before'], 'relay')} so far, {relays} from then on"
         self.event_queue.emit("scaled", text)
         return before
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from penstock.distributed.protocol.membership_view import MembershipView
+from penstock.errors import numbered
 
 
 class Membership:
@@ -76,7 +77,7 @@ class Membership:
         if self.holders.lost:
             return f"{self.holders.lost} of {len(view.shards)} shards are lost"
         if len(view.engines) < self.least:
-            return f"{len(view.engines)} engine(s) left, {self.least} needed"
+            return f"{numbered(len(view.engines), 'engine')} left, {self.least} needed"
         return None
 
     # Changes

@@ -1,5 +1,6 @@
 """`penstock inspect`: checkpoints are verified, and the hash is that of the store."""
 
+import json
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config import Config, write_record
+from penstock.data import build_dataset
 from penstock.errors import ConfigError, CorruptionError, StorageError
 from penstock.store import FolderLock, save_checkpoint
 
@@ -85,7 +87,7 @@ def test_repair_goes_back_to_the_newest_intact_checkpoint(run, is_best):
     save_checkpoint(older, checkpoints, {}, best=not is_best)
     newest = save_checkpoint(loaded_store(1), checkpoints, {}, best=is_best).folder
     content = damage(newest).read_bytes()
-    repair = "`penstock inspect RUN --repair` goes back to the newest intact checkpoint"
+    repair = f"`penstock inspect {run} --repair` goes back to the newest intact checkpoint"
     assert repair in inspect(run).stdout
     result = inspect(run, "--repair")
     aside = checkpoints / "damaged-step-00000000-1"
@@ -118,6 +120,31 @@ def test_repair_drops_a_checkpoint_whose_folder_is_missing(run):
     shutil.rmtree(save_checkpoint(loaded_store(1), checkpoints, {}).folder)
     assert inspect(run, "--repair").exit_code == 0
     assert inspect(run, "--hash").stdout == older.content_hash() + "\n"
+
+
+@pytest.mark.parametrize(("last", "repeated"), [(0, None), (1, "step 1"), (3, "steps 1 to 3")])
+def test_steps_after_the_newest_checkpoint_are_said_to_be_repeated(run, last, repeated):
+    save_checkpoint(loaded_store(0), run / "checkpoints", {})
+    rows = [{"event": "step", "step": step, "loss": 2.0} for step in range(last + 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = [line for line in inspect(run).stdout.splitlines() if line.startswith("saved ")]
+    told = f"saved        step 0: the next start continues after it, and repeats {repeated}"
+    assert said == ([told] if repeated else [])
+
+
+def test_repair_reports_data_that_is_still_damaged(run):
+    checkpoints, text = run / "checkpoints", run / "text.txt"
+    text.write_text("water streams\n" * 200)
+    build_dataset([text], "bytes", run / "data")
+    shard = run / "data" / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    save_checkpoint(loaded_store(0), checkpoints, {})
+    damage(save_checkpoint(loaded_store(1), checkpoints, {}).folder)
+    result = inspect(run, "--repair")
+    assert f"data         {run / 'data'}  DAMAGED" in result.stdout
+    assert isinstance(result.exception, CorruptionError)
+    assert str(result.exception).startswith(f"{shard} is cut short")
+    assert not (checkpoints / "step-00000000-1").exists()
 
 
 def test_repair_is_refused_while_the_run_trains(run):

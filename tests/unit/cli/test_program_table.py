@@ -121,7 +121,7 @@ def test_equal_neighbours_share_a_line_and_sums_count_all():
         ["1-4", "h.0 ... 3", "block x4", "256", "1.00 KiB", "1.00 M", "2.00 M", "1.00 KiB",
          "1.00 KiB"],
         ["5", "head", "head", "512", "2.00 KiB", "1.00 M", "2.00 M", "4 B", "0 B"],
-        ["6", "in all", "3 kinds", "1.54k", "8.00 KiB", "6.00 M", "12.0 M",
+        ["", "6 stages in all", "3 kinds", "1.54k", "8.00 KiB", "6.00 M", "12.0 M",
          "1.00 KiB", "4.00 KiB"],
     ]  # fmt: skip
 

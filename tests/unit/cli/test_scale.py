@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
 from penstock.cli.scale import scale
+from penstock.distributed import control
+from penstock.distributed.control.admin_client import Scaled
 from penstock.distributed.rendezvous_file import NAME, write_record
 from penstock.errors import ClusterError, ConfigError
 
@@ -51,3 +54,19 @@ def test_rendezvous_file_of_a_killed_run_is_refused(tmp_path):
     write_record(tmp_path, address, "a token")
     with pytest.raises(ClusterError, match=r"the run is not training now.*Connection refused"):
         scale(tmp_path, ["engines=8"])
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (Scaled(1, 4, 0, 0), "RUN: 1 engine now, 4 from the next step\n"),
+        (
+            Scaled(2, 1, 1, 0),
+            "RUN: 2 engines now, 1 from the next step\nRUN: 1 relay now, 0 from the next step\n",
+        ),
+    ],
+)
+def test_numbers_are_told_in_words_that_agree_with_them(monkeypatch, capsys, done, said):
+    monkeypatch.setattr(control, "scale", lambda *_: done)
+    scale(Path("RUN"), ["engines=4"])
+    assert capsys.readouterr().out == said

@@ -133,11 +133,9 @@ def test_an_unknown_command_names_the_closest():
         (
             "gpt2",
             "auto",
-            "note: gpt2 has 50,257 rows of its embedding, the tokenizer bytes has 257 ids: the "
-            "other rows would be stored and updated, and never used; and a text has several times "
-            "as many tokens of one byte as learned ones. So the file has "
-            "data.tokenizer: train-bpe:8192 and model: {preset: gpt2, vocab_size: 8192}. With much "
-            "text, data.tokenizer: train-bpe:50257 and model: gpt2 keep the model as it is\n",
+            "note: it has a vocabulary of 8,192, which suits some MB of text: model: {preset: "
+            "gpt2, vocab_size: 8192} and data.tokenizer: train-bpe:8192. With much more text, set "
+            "model: gpt2 and data.tokenizer: train-bpe:50257\n",
         ),
         (
             "gpt2",
@@ -191,7 +189,7 @@ def test_init_writes_a_starter_that_loads_and_never_overwrites(tmp_path):
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert lines[0] == "wrote my.yaml"
-    assert lines[1].startswith("note: gpt2-medium has 50,257 rows of its embedding, the tokenizer ")
+    assert lines[1].startswith("note: it has a vocabulary of 8,192, which suits some MB of text: ")
     assert [line.removeprefix("next:").split("#")[0].strip() for line in lines[2:]] == [
         "penstock calibrate",
         "penstock plan my.yaml",

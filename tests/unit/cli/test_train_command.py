@@ -110,6 +110,19 @@ def test_first_signal_finishes_the_step_and_prints_how_to_resume(
     assert signal.getsignal(number) is before
 
 
+def test_resume_command_has_the_last_value_of_a_key_that_was_given_twice(run, monkeypatch):
+    def interrupt_at_once(at):
+        if at == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(interrupt_at_once))
+    given = ["run.steps=400", "model=gpt2", "model.n_layer=2", "run.steps=4000", "model=tiny"]
+    result = run("my run.yaml", *given)
+    assert result.stdout.splitlines()[-1] == (
+        "resume with: penstock train 'my run.yaml' model.n_layer=2 run.steps=4000 model=tiny"
+    )
+
+
 def test_closed_terminal_is_ignored_under_nohup(monkeypatch):
     monkeypatch.setattr(signal, "SIGHUP", signal.SIGUSR1)  # the suite itself may be under nohup
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)

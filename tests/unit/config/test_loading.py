@@ -47,6 +47,7 @@ def test_overrides_set_nested_keys_lists_and_missing_sections(tmp_path):
             "optimizer.learning_rate=3e-4",
             "optimizer.betas=[0.8, 0.9]",
             "engines=4",
+            "data.input=texts/a.txt",
             "engine.memory=2GiB",
             "run.dir=elsewhere",
             "optimizer.clip_norm=null",
@@ -57,9 +58,15 @@ def test_overrides_set_nested_keys_lists_and_missing_sections(tmp_path):
     assert config.optimizer.weight_decay == 0.5
     assert config.optimizer.clip_norm is None
     assert config.engines == 4
+    assert config.data.input == ("texts/a.txt",)
     assert config.engine.memory == 2 * 1024**3
     assert isinstance(config.engine.memory, ByteSize)
     assert config.run.dir == Path("elsewhere")
+
+
+def test_one_input_needs_no_brackets(tmp_path):
+    config = from_text(tmp_path, "model: gpt2\ndata: {input: texts/*.txt}\n")
+    assert config == from_text(tmp_path, 'model: gpt2\ndata: {input: ["texts/*.txt"]}\n')
 
 
 def test_a_presets_number_can_be_changed_from_the_command_line(tmp_path):

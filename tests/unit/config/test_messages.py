@@ -145,6 +145,11 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
             "run.yaml:3: optimizer.schedule.ratios: expected one ratio per boundary, got 0 for 1",
         ),
         (
+            "model: gpt2\noptimizer: {schedule: {warmup_steps: 9, decay_steps: 9}}\n",
+            "run.yaml:2: optimizer.schedule.warmup_steps: expected fewer than the 9 steps over "
+            "which the rate decays, got 9; lower it or raise optimizer.schedule.decay_steps",
+        ),
+        (
             "model: gpt2\noptimizer: {schedule: {warmup_steps: 50}}\nrun: {steps: 50}\n",
             "run.yaml:2: optimizer.schedule.warmup_steps: expected fewer than the 50 steps over "
             "which the rate decays, got 50; lower it or raise run.steps",
@@ -282,6 +287,18 @@ def test_missing_file_is_refused(tmp_path, monkeypatch):
     assert str(raised.value) == (
         "absent.yaml: no such file; `penstock init absent.yaml` writes a starter there"
     )
+
+
+def test_name_of_a_preset_in_place_of_a_file_is_answered_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        load("gpt2-xl")
+    assert str(raised.value) == (
+        "gpt2-xl: expected a YAML file, got the name of a preset; `penstock init gpt2-xl.yaml "
+        "--model gpt2-xl` writes a starter with it"
+    )
+    (tmp_path / "gpt2-xl").write_text("model: tiny\n")
+    assert load("gpt2-xl").model.preset == "tiny"
 
 
 @pytest.mark.parametrize(

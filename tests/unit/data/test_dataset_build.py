@@ -158,8 +158,8 @@ def test_tail_of_a_single_document_is_the_validation_split(tmp_path, length, sha
     assert dataset.document_ends("validation").tolist() == [tail]
     assert report.manifest.validation_by == "tail"
     assert report.notes == (
-        f"there is one document, none of them held out; the last "
-        f"{'token is' if tail == 1 else f'{tail} tokens are'} the validation split instead",
+        "the text is one document: its last "
+        f"{'token is' if tail == 1 else f'{tail:,} tokens are'} the validation split",
     )
     stored = {record.file for record in report.manifest.files()} | {
         "dataset.json",

@@ -17,7 +17,13 @@ from penstock.data.manifest import checksum_of
 from penstock.errors import CorruptionError, DataError
 
 CHUNK = 256
-ADVICE = "restore the file from a copy or build the data set again"
+
+
+def advice(folder):
+    return (
+        f"restore the file from a copy, or build the data set again: delete {folder}, then run "
+        "`penstock data build`, or `penstock train` if data.input names the text"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +114,7 @@ def test_a_flipped_bit_is_found_before_its_tokens_are_used(folder, seed):
     message = (
         f"{folder / shard.data.file} is corrupt between byte {start} and {stop}: checksum "
         f"{xxhash.xxh3_128_hexdigest(content)}, expected {shard.data.chunks[start // CHUNK]}; "
-        f"{ADVICE}"
+        f"{advice(folder)}"
     )
     shards = dataset.manifest.splits["train"].shards
     base = sum(one.tokens for one in shards[: shards.index(shard)])
@@ -160,15 +166,20 @@ def test_files_of_the_wrong_size_are_refused_at_once(folder, name):
     os.truncate(file, size - 1)
     with pytest.raises(CorruptionError) as error:
         TokenDataset.open(folder)
-    assert str(error.value) == (f"{file} is cut short: {size - 1} bytes, expected {size}; {ADVICE}")
+    assert str(error.value) == (
+        f"{file} is cut short: {size - 1} bytes, expected {size}; {advice(folder)}"
+    )
     os.truncate(file, size + 3)
     with pytest.raises(CorruptionError) as error:
         TokenDataset.open(folder)
-    assert str(error.value) == f"{file} is too long: {size + 3} bytes, expected {size}; {ADVICE}"
+    assert (
+        str(error.value)
+        == f"{file} is too long: {size + 3} bytes, expected {size}; {advice(folder)}"
+    )
     file.unlink()
     with pytest.raises(CorruptionError) as error:
         TokenDataset.open(folder)
-    assert str(error.value) == f"{file} is missing; {ADVICE}"
+    assert str(error.value) == f"{file} is missing; {advice(folder)}"
 
 
 def rewrite(folder, change, seal=True):
@@ -222,7 +233,7 @@ def test_inconsistent_manifest_is_refused(folder, change):
         TokenDataset.open(folder)
     start = f"{folder / 'dataset.json'} breaks the format ("
     assert str(error.value).startswith(start)
-    assert str(error.value).endswith(f"); {ADVICE}")
+    assert str(error.value).endswith(f"); {advice(folder)}")
 
 
 def test_broken_manifest_is_refused(folder):
@@ -241,7 +252,9 @@ def test_broken_manifest_is_refused(folder):
         file.write_bytes(content)
         with pytest.raises(CorruptionError) as corruption:
             TokenDataset.open(folder)
-        assert str(corruption.value) == (f"{file} does not describe a Penstock data set; {ADVICE}")
+        assert str(corruption.value) == (
+            f"{file} does not describe a Penstock data set; {advice(folder)}"
+        )
     for content in (b"", b"\xff", b"{", b"[" * 100_000):
         file.write_bytes(content)
         with pytest.raises(CorruptionError, match=r"dataset\.json is not JSON \("):

@@ -114,7 +114,7 @@ def test_one_record_is_held_out_if_none_was_selected(tmp_path):
     ]
     assert dataset.documents("validation") == 1
     assert report.notes == (
-        "of 3 records none was selected as held-out data; the last one is the validation split "
+        "none of the 3 records was selected as held-out data; the last one is the validation split "
         "instead",
     )
 

@@ -234,6 +234,16 @@ def test_folder_without_model_is_refused(tmp_path):
         ModelSource.from_hf("no/such")
     with pytest.raises(ConfigError, match=r"no such folder; .* correct the path, or put a model"):
         ModelSource.from_hf(tmp_path / "nothere")
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"^expected a Hugging Face config\.json at "):
+        ModelSource.from_hf(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError) as caught:
+        ModelSource.from_hf(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: expected a Hugging Face folder, got a run; `penstock export {tmp_path} OUT` "
+        "writes its model to the folder OUT: give OUT instead"
+    )
     save(model_of("gpt2"), tmp_path)
     with pytest.raises(ConfigError, match="expected the folder of a model, it is a file"):
         ModelSource.from_hf(tmp_path / "model.safetensors")

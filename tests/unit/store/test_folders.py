@@ -82,6 +82,15 @@ def test_folder_below_an_unreadable_folder_is_created(tmp_path):
     (tmp_path / "shared").chmod(0o700)
 
 
+def test_folder_that_cannot_be_made_is_told_from_one_that_cannot_be_written():
+    with pytest.raises(StorageError) as caught:
+        FolderLock(Path("/proc/runs/a"), "run.dir")
+    assert str(caught.value) == (
+        "/proc/runs/a: this folder cannot be made: No such file or directory; choose another "
+        "run.dir"
+    )
+
+
 def test_full_disk_refuses_a_lock_and_leaves_no_file_open(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
