@@ -8,7 +8,6 @@ from penstock.data.built_from import (
     sample_of as sample_of,
 )
 from penstock.data.dataset import TokenDataset as TokenDataset, check_vocabulary as check_vocabulary
-from penstock.data.publish import remove_folder as remove_folder
 from penstock.data.record_sampling import RecordSource as RecordSource
 from penstock.data.sampling import (
     ArraySource as ArraySource,

@@ -88,6 +88,7 @@ def build_dataset(
     exclude: Sequence[str] = (),
     chosen_from: Sequence[str | os.PathLike[str]] | None = None,
     overwrite: bool = False,
+    check: Callable[[Path], object] = lambda folder: None,
     on_progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
@@ -108,6 +109,8 @@ def build_dataset(
         chosen_from: the set from which `inputs` were chosen, if they were; a run may refer to it by
             name.
         overwrite: replace an existing data set, in one atomic operation.
+        check: called with the folder of the complete data set before `out` appears; if it raises,
+            the build fails and leaves nothing.
         on_progress: called with (phase, input bytes done, input bytes in all).
         shard_bytes: size of a shard file, a multiple of 4.
         chunk_bytes: bytes per checksum, a multiple of 8.
@@ -141,6 +144,7 @@ def build_dataset(
             BuiltFrom.of(*of, reads_all=reads_all).write(folder)
         finally:
             packer.abandon()
+        check(folder)
     notes = (*packer.notes, *_notes_on(encoder, size))
     return BuildReport(out, manifest, len(corpus.files), notes)
 

@@ -36,7 +36,7 @@ def published_folder(
         StorageError: the operating system refused a write, here or in the block.
     """
     out = Path(os.path.realpath(out))  # a link stays, its target is replaced
-    staging = _staging(out)
+    staging = out.with_name(f".{out.name}.building")
     _refuse_existing(out, replaceable)
     with contextlib.ExitStack() as locks:
         try:
@@ -58,25 +58,6 @@ def published_folder(
             raise StorageError(
                 f"cannot write {out}: {error.strerror or error}; nothing was left behind; {advice}"
             ) from error
-
-
-def remove_folder(out: Path) -> bool:
-    """Remove a published folder; return whether it is gone.
-
-    The folder is renamed first, so that a killed removal leaves what the next build empties.
-    """
-    out = Path(os.path.realpath(out))
-    staging = _staging(out)
-    try:
-        os.rename(out, staging)
-    except OSError:  # of another build, say
-        return False
-    shutil.rmtree(staging, ignore_errors=True)
-    return True
-
-
-def _staging(out: Path) -> Path:
-    return out.with_name(f".{out.name}.building")
 
 
 def _refuse_existing(out: Path, replaceable: Callable[[Path], bool] | None) -> None:

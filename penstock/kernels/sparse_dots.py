@@ -47,7 +47,7 @@ _Multiply = Callable[[Any, list[Any], list[Any]], Sums]
 
 
 def _sum_each(builder: Any, vectors: Sums) -> Any:
-    """The sums over the lanes of four vectors, in one order with AVX-512 and in another without: <4 x float>.
+    """The sums over the lanes of four vectors, in an order that AVX-512 decides: <4 x float>.
 
     A sum does not depend on the other vectors.
     """

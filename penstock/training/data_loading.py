@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from penstock.data import (
     find_files,
     load_tokenizer,
     read_built_from,
-    remove_folder,
     repeated_files,
     sample_of,
     train_size,
@@ -35,7 +34,6 @@ from penstock.training.resume_state import ResumeState
 from penstock.training.same_tokenizer import digest_to_record, require_same_tokenizer
 
 _MASK_TOKENS = ("[MASK]", "<mask>")
-_SMALL_TOKENS = 1 << 22  # of a data set that is built again within seconds
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,12 @@ def open_data(
         return_free_pages()  # of a large tokenizer
         if config.data.content == "text" or config.data.sequence_length:
             check_length(sequence_length(config, source))
-        _build(config, notice)
+
+        def check(built: TokenDataset) -> None:
+            _check_kind(config, source, recorded, built)
+            _training_data(config, source, recorded, built)
+
+        _build(config, notice, check)
     dataset = TokenDataset.open(folder) if trains else TokenDataset.described(folder)
     _check_build(config, dataset)
     if _has_changed_input(config):
@@ -94,26 +97,56 @@ def open_data(
             f"text as it was. To train on the new text, {new_text}"
         )
     _note_repeated_files(config, dataset, notice)
+    _check_kind(config, source, recorded, dataset)
+    try:
+        return _training_data(config, source, recorded, dataset, notice)
+    except DataError as error:
+        if not config.data.input:
+            raise
+        raise DataError(f"{error}. {_way_to_other_data(config, recorded)}") from None
+
+
+def _check_kind(
+    config: Config, source: ModelSource, recorded: ResumeState | None, dataset: TokenDataset
+) -> None:
+    """Refuse a data set of another content, or of another tokenizer, than the run needs."""
     _check_content(config, source, dataset)
     _check_tokenizer(config, source, dataset)
     if recorded is not None:
         require_same_tokenizer(config, recorded, dataset)
-    with _advising_to_build_again(
-        config, dataset, is_removable=is_new and recorded is None and config.data.path is None
-    ):
-        if source.vocab_size is not None:
-            check_vocabulary(dataset, source.vocab_size)
-            _note_unused_ids(config, source.vocab_size, dataset, notice)
-        length = sequence_length(config, source, dataset)
-        training, validation = (
-            _split(config, source, dataset, name, length, notice)
-            if name in dataset.splits or name == "train"
-            else None
-            for name in ("train", "validation")
-        )
+
+
+def _training_data(
+    config: Config,
+    source: ModelSource,
+    recorded: ResumeState | None,
+    dataset: TokenDataset,
+    notice: Callable[[str], None] = lambda text: None,
+) -> TrainingData:
+    """Return the sources of a data set; refuse too many token ids and too little text."""
+    if source.vocab_size is not None:
+        check_vocabulary(dataset, source.vocab_size)
+        _note_unused_ids(config, source.vocab_size, dataset, notice)
+    length = sequence_length(config, source, dataset)
+    training, validation = (
+        _split(config, source, dataset, name, length, notice)
+        if name in dataset.splits or name == "train"
+        else None
+        for name in ("train", "validation")
+    )
     assert training is not None
     digest = digest_to_record(recorded, dataset)
     return TrainingData(training, validation, dataset, length, digest)
+
+
+def _way_to_other_data(config: Config, recorded: ResumeState | None) -> str:
+    """Return how the run gets other text or another tokenizer than its data set has."""
+    folder, other = config.data_dir, "for other text or another tokenizer"
+    if recorded is not None:
+        return f"The run resumes with {folder}: {other}, choose another run.dir"
+    if config.data.path is not None:
+        return f"Other runs may use {folder}: {other}, choose another data.path"
+    return f"To change the text or the tokenizer, delete {folder}: the next start builds it again"
 
 
 def _split(
@@ -136,46 +169,31 @@ def _split(
     return LanguageModelSource(dataset, name, length, config.data.seed)
 
 
-@contextlib.contextmanager
-def _advising_to_build_again(
-    config: Config, dataset: TokenDataset, *, is_removable: bool
-) -> Iterator[None]:
-    """Say of a data set that the run cannot use how other text or another tokenizer get into it.
+def _build(
+    config: Config, notice: Callable[[str], None], check: Callable[[TokenDataset], object]
+) -> None:
+    """Build the data set of a run, unless `check` refuses the data set."""
+    folder = config.data_dir
 
-    A small one of the run's own that this start has built is removed. A large one is kept: its
-    tokens may have taken hours, and another `vocab_size` or `sequence_length` may suffice to use
-    it.
-    """
-    try:
-        yield
-    except DataError as error:
-        if not config.data.input:
-            raise
-        folder = dataset.path
-        is_small = sum(map(dataset.tokens, dataset.splits)) <= _SMALL_TOKENS
-        if is_removable and is_small and remove_folder(folder):
-            advice = f"{folder}, which this start has built, was removed; the next builds it again"
-        else:
-            advice = (
-                f"{folder} is kept: if you change the text or the tokenizer, delete it, so that "
-                "the next start builds it again"
-            )
-        raise DataError(f"{error}. {advice}") from None
+    def check_unpublished(staging: Path) -> None:
+        try:
+            check(TokenDataset.open(staging))
+        except DataError as error:
+            text = str(error).replace(str(staging), str(folder))
+            raise DataError(f"{text}. {folder} was not kept: the next start builds it") from None
 
-
-def _build(config: Config, notice: Callable[[str], None]) -> None:
-    """Build the data set of a run."""
-    notice(f"building the data set {config.data_dir} from {', '.join(config.data.input)}")
+    notice(f"building the data set {folder} from {', '.join(config.data.input)}")
     report = build_dataset(
         config.data.input,
         config.tokenizer,
-        config.data_dir,
+        folder,
         validation=config.data.validation,
         seed=config.data.seed,
         content=config.data.content,
         field=config.data.text_field,
         prompt_field=config.data.prompt_field,
         completion_field=config.data.completion_field,
+        check=check_unpublished,
     )
     for note in report.notes:
         notice(note)

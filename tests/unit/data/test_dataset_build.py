@@ -409,6 +409,21 @@ def test_interrupt_while_publishing_leaves_one_complete_data_set(tmp_path, monke
     assert seen == {old, new}
 
 
+def test_check_of_a_data_set_precedes_its_publication(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
+    build_dataset([source], "bytes", tmp_path / "out")
+    old = TokenDataset.open(tmp_path / "out").fingerprint
+
+    def refuse(folder):
+        assert TokenDataset.open(folder, verify=True).fingerprint != old
+        raise DataError("not this one")
+
+    with pytest.raises(DataError, match="not this one"):
+        build_dataset([source], "bytes", tmp_path / "out", seed=3, overwrite=True, check=refuse)
+    assert TokenDataset.open(tmp_path / "out", verify=True).fingerprint == old
+    assert leftovers(tmp_path) == ["a.jsonl", "out"]
+
+
 def test_second_build_of_the_same_folder_is_refused(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
     with published_folder(tmp_path / "out") as folder:

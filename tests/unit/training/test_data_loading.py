@@ -1,4 +1,4 @@
-"""The run's own data set: what is left of building it."""
+"""The data set of a run: its build, and the refusal of one that the run cannot use."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from penstock.data import TokenDataset, build_dataset
 from penstock.errors import DataError
 from penstock.models import ModelSource
 from penstock.training import data_loading
+from penstock.training.resume_state import ResumeState
 
 TINY = ModelSource.from_preset("tiny", {})
 
@@ -84,42 +85,83 @@ def test_note_on_unused_ids_suits_the_source_of_the_model(tmp_path, model, advic
     assert len(notices) == 1
 
 
-def test_small_data_set_that_the_run_cannot_use_is_removed_by_the_start_that_built_it(tmp_path):
+def changed(config, **changes):
+    values = config.model_dump(mode="json")
+    for name, change in changes.items():
+        values[name] |= change
+    return Config.from_mapping(values)
+
+
+def test_refused_build_leaves_nothing(tmp_path):
     """A configuration with more text would otherwise meet the data set of the first one."""
     text, folder = tmp_path / "text.txt", tmp_path / "run" / "data"
     text.write_text("too short")
     config = settings_of(tmp_path, text)
     with pytest.raises(DataError) as refusal:
         data_loading.open_data(config, TINY, lambda text: None)
-    assert str(refusal.value).endswith(
-        f"shorten the sequences or add text. {folder}, which this start has built, was removed; "
-        "the next builds it again"
+    assert str(refusal.value) == (
+        f"split 'train' of data set {folder} has 8 tokens, one sequence of 16 needs 17; shorten "
+        f"the sequences or add text. {folder} was not kept: the next start builds it"
     )
-    assert not list(folder.parent.iterdir())
+    assert list(tmp_path.iterdir()) == [text]
     text.write_text("water streams\n" * 200)
     assert data_loading.open_data(config, TINY, lambda text: None).dataset is not None
 
 
-def test_data_set_of_an_earlier_start_is_kept_and_named_in_the_refusal(tmp_path):
-    text, folder = tmp_path / "text.txt", tmp_path / "run" / "data"
+def test_start_during_the_check_of_another_does_not_open_an_unchecked_data_set(
+    tmp_path, monkeypatch
+):
+    """The first one's check refuses the data set, which the second one could use."""
+    text, refusals = tmp_path / "text.txt", []
+    text.write_text("water streams")
+    first = changed(settings_of(tmp_path, text), data={"validation": 0.0})
+    second = changed(first, data={"sequence_length": 8})
+    check = data_loading._check_content
+
+    def with_second_start(*arguments):
+        monkeypatch.setattr(data_loading, "_check_content", check)
+        with pytest.raises(DataError) as refusal:
+            data_loading.open_data(second, TINY, lambda text: None)
+        refusals.append(str(refusal.value))
+        check(*arguments)
+
+    monkeypatch.setattr(data_loading, "_check_content", with_second_start)
+    with pytest.raises(DataError, match="one sequence of 16 needs 17"):
+        data_loading.open_data(first, TINY, lambda text: None)
+    folder = tmp_path / "run" / "data"
+    assert refusals == [
+        f"another process is building {folder} now; wait until it ends, or choose another output "
+        "folder"
+    ]
+    opened = data_loading.open_data(second, TINY, lambda text: None)
+    with pytest.raises(DataError, match="one sequence of 16 needs 17"):
+        data_loading.open_data(first, TINY, lambda text: None)
+    assert opened.training.batch(0, [0], 1)["input_ids"].shape == (1, 8)  # it is still there
+
+
+OWN = "To change the text or the tokenizer, delete {}: the next start builds it again"
+SHARED = "Other runs may use {}: for other text or another tokenizer, choose another data.path"
+RESUMED = "The run resumes with {}: for other text or another tokenizer, choose another run.dir"
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "is_resumed", "advice"),
+    [(False, False, OWN), (True, False, SHARED), (False, True, RESUMED), (True, True, RESUMED)],
+)
+def test_advice_on_an_unusable_data_set_suits_its_users(tmp_path, is_shared, is_resumed, advice):
+    text = tmp_path / "text.txt"
     text.write_text("water streams\n" * 200)
     config = settings_of(tmp_path, text)
+    if is_shared:
+        config = changed(config, data={"path": str(tmp_path / "set")})
     data_loading.open_data(config, TINY, lambda text: None)
+    recorded = ResumeState({}, None, None, None, None, None, 0) if is_resumed else None
     smaller = ModelSource.from_preset("tiny", {"vocab_size": 100})
     with pytest.raises(DataError) as refusal:
-        data_loading.open_data(config, smaller, lambda text: None)
-    assert str(refusal.value).endswith(
-        f". {folder} is kept: if you change the text or the tokenizer, delete it, so that the next "
-        "start builds it again"
+        data_loading.open_data(config, smaller, lambda text: None, recorded)
+    assert str(refusal.value) == (
+        f"data set {config.data_dir} has token ids up to 256 (vocabulary 257), model has "
+        "vocab_size 100; set the model's vocab_size to 257 or more, or build the data set again "
+        f"with the model's tokenizer. {advice.format(config.data_dir)}"
     )
-    assert (folder / "dataset.json").exists()
-
-
-def test_large_data_set_that_this_start_has_built_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_loading, "_SMALL_TOKENS", 8)
-    (tmp_path / "text.txt").write_text("too short")
-    with pytest.raises(DataError, match="is kept: if you change the text"):
-        data_loading.open_data(
-            settings_of(tmp_path, tmp_path / "text.txt"), TINY, lambda text: None
-        )
-    assert (tmp_path / "run" / "data" / "dataset.json").exists()
+    assert (config.data_dir / "dataset.json").exists()
