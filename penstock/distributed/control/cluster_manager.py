@@ -290,7 +290,7 @@ class ClusterManager:
         text = f"{before['before']} engine(s) so far, {engines} from the next step on"
         if relays or before["relays_before"]:
             text += f"; {before['relays_before']} relay(s) so far, {relays} from then on"
-        self.event_queue.emit("scaled", text)
+        self.event_queue.emit("scaled", text, engines=engines)
         return before
 
     def close(self) -> None:
