@@ -112,7 +112,8 @@ def _less_recomputation(prediction: Prediction, replan: Replan) -> Iterator[Advi
     if not prediction.plan.plan.recompute:
         return
     size, micro = prediction.config.batch.size, prediction.plan.micro_batch
-    sizes = [each for each in (micro // 2, 2 * micro) if each and size % each == 0]
+    most = size // prediction.config.engines  # each engine needs a micro-batch
+    sizes = [each for each in (micro // 2, 2 * micro) if 1 <= each <= most and size % each == 0]
     if best := _fastest(_with_batch(prediction, replan, micro=each) for each in sizes):
         text = f"batch.micro: {best.plan.micro_batch} (the result changes by rounding alone)"
         yield Advice(text, _gain(best, prediction))
