@@ -117,7 +117,6 @@ def plan(
         plan_on = _planned_on(planner, *described[0])
         _sweep(console, settings, swept, plan_on, csv, plot, json_output)
         return
-    advise = partial(planner.advice, is_here=not machine)
     found: list[tuple[str, Found | PenstockError]] = []
     for one, is_here in described:
         try:
@@ -126,7 +125,7 @@ def plan(
             if len(described) == 1:
                 raise
             found.append((one.name, error))
-    _print(console, found, advise, json_output)
+    _print(console, found, partial(planner.advice, is_here=not machine), json_output)
 
 
 def _check_files(csv: Path | None, plot: Path | None, *, has_sweep: bool) -> None:
