@@ -15,7 +15,11 @@ if TYPE_CHECKING:
         was_busy as was_busy,
     )
     from penstock.calibration.disk_device import device_of as device_of
-    from penstock.calibration.host_key import HostKey as HostKey, kept_file as kept_file
+    from penstock.calibration.host_key import (
+        KEY as KEY,
+        HostKey as HostKey,
+        kept_file as kept_file,
+    )
     from penstock.calibration.host_measurement import calibrate as calibrate
     from penstock.calibration.kept_measurements import (
         MOST_MEASUREMENTS as MOST_MEASUREMENTS,

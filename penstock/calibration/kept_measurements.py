@@ -190,7 +190,10 @@ def this_host(
             return machine
     except PenstockError as error:
         reason = str(error)
-    notice(f"{reason}; measuring it now ({key})")
+    notice(
+        f"{reason}; measuring it now, once for all plans, which takes some minutes. Ctrl-C stops "
+        "it safely, and nothing is kept; `--machine NAME` plans for a described machine without it"
+    )
     machine = _measured_apart(key, budget_seconds) if measure is None else None
     if machine is None:
         from penstock.calibration.host_measurement import calibrate

@@ -43,7 +43,7 @@ def compile_kernels(on_progress: OnProgress) -> bool:
         return False
     count, done = len(cases_by_quantity()), 0
     for done in completed(bytes(reversed(range(count))), min(workers, count)):
-        on_progress(f"compiling kernels, {done} of {count}", done / count)
+        on_progress("compiling kernels", done / count)
     if done == count:
         with contextlib.suppress(OSError):  # the next measurement looks again
             mark.touch()

@@ -73,7 +73,7 @@ def _kept(key: HostKey) -> MachineDescription:
     except CorruptionError as error:
         raise CorruptionError(f"{error}; {advice} again") from None
     if machine is None:
-        raise ConfigError(f"this host has no measurements at {kept_file(key)} ({key}); {advice}")
+        raise ConfigError(f"this host has no measurements at {kept_file(key)}; {advice}")
     return machine
 
 
@@ -134,7 +134,7 @@ class _Lines:
         now = self._clock()
         if now - self._last >= _LINE_SECONDS:
             self._last = now
-            self._write(f"calibrate: after {now - self._begun:.0f} s: {text} ({share:.0%})")
+            self._write(f"calibrate: {share:.0%} done after {now - self._begun:.0f} s; now {text}")
 
 
 def render(machine: MachineDescription) -> Table:
@@ -201,6 +201,7 @@ def _in_one_unit(values: Sequence[float], base: int, units: Sequence[str]) -> st
 
 def _notes(machine: MachineDescription) -> list[str]:
     """Return the figures that are no curve, and where all come from."""
+    from penstock.calibration import KEY
     from penstock.progress import show_bytes, show_rate
 
     engine, flash = machine.engine, machine.store.flash
@@ -230,5 +231,5 @@ def _notes(machine: MachineDescription) -> list[str]:
             f"nine of ten of the last {accuracy.runs} runs took {accuracy.low:g} to "
             f"{accuracy.high:g} of the predicted time per step ({accuracy.source})"
         )
-    notes += [f"{name}: {text}" for name, text in machine.sources.items()]
+    notes += [f"{name}: {text}" for name, text in machine.sources.items() if name != KEY]
     return notes

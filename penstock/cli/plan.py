@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
     from penstock.machines import GpuCluster, MachineDescription
-    from penstock.prediction import GpuRun, Planner, Point, Prediction, Sweep
+    from penstock.prediction import Advice, GpuRun, Planner, Point, Prediction, Sweep
 
     Found = Prediction | GpuRun
 
@@ -124,7 +125,7 @@ def plan(
             if len(described) == 1:
                 raise
             found.append((one.name, error))
-    _print(console, found, json_output)
+    _print(console, found, partial(planner.advice, is_here=not machine), json_output)
 
 
 def _check_files(csv: Path | None, plot: Path | None, *, has_sweep: bool) -> None:
@@ -225,9 +226,12 @@ def _sweep(
 
 
 def _print(
-    console: Console, found: list[tuple[str, Found | PenstockError]], json_output: bool
+    console: Console,
+    found: list[tuple[str, Found | PenstockError]],
+    advise: Callable[[Prediction], list[Advice]],
+    json_output: bool,
 ) -> None:
-    from penstock.prediction import GpuRun, Point, advise, as_json, page
+    from penstock.prediction import GpuRun, Point, as_json, page
 
     if json_output:
         for name, each in found:
@@ -260,6 +264,9 @@ def _print_table(console: Console, key: str, points: list[Point]) -> None:
         if point.prediction is None:
             first = point.problem.splitlines()[0].split(". Raise ")[0]
             console.print(f"{key} {point.value}: {first}", highlight=False, markup=False)
+    notes = (getattr(point.prediction, "accuracy_note", None) for point in points)
+    for note in dict.fromkeys(filter(None, notes)):
+        console.print(f"{note}.", highlight=False, markup=False)
 
 
 def _table(key: str, points: list[Point]) -> Table:
@@ -275,7 +282,7 @@ def _table(key: str, points: list[Point]) -> Table:
         "tokens/s": lambda one: show_count(one.tokens_per_second),
         "step": lambda one: show_duration(one.step_seconds),
         "run": lambda one: show_duration(one.run_seconds),
-        "memory": lambda one: show_bytes(row(one)["engine_bytes"]),
+        "memory of an engine": lambda one: show_bytes(row(one)["engine_bytes"]),
     }
     columns.pop(key, None)  # the first column has it
     if any(one.price.dollars_per_hour is not None for one in found):
@@ -283,7 +290,7 @@ def _table(key: str, points: list[Point]) -> Table:
             "" if (cost := row(one)["cost"]) is None else show_dollars(cost)
         )
     columns["bound by"] = lambda one: row(one)["binding"]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="memory: of each engine")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(key, no_wrap=True)
     for heading in columns:
         is_last = heading == "bound by"

@@ -7,6 +7,7 @@ import errno
 import os
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -61,7 +62,7 @@ def train(
 
     view = view_for_command(Console(), settings.logging.every, quiet)
     command = shlex.join(["penstock", "train", str(config), *_in_force(overrides or ())])
-    _run(settings, view, command, names_next=not quiet)
+    _run(settings, view, ResumeCommand(command), names_next=not quiet)
 
 
 def _in_force(overrides: Sequence[str]) -> list[str]:
@@ -81,7 +82,7 @@ def recorded_extra(folder: Path) -> dict[str, Any] | None:
     return flash.recorded_extra(folder)
 
 
-def _run(settings: Config, view: View, resume_command: str, names_next: bool) -> None:
+def _run(settings: Config, view: View, resume_command: ResumeCommand, names_next: bool) -> None:
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output):
         trainer = _train(settings, view, resume_command, stop)
@@ -93,9 +94,12 @@ def _run(settings: Config, view: View, resume_command: str, names_next: bool) ->
         raise typer.Exit(128 + stop.signal)
 
 
-def _train(settings: Config, view: View, resume_command: str, stop: GracefulStop) -> Trainer:
+def _train(
+    settings: Config, view: View, resume_command: ResumeCommand, stop: GracefulStop
+) -> Trainer:
     """Train until the end or a signal; return the closed trainer."""
     lost = ""
+    named = naming_command(timing_preparation(view), resume_command)
     with ExitStack() as stack:
         stack.callback(lambda: output.write_error(lost))  # after the view, whose last line is open
         try:
@@ -104,8 +108,7 @@ def _train(settings: Config, view: View, resume_command: str, stop: GracefulStop
 
             worker = stack.enter_context(KernelWorker())
             worker.start(settings)
-            listener = worker.watched(naming_command(view, resume_command))
-            trainer = Trainer(settings, on_event=listener, quiet=True)
+            trainer = Trainer(settings, on_event=worker.watched(named), quiet=True)
         except KeyboardInterrupt:
             output.write_error("stopped before training began\n")
             raise
@@ -130,7 +133,25 @@ def next_commands(folder: Path, task: str) -> str:
     return "next: " + "\n      ".join(commands)
 
 
-def stopped_at_once(trainer: Trainer, resume_command: str) -> str:
+class ResumeCommand:
+    """The command that resumes a run: as it was typed, with the number of engines that it has now.
+
+    **Arguments:** `typed` is a line for a shell.
+    """
+
+    def __init__(self, typed: str) -> None:
+        self._typed = typed
+
+    def __str__(self) -> str:
+        return self._typed
+
+    def set_engines(self, engines: int) -> None:
+        """Take the number of engines of a run that `penstock scale` has changed."""
+        words = [word for word in shlex.split(self._typed) if not word.startswith("engines=")]
+        self._typed = shlex.join([*words, f"engines={engines}"])
+
+
+def stopped_at_once(trainer: Trainer, resume_command: ResumeCommand) -> str:
     """Return a line that says from which step a run resumes that a second signal has stopped."""
     from penstock.errors import PenstockError
 
@@ -148,13 +169,39 @@ def stopped_at_once(trainer: Trainer, resume_command: str) -> str:
     )
 
 
-def naming_command(listener: Listener, resume_command: str) -> Listener:
+def naming_command(listener: Listener, resume_command: ResumeCommand) -> Listener:
     """Return a listener that passes events on, with the command that was really typed."""
-    from penstock.telemetry import Stopped
+    from penstock.telemetry import ClusterEvent, Stopped
 
     def pass_on(event: Event) -> None:
+        if isinstance(event, ClusterEvent) and event.engines is not None:
+            resume_command.set_engines(event.engines)
         if isinstance(event, Stopped):
-            event = dataclasses.replace(event, resume_command=resume_command)
+            event = dataclasses.replace(event, resume_command=str(resume_command))
+        listener(event)
+
+    return pass_on
+
+
+def timing_preparation(
+    listener: Listener, clock: Callable[[], float] = time.perf_counter
+) -> Listener:
+    """Return a listener that passes events on, and adds the seconds between this call and the
+    run's start to the summary of its end.
+
+    **Arguments:** `clock` returns seconds.
+    """
+    from penstock.telemetry import Finished, RunStarted
+
+    begun, seconds = clock(), 0.0
+
+    def pass_on(event: Event) -> None:
+        nonlocal seconds
+        if isinstance(event, RunStarted):
+            seconds = clock() - begun
+        if isinstance(event, Finished):
+            summary = {**event.summary, "preparation_seconds": seconds}
+            event = dataclasses.replace(event, summary=summary)
         listener(event)
 
     return pass_on

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from penstock.cli import output
 from penstock.cli.output import surviving_loss
-from penstock.cli.train import GracefulStop, naming_command, recorded_extra
+from penstock.cli.train import GracefulStop, ResumeCommand, naming_command, recorded_extra
 from penstock.config import Config, check_run, load, load_run
 from penstock.errors import ConfigError, PenstockError, ProgramError
 from penstock.io import remove
@@ -135,7 +135,7 @@ def train(config: Config, console: Console, again: str) -> Trainer:
         worker.start(config)
         build_data(config, console)
         view = view_for_command(console, config.logging.every)
-        return _train(config, view, worker.watched(naming_command(view, again)))
+        return _train(config, view, worker.watched(naming_command(view, ResumeCommand(again))))
 
 
 def _train(config: Config, view: View, listener: Listener) -> Trainer:

@@ -27,10 +27,12 @@ class EventQueue:
         self._error: PenstockError | None = None
         self.is_closed = False  # whether the processes have been released
 
-    def emit(self, kind: str, text: str, node: int | None = None) -> None:
+    def emit(
+        self, kind: str, text: str, node: int | None = None, *, engines: int | None = None
+    ) -> None:
         """Queue an event, and count it."""
         self.counts[kind] += 1
-        self._queued.put(ClusterEvent(kind, text, node, self.step))
+        self._queued.put(ClusterEvent(kind, text, node, self.step, engines))
 
     def fail(self, error: PenstockError) -> None:
         """End the run with an error; only the first error is kept."""

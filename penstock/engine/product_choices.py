@@ -93,11 +93,20 @@ class SparseProducts:
                     found[case] = None
         return list(found)
 
-    def measure(self, cases: Iterable[ProductCase]) -> list[ProductCase]:
-        """Measure the cases that have no choice yet, and return them; each takes seconds."""
+    def measure(
+        self,
+        cases: Iterable[ProductCase],
+        on_case: Callable[[int, int], None] = lambda number, count: None,
+    ) -> list[ProductCase]:
+        """Measure the cases that have no choice yet, and return them; each takes seconds.
+
+        **Arguments:** `on_case` is called before each case, with its number from 1 on and the
+        number of cases.
+        """
         with self._lock:
             missing = [case for case in dict.fromkeys(cases) if case not in self._choices]
-            for case in missing:
+            for number, case in enumerate(missing, 1):
+                on_case(number, len(missing))
                 self._choices[case] = self._measure(
                     case.shape, case.dtype, case.sparsity, case.tokens
                 )

@@ -164,16 +164,13 @@ def _compile_source() -> Callable[..., Program]:
 
 def _why(config: Config, division: MicroBatchPlan) -> str:
     """Explain the choice of the micro-batch, and name the alternatives."""
-    text = "as for one engine, so that the number of engines does not change the result"
+    size, text = config.batch.size, "as for one engine"
     if division.is_for_many:
-        text = (
-            f"the minimum, since one engine cannot hold a step of {config.batch.size} sequences: "
-            "it does not depend on the number of engines, so that this number does not change the "
-            "result"
-        )
+        text = f"the minimum, since one engine cannot hold a step of {size} sequences"
     return (
-        f"batch.micro: auto is {division.micro_batch}, {text}. To choose it for "
-        f"{config.engines} engines, set batch.micro to a divisor of {config.batch.size}"
+        f"batch.micro: auto is {division.micro_batch}, {text}. The result is then the same with "
+        f"any number of engines; to choose for {config.engines} engines alone, set batch.micro to "
+        f"a divisor of {size}"
     )
 
 

@@ -5,6 +5,8 @@ that the masks of the run can reach is measured before the first step, because t
 the last bits. Evaluation and generation add the cases of their own programs.
 """
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,8 @@ from penstock.engine import Engine, EnginePlan, SparseProducts, SparseWeights, t
 from penstock.planning.execution_plan import ExecutionPlan
 from penstock.program import Program
 from penstock.store import Store, kept_entries
+
+_NOTICE_SECONDS = 5.0  # at least, between two notices on the progress of a measurement
 
 
 def with_products(
@@ -37,13 +41,30 @@ def with_products(
     if target_of(plan.device).expands_sparse:
         return replace(plan, sparse_weights=SparseWeights(products))
     cases = products.cases(plan.program, plan.sparse.reachable_sparsities(run_steps))
-    if recorded is None and cases:
-        notice(
-            f"measuring the products of sparse weights, {len(cases)} cases of shape, type, tokens "
-            "and sparsity: some seconds each"
-        )
-    products.measure(cases)
+    products.measure(cases, progress_notices(notice))
     return replace(plan, sparse_weights=SparseWeights(products))
+
+
+def progress_notices(
+    notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> Callable[[int, int], None]:
+    """Return what gives a notice before the first case of a measurement, and before a later one
+    where the last notice was long enough ago.
+
+    **Arguments:** `clock` returns seconds.
+    """
+    told_at = -math.inf
+
+    def on_case(number: int, count: int) -> None:
+        nonlocal told_at
+        if number > 1 and clock() < told_at + _NOTICE_SECONDS:
+            return
+        told_at = clock()
+        text = f"measuring the products of sparse weights, case {number} of {count}"
+        about = " (a case is a shape, type, number of tokens and sparsity, and takes some seconds)"
+        notice(text + about * (number == 1))
+
+    return on_case
 
 
 def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None:

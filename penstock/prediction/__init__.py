@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from penstock.front_door import lazily
 
 if TYPE_CHECKING:
-    from penstock.prediction.advice import advise as advise
+    from penstock.prediction.advice import Advice as Advice
     from penstock.prediction.comparison import predicted_step as predicted_step
     from penstock.prediction.figures import (
         draw_gpus as draw_gpus,

@@ -7,6 +7,7 @@ engine.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from penstock.planning import (
     selected_weights,
     store_factory,
 )
+from penstock.prediction.advice import Advice, advise
 from penstock.prediction.gpu_run import GpuRun, gpu_run
 from penstock.prediction.model_figures import figures_of
 from penstock.prediction.planned_disk import full_disk_note, other_disk_note
@@ -110,6 +112,13 @@ class Planner:
                 if note is not None:
                     self._notice_once(note)
         return prediction
+
+    def advice(self, prediction: Prediction, *, is_here: bool = False) -> list[Advice]:
+        """Return changes that make a predicted run faster; their plans give no notices."""
+        quiet = copy.copy(self)
+        quiet._notice, quiet._noticed = lambda text: None, set()
+        machine = prediction.machine
+        return advise(prediction, lambda config: quiet.plan(config, machine, is_here=is_here))
 
     def plan_on_gpus(
         self, config: Config, cluster: GpuCluster, seconds: float | None = None

@@ -130,10 +130,30 @@ class Prediction:
     @property
     def step_interval(self) -> tuple[float, float] | None:
         """The seconds between which nine of ten measured steps lay; None if it is not known."""
+        return self._interval(self.step_seconds)
+
+    @property
+    def run_interval(self) -> tuple[float, float] | None:
+        """`run_seconds`, if its steps take as long as nine of ten measured steps did."""
+        return self._interval(self.run_seconds)
+
+    def _interval(self, seconds: float) -> tuple[float, float] | None:
         accuracy = self.machine.accuracy
-        if accuracy is None:
+        return None if accuracy is None else (seconds * accuracy.low, seconds * accuracy.high)
+
+    @property
+    def accuracy_note(self) -> str | None:
+        """A sentence that says that predictions on this machine were too low, or too high; None if
+        they lay within the interval of nine of ten measured runs, or were not compared."""
+        accuracy = self.machine.accuracy
+        if accuracy is None or accuracy.low <= 1 <= accuracy.high:
             return None
-        return self.step_seconds * accuracy.low, self.step_seconds * accuracy.high
+        return (
+            f"Predicted times are too {'short' if accuracy.low > 1 else 'long'} on this machine: "
+            f"nine of ten of the last {accuracy.runs} measured runs took {accuracy.low:.2g} to "
+            f"{accuracy.high:.2g} times as long as predicted. Rely on the measured range, or run "
+            "`penstock calibrate --forget` when the host is idle"
+        )
 
     @property
     def flops(self) -> int:

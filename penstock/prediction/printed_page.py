@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.calibration import ENOUGH_RUNS, is_kept
-from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash
+from penstock.prediction.advice import Advice, least_dram_that_unbinds_flash, tried_changes
 from penstock.prediction.planned_length import most_tokens
 from penstock.prediction.predicted_run import RESOURCE_OF, Prediction
 from penstock.progress import (
@@ -94,19 +94,26 @@ def _speed(prediction: Prediction) -> str:
     interval = prediction.step_interval
     between = ""
     if interval is not None:
-        low, high = map(show_duration, interval)
-        between = f" (nine of ten measured runs: {low} to {high})"
+        between = f" (nine of ten measured runs: {_range(interval)})"
     elif is_kept(prediction.machine):
         between = f" (no interval yet: fewer than {ENOUGH_RUNS} runs were measured on this host)"
     else:
         between = " (not compared with measured runs on this machine)"
     rate = prediction.flops / prediction.step_seconds
+    total = prediction.run_interval
+    also = f" (by the measured runs: {_range(total)})" if total is not None else ""
+    note = prediction.accuracy_note
     return (
         f"One step takes {show_duration(prediction.step_seconds)}{between}: "
         f"{show_count(prediction.tokens_per_second)} tokens/s, {show_flops(rate)}FLOP/s.\n"
-        f"{prediction.config.run.steps:,} steps take {show_duration(prediction.run_seconds)}"
-        f"{_dense_steps(prediction)}."
+        f"{prediction.config.run.steps:,} steps take {show_duration(prediction.run_seconds)}{also}"
+        f"{_dense_steps(prediction)}." + (f"\n{note}." if note is not None else "")
     )
+
+
+def _range(seconds: tuple[float, float]) -> str:
+    low, high = map(show_duration, seconds)
+    return f"{low} to {high}"
 
 
 def _dense_steps(prediction: Prediction) -> str:
@@ -241,14 +248,14 @@ def _advice(prediction: Prediction, advice: Sequence[Advice]) -> str:
     if unbound is not None:
         lines.append(f"- flash costs less than 5 % from store.dram: {-(-unbound >> 20)}MiB on")
     if not lines:
-        return "No change of batch, memory or moments makes it more than 3 % faster."
+        return f"Tried, and at most 3 % faster: {', '.join(tried_changes(prediction))}."
     return "What would make it faster (tokens per second):\n" + "\n".join(lines)
 
 
 def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
     """Return the prediction in numbers: seconds, bytes, FLOP, US dollars, watts."""
     plan, flash, costs = prediction.plan, prediction.flash, prediction.costs
-    interval = prediction.step_interval
+    interval, total = prediction.step_interval, prediction.run_interval
     return {
         "machine": prediction.machine.name,
         "model": plan.program.name,
@@ -272,6 +279,8 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "dense_step_seconds": prediction.dense_step_seconds,
         "tokens_per_second": prediction.tokens_per_second,
         "run_seconds": prediction.run_seconds,
+        "run_seconds_interval": None if total is None else list(total),
+        "accuracy_note": prediction.accuracy_note,
         "step_flops": prediction.flops,
         "stream_bytes": costs.stream_bytes,
         "gradient_bytes": costs.gradient_bytes,

@@ -192,10 +192,9 @@ def fewest_engines(
         if best is None or best.run_seconds > seconds:
             days = (first if best is None else best).run_seconds / 86400
             raise ConfigError(
-                f"--target: {limit} engines, the most that {first.machine.name} or a batch of "
-                f"{first.plan.micro_batches} micro-batches allows, take {days:.1f} days for "
-                f"{config.run.steps:,} steps, expected {seconds / 86400:.1f}; raise batch.size and "
-                "lower run.steps, or choose another machine"
+                f"--target: {limit} engines, the most that {_limiting(first, most, limit)}, take "
+                f"{days:.1f} days for {config.run.steps:,} steps, expected {seconds / 86400:.1f}; "
+                "raise batch.size and lower run.steps, or choose another machine"
             )
     while high - low > 1:
         middle = (low + high) // 2
@@ -205,6 +204,17 @@ def fewest_engines(
     best = tried.of(high)
     assert best is not None
     return best
+
+
+def _limiting(prediction: Prediction, most: int | None, limit: int) -> str:
+    """Say what limits the engines to `limit`: the machine, its batch, both, or the search."""
+    micro_batches = prediction.plan.micro_batches
+    limits = [prediction.machine.name] if limit == most else []
+    if limit == micro_batches:
+        limits.append(f"a batch of {micro_batches} micro-batches")
+    if not limits:
+        return "are tried"
+    return f"{' and '.join(limits)} {'allow' if len(limits) > 1 else 'allows'}"
 
 
 class _Tried:

@@ -45,6 +45,8 @@ RATED_BYTES = 600 * 10**12
 LIFETIME_WORTH_SAYING = 5 * 365 * 86400.0
 # What a shorter run has written is mostly its checkpoints, whose interval it may not have reached.
 SECONDS_OF_A_RATE = 600.0
+# A shorter preparation of a run is not worth a figure at its end.
+_LONG_PREPARATION_SECONDS = 5.0
 # Less hardly shows in the time of a step.
 _BUSY_SHARE = 0.05
 
@@ -398,9 +400,15 @@ def traffic(run: RunMeasured) -> str:
 
 def _summary(event: Finished, loss_unit: str) -> str:
     figures = {name: value for name, value in event.summary.items() if name != "peak_rss_bytes"}
+    preparation = figures.pop("preparation_seconds", 0.0)
     if figures.get("steps", 0) < event.step:  # the others were done before a resume
         figures["steps"] = f"{event.step}, {figures['steps']} of them now"
-    return ", ".join(_figure(name, value, loss_unit) for name, value in figures.items())
+    parts = []
+    for name, value in figures.items():
+        parts.append(_figure(name, value, loss_unit))
+        if name == "seconds" and preparation >= _LONG_PREPARATION_SECONDS:
+            parts.append(f"preparation before it {show_duration(preparation)}")
+    return ", ".join(parts)
 
 
 def _figure(name: str, value: Any, loss_unit: str) -> str:

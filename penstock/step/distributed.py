@@ -16,7 +16,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from penstock.config import Config
-from penstock.distributed.control import ClusterManager, ComputeTimer, StragglerDetector
+from penstock.distributed.control import (
+    ClusterManager,
+    ComputeTimer,
+    StragglerDetector,
+    StragglerReports,
+)
 from penstock.distributed.control_messages import WorkerMetrics
 from penstock.distributed.protocol import (
     EngineInput,
@@ -90,6 +95,7 @@ class DistributedStepRunner:
             self._masks = store.masks
         self.manager = manager
         self._straggler_detector = StragglerDetector(config.cluster.slow)
+        self._straggler_reports = StragglerReports()
         self._compute_timer = ComputeTimer()
         self._has_begun = False
         self._following: _TrainingStepRequest | None = None  # whose rows are sent ahead
@@ -264,8 +270,10 @@ class DistributedStepRunner:
         computed = {engine: (each.computed, each.micro_batches) for engine, each in metrics}
         looks_to_evict = self._config.cluster.evict_slow
         for slow in self._straggler_detector.look(computed):
-            text = f"engine {slow.engine} takes {slow.times:.1f} times as long as the others"
-            self.manager.event_queue.emit("slow", text, slow.engine)
+            if self._straggler_reports.is_due(slow):
+                others = "the other" if len(computed) == 2 else "the others"
+                text = f"engine {slow.engine} takes {slow.times:.1f} times as long as {others}"
+                self.manager.event_queue.emit("slow", text, slow.engine)
             spare = len(coordinator.ready) > coordinator.wanted
             if looks_to_evict is not None and slow.looks >= looks_to_evict and spare:
                 coordinator.lost(slow.engine, f"it was slow {slow.looks} times in a row")

@@ -217,13 +217,15 @@ class Saved:
 class ClusterEvent:
     """An event of the run's processes: its kind, and one line of text.
 
-    `step` is the last step that was committed.
+    `step` is the last step that was committed. `engines` is the number of engines that the run
+    wants, if the event has changed it.
     """
 
     kind: str
     text: str
     node: int | None = None
     step: int = 0
+    engines: int | None = None
 
 
 @dataclass(frozen=True)

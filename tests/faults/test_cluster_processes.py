@@ -154,6 +154,8 @@ def test_losses_and_scaling_do_not_change_bits(text, tmp_path, monkeypatch, caps
         assert error in capsys.readouterr().err
         lines = [event.text for _, event in run.happened]
         assert all("\n" not in line for line in lines)
+        scaled = [event.engines for _, event in run.happened if event.kind == "scaled"]
+        assert scaled == [1, 2, 4]  # by which the command that resumes the run is named
         losses = [event.loss for _, event in run.steps]
         weights = run.trainer.store.content_hash()
         processes = run.pids

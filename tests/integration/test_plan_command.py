@@ -112,6 +112,15 @@ def test_machines_are_compared_in_a_table(folder):
     assert done.returncode == 0, done.stderr
     assert "desk" in done.stdout
     assert "cs3" in done.stdout
+    assert "memory of an engine" in done.stdout
+
+
+def test_sweep_says_that_measured_runs_took_longer_than_predicted(folder):
+    accuracy = "accuracy: {low: 2.1, high: 24, runs: 13, source: runs.jsonl}\n"
+    (folder / "far.yaml").write_text(HOST + accuracy)
+    done = plan(folder, *TINY, "--sweep", "batch.size=8..16", machine="far.yaml")
+    text = " ".join(done.stdout.split())
+    assert text.count("runs took 2.1 to 24 times as long as predicted.") == 1
 
 
 def test_fewest_engines_for_a_deadline(folder):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.distributed.control.worker_stats import (
         ComputeTimer as ComputeTimer,
         StragglerDetector as StragglerDetector,
+        StragglerReports as StragglerReports,
     )
 
 __getattr__ = lazily(__name__, __file__)

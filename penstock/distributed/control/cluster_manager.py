@@ -296,7 +296,7 @@ class ClusterManager:
         text = f"{numbered(before['before'], 'engine')} so far, {engines} from the next step on"
         if relays or before["relays_before"]:
             text += f"; {numbered(before['relays_before'], 'relay')} so far, {relays} from then on"
-        self.event_queue.emit("scaled", text)
+        self.event_queue.emit("scaled", text, engines=engines)
         return before
 
     def close(self) -> None:

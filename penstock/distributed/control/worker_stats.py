@@ -1,7 +1,8 @@
 """Statistics from heartbeats: memory, computing time, stragglers."""
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.distributed.control_messages import WorkerMetrics
@@ -70,6 +71,8 @@ class ComputeTimer:
 
 
 _LEAST_SECONDS = 1.0  # of computing; a comparison over less is noise
+_REPORT_SECONDS = 600.0  # between reports of an engine whose slowdown has not changed much
+_REPORT_CHANGE = 1.5  # of the slowdown factor; then an engine is reported at once
 
 
 @dataclass(frozen=True)
@@ -123,3 +126,31 @@ class StragglerDetector:
             self._slow[engine] = self._slow.get(engine, 0) + 1
             found.append(Straggler(engine, own / usual, self._slow[engine]))
         return found
+
+
+class StragglerReports:
+    """Decides which checks of slow engines are reported.
+
+    An engine is reported again after ten minutes, or when its slowdown factor has changed by half.
+
+    **Arguments:** `clock` returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reported: dict[int, tuple[float, float]] = {}  # time and factor, by engine
+
+    def is_due(self, slow: Straggler) -> bool:
+        """Return whether to report a slow engine now; this is then its last report."""
+        now = self._clock()
+        self._reported = {
+            engine: (at, times)
+            for engine, (at, times) in self._reported.items()
+            if now < at + _REPORT_SECONDS
+        }
+        if slow.engine in self._reported:
+            _, before = self._reported[slow.engine]
+            if max(slow.times / before, before / slow.times) < _REPORT_CHANGE:
+                return False
+        self._reported[slow.engine] = now, slow.times
+        return True

@@ -91,7 +91,8 @@ def test_a_host_is_measured_once():
     (notice,) = notices
     assert notice == (
         "this host was not measured before with these versions of its libraries; measuring it "
-        f"now ({KEY})"
+        "now, once for all plans, which takes some minutes. Ctrl-C stops it safely, and nothing is "
+        "kept; `--machine NAME` plans for a described machine without it"
     )
 
 

@@ -66,6 +66,7 @@ def test_show_prints_the_last_measurements_and_measures_nothing(asked):
     assert done.returncode == 0
     assert asked == []
     assert "pointwise 64.0 KiB 2 GiB/s" in words(done.stdout)
+    assert HostKey.here().form not in done.stdout
 
 
 def test_measuring_again_shows_medians_and_forget_only_the_last(asked):
@@ -96,8 +97,8 @@ def test_show_without_measurements_says_how_to_get_them(asked):
     key = HostKey.here()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: this host has no measurements at {kept_file(key)} ({key}); run `penstock "
-        "calibrate` without --show to measure it\n"
+        f"error: this host has no measurements at {kept_file(key)}; run `penstock calibrate` "
+        "without --show to measure it\n"
     )
 
 
@@ -152,8 +153,8 @@ def test_a_log_gets_a_line_of_progress_every_ten_seconds():
     times, lines = iter([0.0, 4.0, 10.5, 19.0, 21.0]), []
     progress = _Lines(lambda: next(times), lines.append)
     for done in range(4):
-        progress(f"compiling kernels, {done} of 4", done / 4)
+        progress("compiling kernels", done / 4)
     assert lines == [
-        "calibrate: after 10 s: compiling kernels, 1 of 4 (25%)",
-        "calibrate: after 21 s: compiling kernels, 3 of 4 (75%)",
+        "calibrate: 25% done after 10 s; now compiling kernels",
+        "calibrate: 75% done after 21 s; now compiling kernels",
     ]

@@ -11,9 +11,9 @@ from events_of_a_run import started, step
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.train import GracefulStop, next_commands
+from penstock.cli.train import GracefulStop, next_commands, timing_preparation
 from penstock.errors import ConfigError
-from penstock.telemetry.events import Stopped
+from penstock.telemetry.events import ClusterEvent, Finished, Stopped
 
 
 class PretendTrainer:
@@ -230,3 +230,26 @@ def test_next_commands_suit_the_task(tmp_path):
     generate, export = next_commands(tmp_path / "run", "causal_lm").splitlines()
     assert generate.startswith(f"next: penstock generate {tmp_path}/run  ")
     assert generate.index("#") == export.index("#")
+
+
+def test_scaled_run_is_resumed_with_the_engines_that_it_has(run, monkeypatch):
+    def scale_and_stop(number):
+        (trainer,) = PretendTrainer.made
+        if number == 2:
+            trainer.on_event(ClusterEvent("scaled", "1 engine(s)", engines=1))
+            trainer.on_event(ClusterEvent("slow", "engine 1001"))
+            trainer.request_stop("Ctrl-C")
+
+    monkeypatch.setattr(PretendTrainer, "on_step", staticmethod(scale_and_stop))
+    result = run("my run.yaml", "engines=2", "logging.every=50")
+    assert "resume with: penstock train 'my run.yaml' logging.every=50 engines=1\n" in result.stdout
+
+
+def test_summary_has_the_seconds_before_the_run_starts():
+    now, events = 3.0, []
+    listener = timing_preparation(events.append, clock=lambda: now)
+    now = 10.5
+    listener(started("runs/a", steps=1))
+    now = 50.0
+    listener(Finished({"seconds": 39.5}, 1))
+    assert events[-1].summary == {"seconds": 39.5, "preparation_seconds": 7.5}

@@ -63,7 +63,12 @@ def test_a_record_gives_the_same_choices_and_measures_nothing_again():
     products = SparseProducts(measure=measure)
     first = ProductCase((8, 4), torch.float32, 64, 0.9)
     second = ProductCase((8, 4), torch.bfloat16, 64, 0.96)
-    assert products.measure([first, second, first]) == [first, second]
+    told = []
+    assert products.measure([first, second, first], lambda *case: told.append(case)) == [
+        first,
+        second,
+    ]
+    assert told == [(1, 2), (2, 2)]
     assert asked == [((8, 4), torch.float32, 0.9, 64), ((8, 4), torch.bfloat16, 0.96, 64)]
     record = json.loads(json.dumps(products.as_record()))
     resumed = SparseProducts.from_record(record, measure)

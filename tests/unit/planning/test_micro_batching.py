@@ -91,9 +91,9 @@ def test_one_engine_is_refused_two_are_accepted_and_remedy_is_named(
     made = plan_execution(config(too_little_for_one, 2), SOURCE, "cpu", LENGTH, notice=told.append)
     assert (made.micro_batch, made.micro_batches) == (1, SIZE)
     assert told == [
-        "batch.micro: auto is 1, the minimum, since one engine cannot hold a step of 4 sequences: "
-        "it does not depend on the number of engines, so that this number does not change the "
-        "result. To choose it for 2 engines, set batch.micro to a divisor of 4"
+        "batch.micro: auto is 1, the minimum, since one engine cannot hold a step of 4 sequences. "
+        "The result is then the same with any number of engines; to choose for 2 engines alone, "
+        "set batch.micro to a divisor of 4"
     ]
 
 

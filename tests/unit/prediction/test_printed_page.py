@@ -9,6 +9,7 @@ from penstock.calibration import HostKey, MeasuredRun, keep, keep_run, kept_mach
 from penstock.config import Config
 from penstock.machines import MachineDescription
 from penstock.prediction import Planner, as_json, draw_timing, figures, page
+from penstock.progress import show_duration
 
 RATES = [{"work": "product", "rates": [1e11]}, {"work": "pointwise", "rates": [1e10]}]
 STORE = {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}]}
@@ -55,6 +56,34 @@ def test_interval_is_printed_from_the_tenth_measured_run_on():
     inside = [0.9 + n / 45 for n in range(10) if low < (0.9 + n / 45) * prediction.step_seconds]
     inside = [ratio for ratio in inside if ratio * prediction.step_seconds < high]
     assert len(inside) >= 8  # the two outermost of ten lie at its ends
+
+
+@pytest.mark.parametrize(("low", "high", "word"), [(2.1, 24, "short"), (0.2, 0.8, "long")])
+def test_prediction_outside_the_interval_of_measured_runs_is_said_to_be_wrong(low, high, word):
+    accuracy = {"low": low, "high": high, "runs": 13, "source": "runs.jsonl"}
+    prediction = planned({**DESK, "accuracy": accuracy}, run={"steps": 100})
+    text = (
+        f"Predicted times are too {word} on this machine: nine of ten of the last 13 measured runs "
+        f"took {low:g} to {high:g} times as long as predicted. Rely on the measured range, or run "
+        "`penstock calibrate --forget` when the host is idle"
+    )
+    assert f"{text}." in shown(prediction)
+    found = as_json(prediction, [])
+    assert found["accuracy_note"] == text
+    assert found["run_seconds"] == pytest.approx(100 * prediction.step_seconds)  # not corrected
+
+
+def test_run_has_the_interval_of_measured_runs_as_a_step_has():
+    accuracy = {"low": 0.5, "high": 2, "runs": 13, "source": "runs.jsonl"}
+    prediction = planned({**DESK, "accuracy": accuracy}, run={"steps": 100})
+    low, high = as_json(prediction, [])["run_seconds_interval"]
+    assert (low, high) == pytest.approx(
+        (50 * prediction.step_seconds, 200 * prediction.step_seconds)
+    )
+    text = shown(prediction)
+    assert f"(by the measured runs: {show_duration(low)} to {show_duration(high)})" in text
+    assert "Predicted times are too" not in text
+    assert as_json(prediction, [])["accuracy_note"] is None
 
 
 def test_described_machine_says_that_no_runs_were_compared():

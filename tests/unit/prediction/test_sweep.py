@@ -106,9 +106,18 @@ def test_fewest_engines_that_make_a_deadline(seconds):
     assert found.config.engines == 1 or 800 / (found.config.engines - 1) > seconds
 
 
-def test_deadline_that_no_number_of_engines_makes_is_refused():
-    with pytest.raises(ConfigError, match=r"--target: 16 engines, the most that rack or a batch"):
-        fewest_engines(TINY, 16, 1, lambda c: figures(c, 8 / c.engines))
+@pytest.mark.parametrize(
+    ("most", "limits"),
+    [
+        (16, "16 engines, the most that rack allows"),
+        (None, "64 engines, the most that a batch of 64 micro-batches allows"),
+        (100, "64 engines, the most that a batch of 64 micro-batches allows"),
+        (64, "64 engines, the most that rack and a batch of 64 micro-batches allow"),
+    ],
+)
+def test_deadline_that_no_number_of_engines_makes_is_refused_with_the_limit(most, limits):
+    with pytest.raises(ConfigError, match=rf"--target: {limits}, take \S+ days for"):
+        fewest_engines(TINY, most, 1, lambda c: figures(c, 8 / c.engines))
 
 
 @pytest.mark.parametrize("least", [2, 5, 16, 63, 64])

@@ -205,6 +205,16 @@ def test_batch_of_an_evaluation_has_a_line_after_a_silence(clock):
     ]
 
 
+@pytest.mark.parametrize(
+    ("preparation", "shown"), [(56.8, ", preparation before it 56.8 s"), (4.9, "")]
+)
+def test_end_of_a_run_tells_a_long_preparation_apart_from_its_time(preparation, shown):
+    summary = {"steps": 60, "seconds": 58.7, "store_bytes": 2048}
+    assert event_lines(Finished({**summary, "preparation_seconds": preparation}, 60)) == [
+        f"finished: steps 60, time 58.7 s{shown}, store 2.00 KiB"
+    ]
+
+
 def test_end_of_a_resumed_run_tells_its_steps_and_those_done_now():
     assert event_lines(Finished({"steps": 20, "loss": 3.5}, 60)) == [
         "finished: steps 60, 20 of them now, loss 3.5000"

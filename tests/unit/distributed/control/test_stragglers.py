@@ -1,6 +1,10 @@
 """Who is called slow, and who is not."""
 
-from penstock.distributed.control.worker_stats import StragglerDetector
+from penstock.distributed.control.worker_stats import (
+    Straggler,
+    StragglerDetector,
+    StragglerReports,
+)
 
 
 def after(steps: int, seconds: dict[int, float], micro_batches: int = 4) -> dict:
@@ -57,3 +61,24 @@ def test_state_of_lost_engines_is_dropped():
         watch.look(after(2 * slow, pace))
         assert [found.looks for found in watch.look(after(2 * slow + 1, pace))] == [1]
     assert all(len(kept) <= 3 for kept in vars(watch).values() if isinstance(kept, dict))
+
+
+def test_straggler_is_reported_again_after_ten_minutes_or_a_change_by_half():
+    now = 0.0
+    reports = StragglerReports(clock=lambda: now)
+    due = []
+    for at, engine, times in (
+        (0, 1, 2.6),
+        (10, 1, 2.4),
+        (20, 1, 3.8),
+        (30, 2, 3.8),
+        (40, 1, 3.9),  # reported as changed
+        (50, 1, 4.1),
+        (639, 1, 2.7),
+        (640, 1, 2.7),
+        (650, 1, 1.8),
+    ):
+        now = float(at)
+        if reports.is_due(Straggler(engine, times, 1)):
+            due.append((at, engine))
+    assert due == [(0, 1), (30, 2), (40, 1), (640, 1), (650, 1)]
