@@ -52,6 +52,6 @@ from penstock.config.section import (
 from penstock.config.size import (
     ByteSize as ByteSize,
     size_above as size_above,
-    sizes_above as sizes_above,
+    sizes_and_limit as sizes_and_limit,
 )
 from penstock.config.starter import commented as commented

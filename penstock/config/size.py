@@ -107,12 +107,16 @@ def size_or_auto(value: object) -> ByteSize | str:
         raise PydanticCustomError("size", "{text}", {"text": text}) from None
 
 
-def sizes_above(sizes: Sequence[int]) -> list[str]:
-    """Format numbers of bytes as `size_above`, in one unit, so that they can be compared."""
-    largest = max(sizes, default=0)
-    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
+def sizes_and_limit(sizes: Sequence[int], limit: int) -> list[str]:
+    """Format numbers of bytes rounded up, and their limit rounded down, in one unit up to GiB.
+
+    A size above the limit is therefore above the limit in print too.
+    """
+    largest = max([*sizes, limit])
+    units = ((2**30, "GiB"), (2**20, "MiB"))
     unit, name = next((each for each in units if largest >= each[0]), (2**10, "KiB"))
-    return [f"{math.ceil(100 * size / unit) / 100:.2f} {name}" for size in sizes]
+    hundredths = [*(-(-100 * size // unit) for size in sizes), 100 * limit // unit]
+    return [f"{number / 100:.2f} {name}" for number in hundredths]
 
 
 def size_above(size: int) -> str:

@@ -93,7 +93,7 @@ def build_dataset(
     shard_bytes: int = SHARD_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BuildReport:
-    """Make a data set of `inputs` in the folder `out`.
+    """Make a data set of `inputs` in the folder `out`; return a report.
 
     Args:
         inputs: text, .jsonl and .parquet files, and folders of them; each file is read once.
@@ -109,14 +109,10 @@ def build_dataset(
         chosen_from: the set from which `inputs` were chosen, if they were; a run may refer to it by
             name.
         overwrite: replace an existing data set, in one atomic operation.
-        check: called with the folder of the complete data set before `out` appears; if it raises,
-            the build fails and leaves nothing.
+        check: called with the complete folder before `out` appears; an error ends the build.
         on_progress: called with (phase, input bytes done, input bytes in all).
         shard_bytes: size of a shard file, a multiple of 4.
         chunk_bytes: bytes per checksum, a multiple of 8.
-
-    Returns:
-        The result of the build.
 
     Raises:
         ConfigError: `validation`, `seed`, `content` or `tokenizer` is invalid.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from penstock.config import Config, size_above, sizes_above
+from penstock.config import Config, size_above, sizes_and_limit
 from penstock.distributed.protocol import GRADIENTS, WINDOW, connections
 from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
@@ -331,7 +331,7 @@ class Budget:
         config = self._config
         if config.memory is not None and self._limit == int(config.memory):
             return f"memory: {config.memory}"
-        return f"this machine has {size_above(self._limit)} for this process, which"
+        return f"this machine has {sizes_and_limit([], self._limit)[0]} for this process, which"
 
     def _refuse(self, store: int, engine: int) -> NoReturn:
         raise BudgetError(
@@ -360,11 +360,10 @@ class Budget:
 
     def _table(self, store: int, engine: int) -> str:
         parts = self._parts(store, engine)
-        rows = [*parts, ("sum", sum(size for _, size in parts)), ("limit", self._limit)]
-        shown = sizes_above([size for _, size in rows])
-        return "\n".join(
-            f"  {name:42} {size:>12}" for (name, _), size in zip(rows, shown, strict=True)
-        )
+        names, sizes = zip(*parts, strict=True)
+        shown = sizes_and_limit([*sizes, sum(sizes)], self._limit)
+        rows = zip([*names, "sum", "limit"], shown, strict=True)
+        return "\n".join(f"  {name:42} {size:>12}" for name, size in rows)
 
     def _advice(self, store: int, engine: int) -> str:
         """Return the configuration keys to change, with their values: only those that help."""

@@ -102,6 +102,14 @@ def evaluation_due(config: Config, step: int) -> Literal["scheduled", "last"] | 
     return "last" if step == config.run.steps else None
 
 
+def unfinished(step: int) -> str:
+    """Return the notice of an evaluation that a stop has interrupted."""
+    return (
+        f"the evaluation after step {step} did not finish; the next start repeats it, unless "
+        "evaluation.every changes"
+    )
+
+
 def require_held_out(config: Config, held_out: Source | None) -> None:
     """Refuse early stopping in a run without evaluations.
 

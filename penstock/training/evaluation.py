@@ -20,7 +20,14 @@ import numpy as np
 import torch
 
 from penstock.config import Config
-from penstock.data import IGNORED_LABEL, LanguageModelSource, RecordSource, Source
+from penstock.data import (
+    IGNORED_LABEL,
+    ArraySource,
+    LanguageModelSource,
+    MaskedLanguageModelSource,
+    RecordSource,
+    Source,
+)
 from penstock.engine import Batch, Engine, compute
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
@@ -36,6 +43,9 @@ from penstock.step_schedule import StepSchedule
 from penstock.store import Store
 
 Rows = dict[str, torch.Tensor]
+
+# The sources whose evaluation yields `samples_per_epoch` rows. Others may count anything by it.
+_COUNTED = (ArraySource, LanguageModelSource, MaskedLanguageModelSource, RecordSource)
 
 
 @dataclass
@@ -94,20 +104,24 @@ class Evaluator:
         built the data set) and `held_out_tokens`, those of all held-out batches, records add
         `exact_match`, `records` and `held_out_records`.
 
-        `on_batch` is called before each batch with its number from 1 and the number of batches.
+        `on_batch` is called before each batch with its number from 1 and the number of batches,
+        which is the upper bound `batches` for a source of the user's own.
 
         **Raises:** `DataError` if the batches are empty, or their source fails; `InterruptedError`
-        if `should_stop`, which is asked before every micro-batch, returns true.
+        if `should_stop`, which is asked before every micro-batch, returns true. Its argument is the
+        number of micro-batches before.
         """
         counts = _Counts()
         micro, size = self._layout.micro_batch, self._config.batch.size
-        held_out = getattr(self._held_out, "samples_per_epoch", batches * size)
-        known = min(batches, math.ceil(held_out / size))
+        total = batches
+        if isinstance(self._held_out, _COUNTED):
+            total = min(batches, math.ceil(self._held_out.samples_per_epoch / size))
         for number, batch in enumerate(self._batches(micro, batches * size)):
             if should_stop():
-                raise InterruptedError
+                raise InterruptedError(number)
             if number * micro % size == 0:
-                on_batch(number * micro // size + 1, known)
+                place = number * micro // size + 1
+                on_batch(place, max(place, total))
             if rows := to_tensors(batch):
                 self._add(counts, rows)
         if counts.weight == 0:

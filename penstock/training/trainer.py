@@ -40,7 +40,7 @@ from penstock.training import checkpoint_backends
 from penstock.training.best_checkpoint import nothing_trained
 from penstock.training.checkpoint_scheduler import CheckpointScheduler
 from penstock.training.compilation_events import CompilationEvents
-from penstock.training.early_stop import EarlyStop, evaluation_due, require_held_out
+from penstock.training.early_stop import EarlyStop, evaluation_due, require_held_out, unfinished
 from penstock.training.evaluation import Evaluator
 from penstock.training.export import export, export_adapters
 from penstock.training.gradient_check import GradientCheck
@@ -379,10 +379,9 @@ class Trainer:
                 lambda: self._stop_reason is not None and self.step < self.config.run.steps,
                 lambda batch, of: self._notify(Evaluating(self.step, batch, of)),
             )
-        except InterruptedError:  # a stop was requested
-            self._notice(
-                f"the evaluation after step {self.step} was cut; the next start repeats it"
-            )
+        except InterruptedError as stop:  # it was requested
+            if any(stop.args):  # after the first micro-batch
+                self._notice(unfinished(self.step))
             return
         finally:
             self.store.take_traffic()

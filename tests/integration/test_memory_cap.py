@@ -89,7 +89,7 @@ def test_free_memory_is_the_limit_by_default(tmp_path, machine):
     trainer = Trainer(settings(tmp_path), source=tokens())
     shares = trainer._layout.shares
     assert shares.engine + shares.store < 600 * MIB
-    with pytest.raises(BudgetError, match=r"this machine has 0\.98 GiB for this process, which"):
+    with pytest.raises(BudgetError, match=r"this machine has 1000\.00 MiB for this process, which"):
         Trainer(
             settings(tmp_path, store={"dram": "1GiB", "flash": {"path": str(tmp_path / "f")}}),
             source=tokens(),

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from penstock.config import ByteSize, sizes_above
+from penstock.config import ByteSize, sizes_and_limit
+
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,21 @@ def test_invalid_size_is_refused_with_the_expected_form(value, message):
     assert str(raised.value) == message
 
 
-def test_sizes_to_be_compared_share_a_unit_and_are_rounded_up():
-    assert sizes_above([2 << 30, 500 << 20, 1]) == ["2.00 GiB", "0.49 GiB", "0.01 GiB"]
-    assert sizes_above([900 << 20, 1 << 10]) == ["900.00 MiB", "0.01 MiB"]
-    assert sizes_above([0]) == ["0.00 KiB"]
+def test_sizes_and_their_limit_share_a_unit():
+    assert sizes_and_limit([500 << 20, 1], 2 << 30) == ["0.49 GiB", "0.01 GiB", "2.00 GiB"]
+    assert sizes_and_limit([900 << 20, 1 << 10], 0) == ["900.00 MiB", "0.01 MiB", "0.00 MiB"]
+    assert sizes_and_limit([0], 0) == ["0.00 KiB", "0.00 KiB"]
+
+
+def test_size_above_its_limit_is_printed_above_it():
+    assert sizes_and_limit([int(1.236 * GIB)], int(1.2315 * GIB)) == ["1.24 GiB", "1.23 GiB"]
+    assert sizes_and_limit([GIB + 1], GIB) == ["1.01 GiB", "1.00 GiB"]
+
+
+def test_small_part_of_a_large_sum_is_at_most_a_hundredth_of_a_gib_too_large():
+    sizes = [3 << 20, 1536 << 30]
+    assert sizes_and_limit(sizes, 1024 << 30) == ["0.01 GiB", "1536.00 GiB", "1024.00 GiB"]
+
+
+def test_limit_is_not_printed_above_its_value():
+    assert sizes_and_limit([2 * GIB], int(1.239 * GIB)) == ["2.00 GiB", "1.23 GiB"]

@@ -16,6 +16,7 @@ from constructors import (
 )
 from families import FAMILIES, plain_builder
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten
 
 from penstock.errors import CompileError, ConfigError
@@ -164,9 +165,7 @@ PEAK = """
 import resource
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from penstock.models.deferred import record
-from penstock.models.recording import _flattened
 
 def build():
     layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(96)))
@@ -199,12 +198,21 @@ def test_few_tensors_are_in_memory_at_a_time() -> None:
     assert peak < 6 * 1024 * 1024 * 4
 
 
+with FakeTensorMode():
+    FAKE = torch.empty(2)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
         ((torch.ones(2), 0.5, None), {"generator": None}),
         (([torch.ones(2), 1], (3, 4)), {"dtype": torch.float32}),
         ((torch.Size([2, 3]),), {}),
+        ((nn.Parameter(torch.ones(2)), FAKE), {}),
+        ((FAKE, torch.float32, True), {"generator": torch.Generator(), "out": FAKE}),
+        ((torch.strided, torch.preserve_format), {"device": torch.device("cpu"), "name": "x"}),
+        ((), {"z": 1, "a": 2}),
+        ((FAKE,), {"z": [1], "a": 2}),
     ],
 )
 def test_arguments_are_flattened_as_by_pytorch(args, kwargs):
