@@ -369,7 +369,7 @@ class Budget:
         """Return the configuration keys to change, with their values: only those that help."""
         total = sum(size for _, size in self._parts(store, engine))
         over = total - self._limit
-        above, *_ = sizes_above([over, total, self._limit])  # in the unit of the table
+        above, *_ = sizes_and_limit([over, total], self._limit)  # in the unit of the table
         ways = self._resized(store, engine, total)
         flash, batch = self._freed_by_flash(store), self._freed_by_batch(engine)
         use_flash = "set store.flash.path to a folder on a fast disk"
@@ -390,7 +390,7 @@ class Budget:
         config, here, over = self._config, self._engines_here, total - self._limit
         ways = []
         if config.memory is not None and int(config.memory) < total <= self._machine.memory_bytes:
-            least, *_ = sizes_above([total, self._limit])
+            least, *_ = sizes_and_limit([total], self._limit)
             ways.append(f"raise memory above {least}")
         is_given = self._on_flash and config.store.dram != "auto" and not self._is_elsewhere
         if is_given and (store - over) >> 20 << 20 >= self._need:
