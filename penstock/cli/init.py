@@ -30,7 +30,7 @@ def init(
         str, typer.Option(help="auto, bytes, train-bpe:SIZE, or the path of a tokenizer.")
     ] = "auto",
 ) -> None:
-    """Write a starter configuration with every key, its default and its meaning."""
+    """Write a starter configuration with every key and its meaning."""
     from penstock.config import Config, commented
     from penstock.errors import ConfigError, StorageError
 

@@ -8,7 +8,7 @@ from penstock.config.root import Config
 from penstock.config.section import Section
 
 _HEAD = """\
-# A run of Penstock. Every key is here with its default; what you delete keeps the default.
+# A run of Penstock. Every key is here with its meaning; a key that you delete has its default.
 #   penstock train FILE [key=value ...]      e.g. optimizer.learning_rate=1e-4 engines=2
 """
 _MODELS = """\
