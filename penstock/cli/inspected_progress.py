@@ -62,7 +62,7 @@ def progress_lines(run: Path, saved: int | None) -> list[str]:
         )
     if step is not None and saved is not None and saved < step["step"]:
         lines.append(
-            f"saved        step {saved}: the next start continues after it, and repeats "
+            f"saved        step {saved}, the newest saved one: a start from it repeats "
             + _steps(saved + 1, step["step"])
         )
     measured = None if report is None else reported(report)

@@ -23,6 +23,7 @@ from penstock.progress import show_on_stderr
 
 if TYPE_CHECKING:
     from penstock.config import Config
+    from penstock.models import ModelSource
     from penstock.progress import View
     from penstock.telemetry import Event, Listener
     from penstock.training import Trainer
@@ -61,18 +62,8 @@ def train(
     from penstock.progress import view_for_command
 
     view = view_for_command(Console(), settings.logging.every, quiet)
-    command = shlex.join(["penstock", "train", str(config), *_in_force(overrides or ())])
-    _run(settings, view, ResumeCommand(command), names_next=not quiet)
-
-
-def _in_force(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without those whose key a later one sets again."""
-    last: dict[str, str] = {}
-    for text in overrides:
-        key = text.partition("=")[0].strip()
-        last.pop(key, None)  # a section and its keys are applied in the order of the last ones
-        last[key] = text
-    return list(last.values())
+    command = ResumeCommand(["penstock", "train", str(config)], overrides or ())
+    _run(settings, view, command, names_next=not quiet)
 
 
 def recorded_extra(folder: Path) -> dict[str, Any] | None:
@@ -87,7 +78,7 @@ def _run(settings: Config, view: View, resume_command: ResumeCommand, names_next
     with surviving_loss(stop.lose_output):
         trainer = _train(settings, view, resume_command, stop)
         if stop.signal is None and names_next and trainer.step >= settings.run.steps:
-            typer.echo(next_commands(settings.run.dir, trainer.model.task))
+            typer.echo(next_commands(settings.run.dir, trainer.model))
     if stop.signal is not None:
         # The exit code that a shell reports for a process ended by this signal, so that `penstock
         # train ... && next` stops after a Ctrl-C.
@@ -122,12 +113,13 @@ def _train(
     return trainer
 
 
-def next_commands(folder: Path, task: str) -> str:
+def next_commands(folder: Path, model: ModelSource) -> str:
     """Return lines with what can be done with a run that has all its steps."""
     run, out = shlex.quote(str(folder)), shlex.quote(f"{folder}-exported")
     export = f"penstock export {run} {out}"
-    commands = [f"{export}  # a folder that transformers loads"]
-    if task == "causal_lm":
+    what = "its weights" if model.task == "custom" else "a folder that transformers loads"
+    commands = [f"{export}  # {what}"]
+    if model.task == "causal_lm":
         generate = f"penstock generate {run}".ljust(len(export))
         commands.insert(0, f"{generate}  # text from the trained model")
     return "next: " + "\n      ".join(commands)
@@ -136,19 +128,30 @@ def next_commands(folder: Path, task: str) -> str:
 class ResumeCommand:
     """The command that resumes a run: as it was typed, with the number of engines that it has now.
 
-    **Arguments:** `typed` is a line for a shell.
+    A key that was set again has its last value only.
+
+    **Arguments:** `words` are those of the command before the keys that it sets.
     """
 
-    def __init__(self, typed: str) -> None:
-        self._typed = typed
+    def __init__(self, words: Sequence[str], overrides: Sequence[str] = ()) -> None:
+        self._words = words
+        self._overrides: dict[str, str] = {}  # by key, in the order in which they are applied
+        for text in overrides:
+            self._set(text)
 
     def __str__(self) -> str:
-        return self._typed
+        """Return a line for a shell."""
+        return shlex.join([*self._words, *self._overrides.values()])
 
     def set_engines(self, engines: int) -> None:
         """Take the number of engines of a run that `penstock scale` has changed."""
-        words = [word for word in shlex.split(self._typed) if not word.startswith("engines=")]
-        self._typed = shlex.join([*words, f"engines={engines}"])
+        self._set(f"engines={engines}")
+
+    def _set(self, text: str) -> None:
+        key = text.partition("=")[0].strip()
+        for old in [old for old in self._overrides if old == key or old.startswith(f"{key}.")]:
+            del self._overrides[old]
+        self._overrides[key] = text
 
 
 def stopped_at_once(trainer: Trainer, resume_command: ResumeCommand) -> str:

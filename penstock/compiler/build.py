@@ -405,8 +405,10 @@ class _ProgramAssembly:
         inputs: Iterable[fx.Node],
         outputs: Iterable[fx.Node],
     ) -> str:
-        """Return what determines the kind of a stage and its first dropout: most stages of a model
-        are equal, and only the first of them needs a graph."""
+        """Return what determines the kind of a stage and its first dropout.
+
+        Most stages of a model are equal, and only the first of them needs a graph. Stages with
+        dropouts have numbers of their own, and each has a graph."""
         numbers = {name: f"w{number}" for number, name in enumerate(weights)}
         given = {node: numbers[name] for node, name in placeholders.items()}
         given |= {node: f"x{number}" for number, node in enumerate(inputs)} | {self.key: "key"}

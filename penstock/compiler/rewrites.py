@@ -61,7 +61,7 @@ def rewrite(captured: Capture) -> Capture:
     fuse_heads(graph)
     _number_dropouts(graph)
     _refuse_random(graph)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code()  # also checks the order of the nodes, once
     return captured
 
 

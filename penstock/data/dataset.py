@@ -66,8 +66,7 @@ class TokenDataset:
             CorruptionError: a file is missing, has a wrong size or fails its checksum.
         """
         dataset = cls.described(path)
-        for record in dataset.manifest.files():
-            check_size(dataset.path, record)
+        dataset.check_sizes()
         if verify:
             dataset.verify()
         return dataset
@@ -93,6 +92,11 @@ class TokenDataset:
                 f"penstock data build --input {folder} --tokenizer bytes --out DIR"
             )
         return cls(folder, *load_manifest(folder))
+
+    def check_sizes(self) -> None:
+        """Raise `CorruptionError` if a file is missing or has a wrong size."""
+        for record in self.manifest.files():
+            check_size(self.path, record)
 
     @property
     def vocab_size(self) -> int:

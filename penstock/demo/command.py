@@ -135,7 +135,9 @@ def train(config: Config, console: Console, again: str) -> Trainer:
         worker.start(config)
         build_data(config, console)
         view = view_for_command(console, config.logging.every)
-        return _train(config, view, worker.watched(naming_command(view, ResumeCommand(again))))
+        return _train(
+            config, view, worker.watched(naming_command(view, ResumeCommand(shlex.split(again))))
+        )
 
 
 def _train(config: Config, view: View, listener: Listener) -> Trainer:

@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
         if packet in _ALLOCATING or packet in _RESHAPING or func.namespace == "prim":
             return func(*args, **kwargs)
         if func is aten.detach.default and self._is_without_value(args[0]):
-            return fast_detach(self.fake_mode, args[0])  # every parameter is made by one
+            return fast_detach(self.fake_mode, args[0])  # nn.Parameter calls it
         flat, structure = _flattened(args, kwargs)
         arguments = tuple(self._encode(x) for x in flat)
         writes = tuple(self._written(func, args, kwargs))

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.calibration import is_kept
 from penstock.config import Config
 from penstock.engine import expected_layout_bytes, most_layout_bytes
 from penstock.errors import ConfigError
@@ -148,11 +149,14 @@ class Prediction:
         accuracy = self.machine.accuracy
         if accuracy is None or accuracy.low <= 1 <= accuracy.high:
             return None
+        again = "run `penstock calibrate --forget` when the host is idle"
+        if not is_kept(self.machine):
+            again = f"correct the rates of {self.machine.name}"
+        low, high = (f"{n:.0f}" if n >= 10 else f"{n:.2f}" for n in (accuracy.low, accuracy.high))
         return (
             f"Predicted times are too {'short' if accuracy.low > 1 else 'long'} on this machine: "
-            f"nine of ten of the last {accuracy.runs} measured runs took {accuracy.low:.2g} to "
-            f"{accuracy.high:.2g} times as long as predicted. Rely on the measured range, or run "
-            "`penstock calibrate --forget` when the host is idle"
+            f"nine of ten of the last {accuracy.runs} measured runs took {low} to {high} times as "
+            f"long as predicted. Rely on the measured range, or {again}"
         )
 
     @property

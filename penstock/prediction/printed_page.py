@@ -248,7 +248,8 @@ def _advice(prediction: Prediction, advice: Sequence[Advice]) -> str:
     if unbound is not None:
         lines.append(f"- flash costs less than 5 % from store.dram: {-(-unbound >> 20)}MiB on")
     if not lines:
-        return f"Tried, and at most 3 % faster: {', '.join(tried_changes(prediction))}."
+        changes = ", ".join(tried_changes(prediction))
+        return f"Of the changes that fit, none makes it more than 3 % faster: {changes}."
     return "What would make it faster (tokens per second):\n" + "\n".join(lines)
 
 

@@ -15,31 +15,33 @@ class KeptOutput:
     terminal as it is: the change would stop the process.
     """
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._is_changed = False
+    def __init__(self) -> None:
+        self._changed: TextIO | None = None
 
-    def begin(self) -> None:
-        """Let the terminal keep its output, if the file is a terminal."""
-        self._is_changed = self._is_changed or self._set(True)
+    def begin(self, file: TextIO) -> None:
+        """Let a terminal keep its output, if the file is one; without effect until `end` if it
+        does already."""
+        if self._changed is None and _set(file, is_kept=True):
+            self._changed = file
 
     def end(self) -> None:
         """Undo the change of `begin`."""
-        if self._is_changed:
-            self._set(False)
-            self._is_changed = False
+        if self._changed is not None:
+            _set(self._changed, is_kept=False)
+            self._changed = None
 
-    def _set(self, is_kept: bool) -> bool:
-        """Return whether the terminal has been changed."""
-        try:
-            descriptor = self._file.fileno()
-            if os.tcgetpgrp(descriptor) != os.getpgrp():
-                return False
-            attributes = termios.tcgetattr(descriptor)
-            if bool(attributes[_LOCAL_MODES] & termios.NOFLSH) == is_kept:
-                return False
-            attributes[_LOCAL_MODES] ^= termios.NOFLSH
-            termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
-        except (AttributeError, OSError, ValueError, termios.error):  # no terminal, or it is gone
+
+def _set(file: TextIO, is_kept: bool) -> bool:
+    """Return whether the terminal has been changed."""
+    try:
+        descriptor = file.fileno()
+        if os.tcgetpgrp(descriptor) != os.getpgrp():
             return False
-        return True
+        attributes = termios.tcgetattr(descriptor)
+        if bool(attributes[_LOCAL_MODES] & termios.NOFLSH) == is_kept:
+            return False
+        attributes[_LOCAL_MODES] ^= termios.NOFLSH
+        termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
+    except (AttributeError, OSError, ValueError, termios.error):  # no terminal, or it is gone
+        return False
+    return True

@@ -1,5 +1,6 @@
 """The view of a run in a terminal: a redrawn panel, and permanent lines above it."""
 
+import re
 import textwrap
 
 from rich.console import Console, RenderableType
@@ -10,6 +11,8 @@ from penstock.progress.redrawn_lines import RedrawnLines
 from penstock.progress.state import Progress
 from penstock.progress.view import LASTING, View
 from penstock.telemetry import Compiling, Evaluated, Event, Stopped
+
+_SPACE = "\0"  # within a command while lines are divided
 
 
 class LiveView(View):
@@ -41,15 +44,16 @@ class LiveView(View):
             self._lines.print("".join(f"{line}\n" for line in lines))
 
     def _parts(self, line: str) -> list[str]:
-        """Divide a line between words into parts that fit the terminal."""
-        return textwrap.wrap(
-            line,
+        """Divide a line between words, but not within a command, into parts that fit."""
+        parts = textwrap.wrap(
+            re.sub("`[^`]*`", lambda command: command[0].replace(" ", _SPACE), line),
             self._console.width,
             subsequent_indent="  ",
             break_long_words=False,
             break_on_hyphens=False,
             replace_whitespace=False,
         )
+        return [part.replace(_SPACE, " ") for part in parts]
 
     def interrupt(self, text: str) -> None:
         """Show the text in the panel; its thread draws it, since a signal handler may not write."""

@@ -42,7 +42,7 @@ class RedrawnLines:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._around = contextlib.ExitStack()
-        self._kept_output = KeptOutput(self._file)
+        self._kept_output = KeptOutput()
 
     def open(self) -> None:
         """Show the lines, and redraw them until `close`."""
@@ -57,15 +57,14 @@ class RedrawnLines:
     def close(self) -> None:
         """Stop redrawing; the last drawing stays on the terminal."""
         self._stop_drawing()
-        self._leave()
-        self._around.close()
+        with self._around:
+            self._leave()
 
     def erase(self) -> None:
         """Stop redrawing, and remove the lines from the terminal."""
         self._stop_drawing()
-        with self._lock:
+        with self._around, self._lock:
             self._release(_ERASE)
-        self._around.close()
 
     def draw(self) -> None:
         """Redraw the lines."""
@@ -77,6 +76,9 @@ class RedrawnLines:
             if not self._is_shown:
                 self._write(text)
                 return
+            self._kept_output.begin(
+                self._file
+            )  # again: the process may have been in the background
             lines = self._lines()[: max(self._console.height - 1, 1)]
             self._height = len(lines)
             self._write(f"{_ERASE}{text}{_CUT_LINES}" + "\r\n".join(lines) + _WRAP_LINES + self._up)
@@ -100,7 +102,6 @@ class RedrawnLines:
     def _show(self) -> None:
         with self._lock:
             self._is_shown = True
-            self._kept_output.begin()
             self._write(_HIDE_CURSOR)
             self.draw()
 
@@ -113,8 +114,12 @@ class RedrawnLines:
     def _leave(self) -> None:
         """Draw all lines for the last time, if they are shown, and put the cursor below them."""
         with self._lock:
-            lines = "\r\n".join(self._lines()) if self._is_shown else ""
-            self._release(f"{_ERASE}{_CUT_LINES}{lines}{_WRAP_LINES}\r\n" if lines else _ERASE)
+            last = _ERASE
+            try:
+                if self._is_shown:
+                    last += _CUT_LINES + "\r\n".join(self._lines()) + _WRAP_LINES + "\r\n"
+            finally:
+                self._release(last)
 
     def _release(self, last: str) -> None:
         """Write the last text of the lines, and leave the terminal as it was."""
@@ -163,11 +168,13 @@ class RedrawnLines:
             return
 
         def pause(number: int, frame: FrameType | None) -> None:
+            was_shown = self._is_shown
             self._leave()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)  # the process stops here
             signal.signal(number, pause)
-            self._show()
+            if was_shown:
+                self._show()
 
         previous = signal.signal(signal.SIGTSTP, pause)
         try:

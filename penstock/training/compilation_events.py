@@ -22,22 +22,22 @@ class CompilationEvents:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._told_at: int | None = None
+        self._failure: BaseException | None = None
 
     @contextmanager
     def reported(self, step: Callable[[], int]) -> Iterator[None]:
         """Report the compilations inside the block; `step` returns the number of committed steps.
 
-        **Raises:** what the listener has raised.
+        **Raises:** what the listener has raised, unless `raise_failure` did.
         """
         compilations: SimpleQueue[bool] = SimpleQueue()
-        failures: list[BaseException] = []
 
         def report() -> None:
             try:
                 while compilations.get():
                     self._tell(step())
-            except BaseException as failure:  # raised at the end of the block
-                failures.append(failure)
+            except BaseException as failure:
+                self._failure = failure
 
         thread = threading.Thread(target=report, name="penstock compilations", daemon=True)
         thread.start()
@@ -47,8 +47,13 @@ class CompilationEvents:
         finally:
             compilations.put(False)
             thread.join()
-        if failures:
-            raise failures[0]
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what the listener has raised, if it has: to be called after each step."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def _tell(self, step: int) -> None:
         is_first = self._told_at is None

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from penstock.planning import sequence_length
 from penstock.training.resume_state import ResumeState
 from penstock.training.same_tokenizer import digest_to_record, require_same_tokenizer
 
+_LONG_BUILD_SECONDS = 60.0
 _MASK_TOKENS = ("[MASK]", "<mask>")
 
 
@@ -172,10 +174,13 @@ def _split(
 def _build(
     config: Config, notice: Callable[[str], None], check: Callable[[TokenDataset], object]
 ) -> None:
-    """Build the data set of a run, unless `check` refuses the data set."""
-    folder = config.data_dir
+    """Build the data set of a run, unless `check` refuses it. One that took long, or may be for
+    other runs, is kept nevertheless: the caller checks it again."""
+    folder, began = config.data_dir, time.monotonic()
 
     def check_unpublished(staging: Path) -> None:
+        if config.data.path is not None or time.monotonic() - began >= _LONG_BUILD_SECONDS:
+            return
         try:
             check(TokenDataset.open(staging))
         except DataError as error:

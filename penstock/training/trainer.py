@@ -79,8 +79,7 @@ class Trainer:
             methods of `penstock.data.Source`.
         held_out: the same, for evaluations.
         on_event: called with each event (`penstock.telemetry.events`), in addition to the view.
-        quiet: show nothing. Otherwise progress goes to stderr: a panel in a terminal, an updated
-            line in a notebook, lines of text elsewhere.
+        quiet: show nothing. Otherwise progress goes to stderr, in a terminal as a panel.
         must_exist: refuse a run without a checkpoint; check its data only where it is read.
         cluster: "local", "ray", a Ray cluster's address, or "none": everything in this process,
             with one replica of each shard.
@@ -123,8 +122,8 @@ class Trainer:
         elif recorded is None:
             raise nothing_trained(self.config)
         self._has_given_model = model is not None
-        self._compilations = CompilationEvents(self._listener)
-        with self._compilations.reported(lambda: 0):
+        self._compilations = CompilationEvents(lambda event: self._notify(event))
+        with self._compilations.reported(lambda: self._checkpoints.newest_step or 0):
             given, store = (model, source, held_out), self._checkpoints
             self._setup = set_up(self.config, *given, store, self._notice, trains=not must_exist)
         self.model, self.device = self._setup.model, self._setup.device
@@ -233,6 +232,8 @@ class Trainer:
         """
         if self._is_best:
             raise no_training()
+        if self._data.dataset is not None:
+            self._data.dataset.check_sizes()  # of shards that only training reads
         require_held_out(self.config, self._data.held_out)
         if self._recorded is not None:
             require_same_beginning(
@@ -293,6 +294,7 @@ class Trainer:
         while self.step < config.run.steps and self._stop_reason is None:
             try:
                 last_loss = self.run_step().loss
+                self._compilations.raise_failure()
                 self._checkpoint_scheduler.poll()
                 self._evaluate_and_judge()
             except PenstockError as error:
@@ -348,8 +350,8 @@ class Trainer:
         """Return the metrics of the model on `batches` held-out batches.
 
         **Returns:** `loss` and `tokens`, or `rows` of a model without tokens; for language models
-        `perplexity` and `accuracy`; for records `exact_match` and `records`
-        (`penstock.training.evaluation`).
+        `perplexity`, `accuracy` and `held_out_tokens`; for records `exact_match`, `records` and
+        `held_out_records` (`penstock.training.evaluation`).
         """
         if self._evaluator is None:
             raise DataError(
@@ -379,8 +381,8 @@ class Trainer:
                 lambda: self._stop_reason is not None and self.step < self.config.run.steps,
                 lambda batch, of: self._notify(Evaluating(self.step, batch, of)),
             )
-        except InterruptedError as stop:  # it was requested
-            if any(stop.args):  # after the first micro-batch
+        except InterruptedError as stop:  # it was requested; the number of micro-batches done
+            if any(stop.args):
                 self._notice(unfinished(self.step))
             return
         finally:

@@ -144,7 +144,7 @@ def test_damage_is_named_and_repair_rolls_back_to_an_intact_step(in_memory, tmp_
     )
     again = inspected(tmp_path / "run", "--repair").output
     assert "\ndiscarded: nothing: no byte is damaged\n" in again
-    saved = "saved        step 6: the next start continues after it, and repeats step 7\n"
+    saved = "saved        step 6, the newest saved one: a start from it repeats step 7\n"
     assert saved in inspected(tmp_path / "run").output
     again = Trainer(settings)
     assert again.step == 6

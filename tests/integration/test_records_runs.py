@@ -305,7 +305,7 @@ def test_recipe_answers_unseen_prompts(tmp_path, monkeypatch):
         f"step 100  loss {after['loss']:.4f} nats per token  "
         f"perplexity {after['perplexity']:.4g}  accuracy {after['accuracy']:.1%}  "
         f"exact match {after['exact_match']:.1%}  "
-        f"({after['tokens']} tokens of {after['records']} records)\n"
+        f"({after['tokens']:,} tokens of all {after['held_out_records']:,} held-out records)\n"
     )
 
 

@@ -131,7 +131,8 @@ class StragglerDetector:
 class StragglerReports:
     """Decides which checks of slow engines are reported.
 
-    An engine is reported again after ten minutes, or when its slowdown factor has changed by half.
+    An engine is reported again after ten minutes, or when its slowdown is 1.5 times as
+    large or as small.
 
     **Arguments:** `clock` returns seconds.
     """

@@ -128,7 +128,7 @@ def test_steps_after_the_newest_checkpoint_are_said_to_be_repeated(run, last, re
     rows = [{"event": "step", "step": step, "loss": 2.0} for step in range(last + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = [line for line in inspect(run).stdout.splitlines() if line.startswith("saved ")]
-    told = f"saved        step 0: the next start continues after it, and repeats {repeated}"
+    told = f"saved        step 0, the newest saved one: a start from it repeats {repeated}"
     assert said == ([told] if repeated else [])
 
 

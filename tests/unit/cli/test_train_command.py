@@ -119,7 +119,7 @@ def test_resume_command_has_the_last_value_of_a_key_that_was_given_twice(run, mo
     given = ["run.steps=400", "model=gpt2", "model.n_layer=2", "run.steps=4000", "model=tiny"]
     result = run("my run.yaml", *given)
     assert result.stdout.splitlines()[-1] == (
-        "resume with: penstock train 'my run.yaml' model.n_layer=2 run.steps=4000 model=tiny"
+        "resume with: penstock train 'my run.yaml' run.steps=4000 model=tiny"
     )
 
 
@@ -137,7 +137,7 @@ IN_A_TERMINAL = """
 import fcntl, signal, sys, termios, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from penstock.cli.train import GracefulStop, next_commands
+from penstock.cli.train import GracefulStop
 asked = []
 with GracefulStop().handling(asked.append):
     print("ready", flush=True)
@@ -223,11 +223,13 @@ def test_complete_run_is_followed_by_what_can_be_done_with_it(run, options, is_s
 
 
 def test_next_commands_suit_the_task(tmp_path):
-    assert next_commands(tmp_path / "run", "masked_lm") == (
-        f"next: penstock export {tmp_path}/run {tmp_path}/run-exported"
-        "  # a folder that transformers loads"
-    )
-    generate, export = next_commands(tmp_path / "run", "causal_lm").splitlines()
+    def commands(task):
+        return next_commands(tmp_path / "run", types.SimpleNamespace(task=task))
+
+    export = f"next: penstock export {tmp_path}/run {tmp_path}/run-exported"
+    assert commands("masked_lm") == f"{export}  # a folder that transformers loads"
+    assert commands("custom") == f"{export}  # its weights"
+    generate, export = commands("causal_lm").splitlines()
     assert generate.startswith(f"next: penstock generate {tmp_path}/run  ")
     assert generate.index("#") == export.index("#")
 
@@ -236,7 +238,7 @@ def test_scaled_run_is_resumed_with_the_engines_that_it_has(run, monkeypatch):
     def scale_and_stop(number):
         (trainer,) = PretendTrainer.made
         if number == 2:
-            trainer.on_event(ClusterEvent("scaled", "1 engine(s)", engines=1))
+            trainer.on_event(ClusterEvent("scaled", "1 engine now", engines=1))
             trainer.on_event(ClusterEvent("slow", "engine 1001"))
             trainer.request_stop("Ctrl-C")
 

@@ -110,8 +110,22 @@ def recurrent() -> nn.Module:
     return nn.LSTM(5, 7, 2)
 
 
+class Detaching(nn.Module):
+    """Writes through detached tensors, which share their memory with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(4, 6)
+        part = whole[1:3].detach()
+        part.mul_(2.0)
+        self.part = nn.Parameter(part.clone())
+        self.whole = nn.Parameter(whole.t().detach())
+        self.part.detach()[0].fill_(3.0)
+
+
 CUSTOM = [
     ConvNet,
+    Detaching,
     InitialisedTwice,
     OwnSeeds,
     DropPathRates,

@@ -81,4 +81,4 @@ def test_page_without_advice_names_the_changes_that_were_tried(size, memory, tri
     console = Console(width=400)
     with console.capture() as capture:
         console.print(page(found, advice))
-    assert f"Tried, and at most 3 % faster: {tried}." in capture.get()
+    assert f"Of the changes that fit, none makes it more than 3 % faster: {tried}." in capture.get()

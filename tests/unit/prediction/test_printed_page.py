@@ -62,10 +62,11 @@ def test_interval_is_printed_from_the_tenth_measured_run_on():
 def test_prediction_outside_the_interval_of_measured_runs_is_said_to_be_wrong(low, high, word):
     accuracy = {"low": low, "high": high, "runs": 13, "source": "runs.jsonl"}
     prediction = planned({**DESK, "accuracy": accuracy}, run={"steps": 100})
+    shown_high = {24: "24", 0.8: "0.80"}[high]
     text = (
         f"Predicted times are too {word} on this machine: nine of ten of the last 13 measured runs "
-        f"took {low:g} to {high:g} times as long as predicted. Rely on the measured range, or run "
-        "`penstock calibrate --forget` when the host is idle"
+        f"took {low:.2f} to {shown_high} times as long as predicted. Rely on the measured range, "
+        f"or correct the rates of {DESK['name']}"
     )
     assert f"{text}." in shown(prediction)
     found = as_json(prediction, [])

@@ -40,10 +40,10 @@ def in_a_terminal(child):
 
 def test_output_is_kept_between_begin_and_end():
     def child():
-        kept = KeptOutput(sys.__stdout__)
+        kept = KeptOutput()
         os.write(1, b"%d " % keeps_output(1))
-        kept.begin()
-        kept.begin()
+        kept.begin(sys.__stdout__)
+        kept.begin(sys.__stdout__)
         os.write(1, b"%d " % keeps_output(1))
         kept.end()
         os.write(1, b"%d " % keeps_output(1))
@@ -56,20 +56,21 @@ def test_flag_that_was_set_before_stays():
         attributes = termios.tcgetattr(1)
         attributes[3] |= termios.NOFLSH
         termios.tcsetattr(1, termios.TCSANOW, attributes)
-        kept = KeptOutput(sys.__stdout__)
-        kept.begin()
+        kept = KeptOutput()
+        kept.begin(sys.__stdout__)
+        os.write(1, b"%d " % keeps_output(1))
         kept.end()
         os.write(1, b"%d " % keeps_output(1))
 
-    assert in_a_terminal(child) == ["1"]
+    assert in_a_terminal(child) == ["1", "1"]
 
 
 def test_process_in_the_background_leaves_the_terminal_as_it_is():
     def child():
         if os.fork() == 0:
             os.setpgid(0, 0)  # not the group in the foreground
-            kept = KeptOutput(sys.__stdout__)
-            kept.begin()
+            kept = KeptOutput()
+            kept.begin(sys.__stdout__)
             os.write(1, b"%d " % keeps_output(1))
             os._exit(0)
         _, status = os.wait()
@@ -84,6 +85,7 @@ def test_files_are_left_alone(tmp_path, closed):
         if closed:
             file.close()
         for stream in (file, io.StringIO()):
-            kept = KeptOutput(stream)
-            kept.begin()
+            kept = KeptOutput()
+            kept.begin(stream)
+            assert kept._changed is None
             kept.end()

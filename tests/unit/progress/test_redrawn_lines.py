@@ -142,10 +142,13 @@ def test_lines_above_the_panel_are_divided_between_words_but_commands_are_not(te
     with LiveView(console) as view:
         view(started())
         view(Notice("there is one document, so the last 46,243 tokens are the validation split"))
+        view(Notice("the host was busy: run `penstock calibrate --forget` when it is idle"))
         view(Stopped(1, "Ctrl-C", command))
-    assert terminal.lines[:4] == [
+    assert terminal.lines[:6] == [
         "note: there is one document, so the last 46,243",
         "  tokens are the validation split",
+        "note: the host was busy: run",
+        "  `penstock calibrate --forget` when it is idle",
         "stopped after step 1: Ctrl-C",
         f"resume with: {command}",
     ]

@@ -72,10 +72,17 @@ def test_two_runs_end_in_any_order(compile_one):
     assert (first, second) == ([], [Compiling(0)])
 
 
-def test_error_of_the_listener_is_raised_at_the_end(compile_one):
+def test_error_of_the_listener_is_raised_when_asked_for_or_at_the_end(compile_one):
     def listener(event):
         raise OSError("the listener has failed")
 
     reports = CompilationEvents(listener)
     with pytest.raises(OSError, match="has failed"), reports.reported(lambda: 0):
         compile_one()
+    with reports.reported(lambda: 9):
+        compile_one()
+        for thread in threading.enumerate():
+            if thread.name == "penstock compilations":
+                thread.join()  # ends with the error
+        with pytest.raises(OSError, match="has failed"):
+            reports.raise_failure()
