@@ -46,7 +46,7 @@ def test_planning_does_not_query_the_system(monkeypatch):
     assert set(asked[1:]) == {("cpu",)}
     large, _ = planned(9000)
     assert large.shares.engine == pytest.approx(small.shares.engine + 4000 * MIB, rel=0.01)
-    with pytest.raises(BudgetError, match=r"this machine has 0\.3\d GiB for this process"):
+    with pytest.raises(BudgetError, match=r"this machine has 320\.00 MiB for this process"):
         planned(20)
 
 
