@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,6 +112,24 @@ def _gradients_of(
     finally:
         for parameter in fixed:
             parameter.requires_grad_(True)
+
+
+@dataclass(frozen=True)
+class _StageNodes:
+    """The nodes of a stage, those outside of it that it reads, and those that others read.
+
+    `weight_nodes` maps the nodes of weights to the weights' names; a tied weight may have several.
+    """
+
+    nodes: Sequence[fx.Node]
+    weight_nodes: Mapping[fx.Node, str]
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the weights that the stage reads, each once, in the order of their use."""
+        return list(dict.fromkeys(self.weight_nodes.values()))
 
 
 @dataclass
@@ -355,25 +373,10 @@ class _ProgramAssembly:
         for node in outputs:
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 raise CompileError(f"{source_line(node)}: {node.name} would cross stages")
-        inside = set(piece.nodes)
-        weights: dict[str, fx.Node] = {}
-        placeholders: dict[fx.Node, str] = {}
-        inputs: dict[fx.Node, None] = {}
-        for node in piece.nodes:
-            for source in node.all_input_nodes:
-                if source in inside or source is self.key:
-                    continue
-                if source.name in self.weight_names:
-                    name = self.weight_names[source.name]
-                    weights.setdefault(name, source)
-                    placeholders[source] = name
-                else:
-                    inputs[source] = None
-        text = self._stage_text(piece, weights, placeholders, inputs, outputs)
+        nodes = self._stage_nodes(piece, outputs)
+        text = self._stage_text(nodes)
         if text not in self.equal_stages:
-            graph, signature, first_dropout = self._stage_graph(
-                piece, list(weights), placeholders, list(inputs), outputs
-            )
+            graph, signature, first_dropout = self._stage_graph(nodes)
             self.equal_stages[text] = self._kind(piece.name, graph, signature), first_dropout
         kind, first_dropout = self.equal_stages[text]
         has_gradients = computes_gradients(kind)
@@ -383,11 +386,25 @@ class _ProgramAssembly:
             index=index,
             name=self._public(piece.name),
             kind=kind,
-            weights=tuple(weights),
-            inputs=tuple(n.name for n in inputs),
+            weights=tuple(nodes.weights),
+            inputs=tuple(n.name for n in nodes.inputs),
             outputs=tuple(n.name for n in outputs),
             first_dropout=first_dropout,
         )
+
+    def _stage_nodes(self, piece: CutPiece, outputs: Sequence[fx.Node]) -> _StageNodes:
+        inside = set(piece.nodes)
+        weights: dict[fx.Node, str] = {}
+        inputs: dict[fx.Node, None] = {}
+        for node in piece.nodes:
+            for source in node.all_input_nodes:
+                if source in inside or source is self.key:
+                    continue
+                if source.name in self.weight_names:
+                    weights[source] = self.weight_names[source.name]
+                else:
+                    inputs[source] = None
+        return _StageNodes(piece.nodes, weights, tuple(inputs), tuple(outputs))
 
     def _kind(self, stage: str, graph: fx.Graph, signature: StageSignature) -> Kind:
         digest = digest_of([*signature.lines, *lines_of(graph)])
@@ -397,54 +414,42 @@ class _ProgramAssembly:
             self.kinds[digest] = make_kind(label, digest, graph, signature, device, products)
         return self.kinds[digest]
 
-    def _stage_text(
-        self,
-        piece: CutPiece,
-        weights: Iterable[str],
-        placeholders: Mapping[fx.Node, str],
-        inputs: Iterable[fx.Node],
-        outputs: Iterable[fx.Node],
-    ) -> str:
+    def _stage_text(self, stage: _StageNodes) -> str:
         """Return what determines the kind of a stage and its first dropout.
 
         Most stages of a model are equal, and only the first of them needs a graph. Stages with
-        dropouts have numbers of their own, and each has a graph."""
-        numbers = {name: f"w{number}" for number, name in enumerate(weights)}
-        given = {node: numbers[name] for node, name in placeholders.items()}
-        given |= {node: f"x{number}" for number, node in enumerate(inputs)} | {self.key: "key"}
-        values = [self.values[node.name] for node in inputs]
+        dropouts have numbers of their own, and each has a graph.
+        """
+        places = {name: f"w{number}" for number, name in enumerate(stage.weights)}
+        given = {node: places[name] for node, name in stage.weight_nodes.items()}
+        given |= {node: f"x{number}" for number, node in enumerate(stage.inputs)}
+        given[self.key] = "key"
+        values = [self.values[node.name] for node in stage.inputs]
         return "\n".join(
             [
-                *(repr(replace(self.weights[name], name="", aliases=())) for name in weights),
+                *(repr(replace(self.weights[name], name="", aliases=())) for name in stage.weights),
                 *(f"{value.tensor} {value.requires_grad}" for value in values),
-                *lines_of_nodes(piece.nodes, given, lambda n: on_device(n, self.options.device)),
-                repr([piece.nodes.index(node) for node in outputs]),
+                *lines_of_nodes(stage.nodes, given, lambda n: on_device(n, self.options.device)),
+                repr([stage.nodes.index(node) for node in stage.outputs]),
             ]
         )
 
-    def _stage_graph(
-        self,
-        piece: CutPiece,
-        weights: Sequence[str],
-        placeholders: Mapping[fx.Node, str],
-        inputs: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-    ) -> tuple[fx.Graph, StageSignature, int]:
+    def _stage_graph(self, stage: _StageNodes) -> tuple[fx.Graph, StageSignature, int]:
         graph = fx.Graph()
-        by_name = {name: graph.placeholder(f"w{i}") for i, name in enumerate(weights)}
-        made = {node: by_name[name] for node, name in placeholders.items()}
-        for i, node in enumerate(inputs):
+        by_name = {name: graph.placeholder(f"w{i}") for i, name in enumerate(stage.weights)}
+        made = {node: by_name[name] for node, name in stage.weight_nodes.items()}
+        for i, node in enumerate(stage.inputs):
             made[node] = graph.placeholder(f"x{i}")
         made[self.key] = graph.placeholder("key")
         for node, placeholder in made.items():
             placeholder.meta = dict(node.meta)
-        for i, node in enumerate(piece.nodes):
+        for i, node in enumerate(stage.nodes):
             made[node] = graph.node_copy(node, lambda n: made[n])
             made[node].name = f"n{i}"
             move(made[node], self.options.device)
             if isinstance(node.target, CustomGradient):
                 made[node].target = node.target.moved(self.options.device)
-        graph.output(tuple(made[n] for n in outputs))
+        graph.output(tuple(made[n] for n in stage.outputs))
         sparse = []
         for position, (name, weight) in enumerate(by_name.items()):
             spec = self.weights[name]
@@ -455,11 +460,12 @@ class _ProgramAssembly:
         first_dropout = count_dropouts_from_first(graph)
         signature = StageSignature(
             weights=tuple(
-                TensorSpec(self.weights[n].shape, self.weights[n].stream_dtype) for n in weights
+                TensorSpec(self.weights[n].shape, self.weights[n].stream_dtype)
+                for n in stage.weights
             ),
-            trainable=tuple(self.weights[n].trainable for n in weights),
-            inputs=tuple(self.values[n.name].tensor for n in inputs),
-            inputs_grad=tuple(self.values[n.name].requires_grad for n in inputs),
+            trainable=tuple(self.weights[n].trainable for n in stage.weights),
+            inputs=tuple(self.values[n.name].tensor for n in stage.inputs),
+            inputs_grad=tuple(self.values[n.name].requires_grad for n in stage.inputs),
             sparse=tuple(sparse),
             one_token=self.options.decoding is not None,
         )

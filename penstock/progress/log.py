@@ -211,11 +211,8 @@ def event_lines(event: Event, loss_unit: str = "") -> list[str]:
         best = "  best so far" if event.best else ""
         return [f"step {event.step}  held-out {show_evaluation(event)}{best}"]
     if isinstance(event, Compiling):
-        return (
-            []
-            if event.again
-            else ["compiling kernels for this processor, which later runs use again"]
-        )
+        text = "compiling kernels for this processor, which later runs use again"
+        return [] if event.again else [text]
     if isinstance(event, Saved):
         return [
             f"step {event.step}  saved {event.path} ({show_bytes(event.bytes)}, "
