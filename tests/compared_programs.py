@@ -21,6 +21,7 @@ def full_tracing() -> Iterator[None]:
     """Exports as PyTorch does by default."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capturing, "lean_tracing", nullcontext)
+        patch.setattr(capturing, "simple_copies", nullcontext)
         yield
 
 

@@ -315,7 +315,8 @@ class _ProgramAssembly:
                 args, kwargs = fx.node.map_arg(on_device(node, "cpu"), lambda n: env[n])
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return {
-            node.name: value.to(self.options.device).contiguous()
+            # Also the stride of a dimension of size 1 is that of a tensor read from the cache.
+            node.name: value.to(self.options.device).contiguous().view(-1).view(value.shape)
             for node, value in env.items()
             if isinstance(value, torch.Tensor)
         }

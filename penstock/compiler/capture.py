@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from penstock.compiler.custom_functions import Context, custom_functions_traced
 from penstock.compiler.equal_blocks import BlockTracing, expand_equal_blocks
+from penstock.compiler.fake_parameters import simple_copies
 from penstock.compiler.hooks import gradient_hooks_refused
 from penstock.compiler.lean_tracing import lean_tracing
 from penstock.compiler.mixed_types import MixedTypes, lowered_arguments
@@ -88,6 +89,7 @@ def capture(
             _gradients(training, blocks),
             _quiet_torch(),
             lean_tracing(),
+            simple_copies(),
             # Autograd within a forward would follow the results of another block.
             blocks.active() if training else nullcontext(),
         ):

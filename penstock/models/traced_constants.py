@@ -24,7 +24,7 @@ def constant_value(tensor: torch.Tensor) -> np.ndarray | None:
     if not all(map(_is_deterministic, ancestors)) or _is_written(ancestors):
         return None
     values: dict[fx.Node, Any] = {}
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes():
         for each in ancestors:
             args, kwargs = fx.node.map_arg((each.args, each.kwargs), values.__getitem__)
             values[each] = each.target(*args, **kwargs)  # type: ignore[operator]

@@ -26,6 +26,10 @@ class Asks(nn.Module):
         return self.ask(x, self.table).sum() + x.sum()
 
 
+def exported(ask: Make) -> torch.export.ExportedProgram:
+    return torch.export.export(Asks(ask), (torch.zeros(6, dtype=torch.int64),), strict=False)
+
+
 def found(make: Make) -> np.ndarray | None:
     values = []
 
@@ -34,7 +38,7 @@ def found(make: Make) -> np.ndarray | None:
         values.append(constant_value(made))
         return made
 
-    torch.export.export(Asks(ask), (torch.zeros(6, dtype=torch.int64),), strict=False)
+    exported(ask)
     return values[0]
 
 
@@ -66,3 +70,28 @@ def test_other_tensors_are_not_known(make) -> None:
 
 def test_tensors_outside_of_a_graph_are_not_known() -> None:
     assert constant_value(torch.arange(3)) is None
+
+
+def test_question_adds_nothing_to_the_graph() -> None:
+    def ask(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        made = torch.arange(6) * 2
+        assert constant_value(made) is not None
+        return made
+
+    plain = exported(lambda x, table: torch.arange(6) * 2)
+    assert str(exported(ask).graph) == str(plain.graph)
+
+
+def test_question_enters_no_gradient_mode(monkeypatch) -> None:
+    """An export divides the whole graph where the forward changes the mode."""
+    from torch._export.passes import replace_with_hop_pass_util as regions
+
+    divided = []
+    divide = regions._sequential_split_and_maybe_inline_subgraphs_helper
+    monkeypatch.setattr(
+        regions,
+        "_sequential_split_and_maybe_inline_subgraphs_helper",
+        lambda *arguments: divided.append(1) or divide(*arguments),
+    )
+    assert found(lambda x, table: torch.arange(6)) is not None
+    assert not divided
