@@ -6,10 +6,9 @@ together, so that no multiply-add waits for the one before it, and their lanes a
 by shuffles in registers.
 
 Without AVX-512, several registers hold a vector. Shuffles are then a good part of the work, and
-halves of a vector are added before them. There, too, sums start as products, and the gradients of
-rows that follow are prefetched: segments are ordered by length, and the processor does not foresee
-their rows. This was measured with AVX2 (two registers), and not on Arm (four). With AVX-512 it was
-not measured, and the code has none of it.
+halves of a vector are added before them. There, too, sums start as products. This was measured with
+AVX2 (two registers), and not on Arm (four). With AVX-512 it was not measured, and the code has none
+of it.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from penstock.kernels.vector_code import (
 from penstock.kernels.vectors import (
     LANES,
     element_pointer,
-    fetch_lines,
     float32s,
     intrinsic,
     uint32s,
@@ -41,7 +39,6 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _ZEROS = ir.Constant(_FLOATS, [0.0] * LANES)
 _GROUP = 4  # entries that are multiplied together
-_SEGMENTS_AHEAD = 4  # whose row of gradients is prefetched; on Zen 3, 1 to 4 hardly differ
 
 _Multiply = Callable[[Any, list[Any], list[Any]], Sums]
 
@@ -200,30 +197,3 @@ add_products_unpacked = _multiplying(_multiply_unpacked)
 """The same for panels of bfloat16 patterns, on any processor."""
 add_products_by_dots = _multiplying(_multiply_by_dots)
 """The same with the processor's dot product of bfloat16 pairs."""
-
-
-@intrinsic
-def fetch_row_ahead(typing_context, gradients, at, segment_rows, segment, last, width):
-    """In a kernel: prefetch the gradients of the row of a later segment, without AVX-512.
-
-    Arguments: gradients and where the first row begins there; the row of each segment; the segment
-    that is multiplied now and the end of the segments; `width`.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if has_wide_registers():
-            return context.get_dummy_value()
-        kinds, (gradients, at, segment_rows, segment, end, _) = signature.args, arguments
-        later = builder.add(segment, ir.Constant(_I64, _SEGMENTS_AHEAD))
-        is_within = builder.icmp_signed("<", later, end)
-        later = builder.select(is_within, later, segment)
-        row = builder.load(element_pointer(context, builder, kinds[2], segment_rows, later))
-        row_tokens = width.count * LANES
-        first = builder.mul(builder.sext(row, _I64), ir.Constant(_I64, row_tokens))
-        place = element_pointer(context, builder, kinds[0], gradients, builder.add(at, first))
-        row_bytes = row_tokens * kinds[0].dtype.bitwidth // 8
-        fetch_lines(builder, place, row_bytes // 64)
-        return context.get_dummy_value()
-
-    places = (segment_rows, types.intp, types.intp)
-    return types.void(gradients, types.intp, *places, width), generate

@@ -19,11 +19,11 @@ from penstock.kernels.arguments import require_flat
 from penstock.kernels.compilation import inlined, kernel
 from penstock.kernels.memory import cache_lines
 from penstock.kernels.pair_code import has_bfloat16_dot
+from penstock.kernels.row_prefetch import fetch_row_ahead
 from penstock.kernels.sparse_dots import (
     add_products_by_dots,
     add_products_of_floats,
     add_products_unpacked,
-    fetch_row_ahead,
 )
 from penstock.kernels.sparse_panels import (
     STRIPE,
@@ -165,7 +165,10 @@ def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, width)
             cell = band * blocks + block
             x_at = panel_at + block * block_columns * panel_tokens
             first, last = block == 0, block == blocks - 1
-            for s in range(cells[cell], cells[cell + 1]):
+            end_segment = cells[cell + 1]
+            for s in range(cells[cell], end_segment):
+                sums_at = first_sum * panel_tokens
+                fetch_row_ahead(sums, sums_at, segment_rows, s, end_segment, width)
                 row = segment_rows[s]
                 at = (first_sum + row) * panel_tokens
                 begin, stop = starts[s], starts[s + 1]

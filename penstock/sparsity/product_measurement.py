@@ -7,9 +7,8 @@ step calls, packing of activations included.
 """
 
 import functools
-import itertools
 import time
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numba
@@ -35,10 +34,10 @@ from penstock.sparsity.products import forward, input_gradient, weight_gradient
 
 _MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays in a cache either way
 _MOST_TOKENS = 1024
-_NEAR, _REPETITIONS = 3, 3  # choices that are timed again, and how often
+_NEAR, _REPETITIONS = 3, 3  # choices that are timed again with other bands, and how often
 _BLOCK_OF_FIRST_CACHE = (0.5, 0.8, 1.35, 2.0)  # inputs of a block, as a share of the cache
 _BLOCK_OF_SECOND_CACHE = 0.125
-_BAND_OF_SECOND_CACHE = 1 / 16  # outputs of a band, likewise
+_BANDS_OF_SECOND_CACHE = (1 / 16, 1 / 8)  # outputs of a band, likewise; all outputs are tried too
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -73,11 +72,7 @@ def choose_product(
 @functools.cache
 def _measured(shape: tuple[int, int], dtype: torch.dtype, sparsity: float, tokens: int) -> Choice:
     case = _Case(shape, dtype, sparsity, tokens)
-    ways = {
-        name: case.fastest(name, [*case.dense_tiles(name), *case.sparse_kernels(name)])
-        for name in PRODUCTS
-    }
-    return Choice(**{name: getattr(choice, name) for name, choice in ways.items()})
+    return Choice(**{name: case.fastest(name) for name in PRODUCTS})
 
 
 class _Case:
@@ -114,19 +109,23 @@ class _Case:
         else:
             weight_gradient(self.layout, self.x, self.dy, choice=choice)
 
-    def fastest(self, name: str, choices: Iterable[Choice]) -> Choice:
-        """The choice that takes the least time for a product.
+    def fastest(self, name: str) -> Product:
+        """The algorithm that takes the least time for a product.
 
-        All are timed once, and those that are near the fastest several times.
+        All are timed once, sparse kernels with bands of one size, and those that are near the
+        fastest several times, with bands of all sizes.
         """
-        first = sorted(choices, key=lambda choice: self.seconds(name, choice, 1))
-        return min(first[:_NEAR], key=lambda choice: self.seconds(name, choice, _REPETITIONS))
+        products = [*self.dense_tiles(name), *self.sparse_kernels(name)]
+        first = sorted(products, key=lambda product: self.seconds(name, product, 1))
+        near = [wide for product in first[:_NEAR] for wide in self.with_all_bands(name, product)]
+        return min(near, key=lambda product: self.seconds(name, product, _REPETITIONS))
 
-    def seconds(self, name: str, choice: Choice, repetitions: int) -> float:
+    def seconds(self, name: str, product: Product, repetitions: int) -> float:
         """The least time of some repetitions: what disturbs only adds.
 
-        The order of entries that the choice needs is freed: there is one at a time.
+        The order of entries that the product needs is freed: there is one at a time.
         """
+        choice = Choice(product, product, product)
         self.run(name, choice)  # makes the layout
         times = []
         for _ in range(repetitions):
@@ -136,7 +135,7 @@ class _Case:
         self.layout.forget_blocked()
         return min(times)
 
-    def dense_tiles(self, name: str) -> list[Choice]:
+    def dense_tiles(self, name: str) -> list[Product]:
         """Bands whose tiles have `TILE_BYTES` in the whole weight.
 
         One band and several are different algorithms. So a band covers all outputs of the measured
@@ -153,14 +152,20 @@ class _Case:
             elif band >= measured:
                 band = max(1, measured // 2)
             bands.add(band)
-        return [_all(DenseTiles(band)) for band in sorted(bands)]
+        return [DenseTiles(band) for band in sorted(bands)]
 
-    def sparse_kernels(self, name: str) -> list[Choice]:
+    def sparse_kernels(self, name: str) -> list[Product]:
         return [
-            _all(SparseKernel(block, band, panel_tokens, self.bfloat16))
+            SparseKernel(block, self.bands(name, panel_tokens)[0], panel_tokens, self.bfloat16)
             for panel_tokens in panel_sizes(self.dtype, self.tokens)[-2:]
-            for block, band in itertools.product(*self.divisions(name, panel_tokens))
+            for block in self.blocks(name, panel_tokens)
         ]
+
+    def with_all_bands(self, name: str, product: Product) -> list[Product]:
+        if isinstance(product, DenseTiles):
+            return [product]
+        bands = self.bands(name, product.panel_tokens)
+        return [replace(product, band_rows=band) for band in bands]
 
     @property
     def bfloat16(self) -> Bfloat16:
@@ -169,11 +174,9 @@ class _Case:
         has_dots = self.dtype == torch.bfloat16 and has_bfloat16_dot()
         return "dots" if has_dots else "unpacked"
 
-    def divisions(self, name: str, panel_tokens: int) -> tuple[list[int], list[int]]:
-        """Columns of a block and rows of a band that are worth measuring."""
-        rows, columns = self.layout.shape
-        if name == "input_gradient":
-            rows, columns = columns, rows
+    def blocks(self, name: str, panel_tokens: int) -> list[int]:
+        """Columns of a block that are worth measuring."""
+        columns = self.layout.shape[0 if name == "input_gradient" else 1]
         first, second = cache_bytes()
         sizes = [share * first for share in _BLOCK_OF_FIRST_CACHE]
         sizes.append(_BLOCK_OF_SECOND_CACHE * second)
@@ -183,16 +186,18 @@ class _Case:
             for size in sizes
         }
         useful = {b for b in blocks if b * self.density >= _LEAST_ENTRIES} or {max(blocks)}
-        most = rows
+        return sorted(useful)
+
+    def bands(self, name: str, panel_tokens: int) -> list[int]:
+        """Rows of a band that are worth measuring, ascending."""
+        most = self.layout.shape[1 if name == "input_gradient" else 0]
         threads, panels = numba.get_num_threads(), -(-self.tokens // panel_tokens)
         if name != "weight_gradient" and panels < 2 * threads:
-            most = -(-rows // threads)  # all threads have something to do
-        band = max(16, int(_BAND_OF_SECOND_CACHE * second / (4 * panel_tokens)))
-        return sorted(useful), sorted({min(band, most), most})
-
-
-def _all(product: Product) -> Choice:
-    return Choice(product, product, product)
+            most = -(-most // threads)  # all threads have something to do
+        _, second = cache_bytes()
+        rows = second // (4 * panel_tokens)
+        bands = {max(16, int(share * rows)) for share in _BANDS_OF_SECOND_CACHE}
+        return sorted({min(band, most) for band in bands} | {most})
 
 
 @functools.cache

@@ -79,15 +79,18 @@ def test_a_record_that_lacks_something_is_refused():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that products move on, as if 48 columns and panels of 64 tokens were best."""
-    now = [0.0]
+    """A clock that products move on, as if 48 columns and panels of 64 tokens were best.
+
+    Its second number is the best band of rows.
+    """
+    now = [0.0, 64]
 
     def run(case, name, choice):
         product = getattr(choice, name)
         if isinstance(product, DenseTiles):
             now[0] += 1.0
         else:
-            distance = abs(product.block_columns - 48) + abs(product.band_rows - 64)
+            distance = abs(product.block_columns - 48) + abs(product.band_rows - now[1])
             now[0] += 0.1 + distance + abs(product.panel_tokens - 64) / 1000
 
     product_measurement._measured.cache_clear()
@@ -102,6 +105,13 @@ def test_the_fastest_way_is_chosen(clock):
     # Panels of 64 tokens of 4 bytes: 48 columns are half of the first cache, 64 rows a band.
     choice = choose_product((100, 300), torch.float32, 0.5, 1000)
     assert choice == Choice(*3 * [SparseKernel(48, 64)])
+
+
+@pytest.mark.parametrize("band", [64, 128, 300])
+def test_the_fastest_blocks_are_measured_with_every_band(clock, band):
+    clock[1] = band
+    choice = choose_product((300, 300), torch.float32, 0.5, 1000)
+    assert choice == Choice(*3 * [SparseKernel(48, band)])
 
 
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
@@ -142,7 +152,7 @@ def test_a_band_of_a_tile_covers_the_measured_part_only_if_it_covers_the_weight(
     case = product_measurement._Case(shape, torch.float32, 0.5, 8)
     planned = product_memory.tile_bytes(math.prod(shape), sum(shape), torch.float32)
     for name, expected in (("forward", forward), ("input_gradient", input_gradient)):
-        bands = [getattr(choice, name).band_rows for choice in case.dense_tiles(name)]
+        bands = [tiles.band_rows for tiles in case.dense_tiles(name)]
         assert bands == expected
         inputs = shape[1] if name == "forward" else shape[0]
         assert max(bands) * inputs * 4 <= planned
