@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import _trace
 
 from penstock.compiler.tensors import storage_of
 
@@ -25,6 +24,8 @@ def simple_copies() -> Iterator[None]:
     The copies have the metadata that the conversion gives them, and it finds them afterwards. All
     other tensors are converted.
     """
+    from torch.export import _trace  # imports torch._dynamo, which takes seconds
+
     module: Any = _trace
     convert = module._fakify_params_buffers
 
