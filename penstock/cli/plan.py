@@ -207,7 +207,7 @@ def _sweep(
     plot: Path | None,
     json_output: bool,
 ) -> None:
-    from penstock.prediction import as_csv, plot_sweep, row, run_sweep
+    from penstock.prediction import Prediction, as_csv, plot_sweep, row, run_sweep
 
     points = run_sweep(settings, sweep, plan_on)
     if json_output:
@@ -215,7 +215,10 @@ def _sweep(
             found = point.prediction
             figures: dict[str, Any] = {"problem": point.problem}
             if found is not None:
-                figures = {**row(found), "sequence_length_note": found.length_note}
+                notes = {"sequence_length_note": found.length_note}
+                if isinstance(found, Prediction):
+                    notes["accuracy_note"] = found.accuracy_note
+                figures = {**row(found), **notes}
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:
         _print_table(console, sweep.key, points)

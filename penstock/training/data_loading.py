@@ -91,7 +91,7 @@ def open_data(
 
         _build(config, notice, check)
     dataset = TokenDataset.open(folder) if trains else TokenDataset.described(folder)
-    _check_build(config, dataset)
+    _check_build(config, dataset, recorded)
     if _has_changed_input(config):
         new_text = f"delete {folder}" if recorded is None else "choose another run.dir"
         notice(
@@ -285,11 +285,15 @@ def _refuse_records(folder: Path, source: ModelSource) -> None:
         )
 
 
-def _check_build(config: Config, dataset: TokenDataset) -> None:
+def _check_build(config: Config, dataset: TokenDataset, recorded: ResumeState | None) -> None:
     """Refuse a data set that the run has built from other input or settings than configured."""
     if config.data.path is not None:
         return
-    advice = f"set it back, delete {dataset.path} to have it built again, or choose another run.dir"
+    advice = "set it back, or choose another run.dir"
+    if recorded is None:  # a run that resumes needs its data
+        advice = (
+            f"set it back, delete {dataset.path} to have it built again, or choose another run.dir"
+        )
     wanted, found = config.data.tokenizer, dataset.manifest.tokenizer.name
     if wanted != found and (wanted == "bytes" or wanted.startswith("train-bpe:")):
         raise DataError(

@@ -120,7 +120,10 @@ def test_sweep_says_that_measured_runs_took_longer_than_predicted(folder):
     (folder / "far.yaml").write_text(HOST + accuracy)
     done = plan(folder, *TINY, "--sweep", "batch.size=8..16", machine="far.yaml")
     text = " ".join(done.stdout.split())
-    assert text.count("runs took 2.10 to 24 times as long as predicted.") == 1
+    note = "runs took 2.10 to 24 times as long as predicted"
+    assert text.count(f"{note}.") == 1
+    done = plan(folder, *TINY, "--sweep", "batch.size=8..16", "--json", machine="far.yaml")
+    assert all(note in json.loads(line)["accuracy_note"] for line in done.stdout.splitlines())
 
 
 def test_fewest_engines_for_a_deadline(folder):
