@@ -31,6 +31,7 @@ from penstock.compiler.rewrites import (
     share_equal,
 )
 from penstock.compiler.sparse_substitution import require_weights, sparse_sizes, substitute_products
+from penstock.compiler.tensors import with_contiguous_strides
 from penstock.compiler.weight_conversion import open_weight
 from penstock.compiler.weight_names import WeightNames
 from penstock.errors import CompileError, NoTrainingError, few
@@ -298,7 +299,7 @@ class _ProgramAssembly:
         names = {n.name: n for n in graph.nodes if n.op == "placeholder"}
         if self.buffers is None:
             return {
-                name: value_of(node)
+                name: with_contiguous_strides(value_of(node))
                 for name, node in [*names.items(), *((n.name, n) for n in constants)]
                 if name in self.values and self.values[name].source == "constant"
             }
@@ -315,8 +316,7 @@ class _ProgramAssembly:
                 args, kwargs = fx.node.map_arg(on_device(node, "cpu"), lambda n: env[n])
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return {
-            # Also the stride of a dimension of size 1 is that of a tensor read from the cache.
-            node.name: value.to(self.options.device).contiguous().view(-1).view(value.shape)
+            node.name: with_contiguous_strides(value.to(self.options.device))
             for node, value in env.items()
             if isinstance(value, torch.Tensor)
         }

@@ -9,6 +9,7 @@ import io
 import linecache
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
@@ -33,6 +34,8 @@ from penstock.errors import CompileError
 
 Precision = Literal["fp32", "bf16"]
 STREAM_DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_ONE_EXPORT = threading.RLock()  # an export of ours replaces functions of PyTorch
 
 # The arguments that make a norm update its running statistics.
 _UPDATES_STATISTICS = ("training", "train", "use_input_stats")
@@ -84,6 +87,7 @@ def capture(
     mode = MixedTypes() if precision == "bf16" else nullcontext()
     try:
         with (
+            _ONE_EXPORT,
             lowered,
             mode,
             _gradients(training, blocks),

@@ -1,6 +1,6 @@
 """The tensors within arguments and results, and the memory that tensors share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,24 @@ def may_need_gradient(value: Any) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new contiguous tensor."""
+    strides, size = [], 1
+    for length in reversed(shape):
+        strides.append(size)
+        size *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def with_contiguous_strides(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor of the same elements, without a gradient.
+
+    `Tensor.contiguous` keeps the strides of dimensions of size 1 and of tensors without elements.
+    """
+    dense = tensor.detach().contiguous()
+    return dense.as_strided(dense.shape, contiguous_strides(dense.shape))
 
 
 def elements_of(tensor: Tensor) -> np.ndarray:

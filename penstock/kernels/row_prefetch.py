@@ -1,8 +1,8 @@
 """Prefetches the rows of a panel that later segments read.
 
-Segments are ordered by length, so the processor does not foresee their rows. The prefetch was
-measured with AVX2, where the sums of a product and the gradients of outputs come from the second
-cache, and not on Arm. With AVX-512 it was not measured, and the code has none of it.
+Segments are ordered by length, so the hardware prefetcher cannot predict the addresses of their
+rows. The prefetch was measured with AVX2, and not on Arm. With AVX-512 it was not measured, and no
+prefetch is generated.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from penstock.kernels.vector_code import has_wide_registers
 from penstock.kernels.vectors import LANES, element_pointer, fetch_lines, intrinsic
 
 _I64 = ir.IntType(64)
-_SEGMENTS_AHEAD = 4  # on Zen 3, 1 to 4 hardly differ
+_SEGMENTS_AHEAD = 4
 
 
 @intrinsic
-def fetch_row_ahead(typing_context, panel, at, segment_rows, segment, end, width):
+def fetch_row_ahead(typing_context, panel, at, segment_rows, segment, end_segment, width):
     """In a kernel: prefetch the row of a later segment, without AVX-512.
 
     Arguments: the panel and where the first row begins there; the row of each segment; the segment
@@ -28,9 +28,9 @@ def fetch_row_ahead(typing_context, panel, at, segment_rows, segment, end, width
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if has_wide_registers():
             return context.get_dummy_value()
-        kinds, (panel, at, segment_rows, segment, end, _) = signature.args, arguments
+        kinds, (panel, at, segment_rows, segment, end_segment, _) = signature.args, arguments
         later = builder.add(segment, ir.Constant(_I64, _SEGMENTS_AHEAD))
-        is_within = builder.icmp_signed("<", later, end)
+        is_within = builder.icmp_signed("<", later, end_segment)
         later = builder.select(is_within, later, segment)
         row = builder.load(element_pointer(context, builder, kinds[2], segment_rows, later))
         row_tokens = width.count * LANES

@@ -161,14 +161,15 @@ def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, width)
         if not is_shared and panel != packed:
             pack(x, (columns, token, end), panels, panel_at, panel_tokens, 0, columns)
             packed = panel
+        sums_at = first_sum * panel_tokens
         for block in range(blocks):
             cell = band * blocks + block
             x_at = panel_at + block * block_columns * panel_tokens
             first, last = block == 0, block == blocks - 1
             end_segment = cells[cell + 1]
             for s in range(cells[cell], end_segment):
-                sums_at = first_sum * panel_tokens
-                fetch_row_ahead(sums, sums_at, segment_rows, s, end_segment, width)
+                if blocks > 1:  # else sums are not read
+                    fetch_row_ahead(sums, sums_at, segment_rows, s, end_segment, width)
                 row = segment_rows[s]
                 at = (first_sum + row) * panel_tokens
                 begin, stop = starts[s], starts[s + 1]

@@ -24,11 +24,14 @@ def constant_value(tensor: torch.Tensor) -> np.ndarray | None:
     if not all(map(_is_deterministic, ancestors)) or _is_written(ancestors):
         return None
     values: dict[fx.Node, Any] = {}
+    # Not under no_grad: an export records the change of the mode, and divides its graph there. No
+    # operator makes a tensor require a gradient if no argument does.
     with _disable_current_modes():
         for each in ancestors:
             args, kwargs = fx.node.map_arg((each.args, each.kwargs), values.__getitem__)
             values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
-        return values[node].numpy()
+        value = values[node].resolve_conj().resolve_neg()
+        return None if value.dtype == torch.bfloat16 else value.numpy()
 
 
 def _node_of(tensor: torch.Tensor) -> fx.Node | None:

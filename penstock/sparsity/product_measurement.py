@@ -34,10 +34,11 @@ from penstock.sparsity.products import forward, input_gradient, weight_gradient
 
 _MOST_FEATURES = 2048  # of the part that is measured; a band of outputs stays in a cache either way
 _MOST_TOKENS = 1024
-_NEAR, _REPETITIONS = 3, 3  # choices that are timed again with other bands, and how often
+_NEAR, _REPETITIONS = 3, 3  # how many of each kind are timed again, and how often
+_GAIN_OF_BAND = 2.0  # how many times as fast another band may make a kernel, at most
 _BLOCK_OF_FIRST_CACHE = (0.5, 0.8, 1.35, 2.0)  # inputs of a block, as a share of the cache
 _BLOCK_OF_SECOND_CACHE = 0.125
-_BANDS_OF_SECOND_CACHE = (1 / 16, 1 / 8)  # outputs of a band, likewise; all outputs are tried too
+_BANDS_OF_SECOND_CACHE = (1 / 16, 1 / 8)  # sums of a band, likewise; the largest band is tried too
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -112,13 +113,20 @@ class _Case:
     def fastest(self, name: str) -> Product:
         """The algorithm that takes the least time for a product.
 
-        All are timed once, sparse kernels with bands of one size, and those that are near the
-        fastest several times, with bands of all sizes.
+        Every dense tile is timed once, and every block of columns with the smallest band of rows.
+        The fastest are timed again: tiles as they are, and each sparse kernel with every band, if
+        some band could make it the fastest of all.
         """
         products = [*self.dense_tiles(name), *self.sparse_kernels(name)]
-        first = sorted(products, key=lambda product: self.seconds(name, product, 1))
-        near = [wide for product in first[:_NEAR] for wide in self.with_all_bands(name, product)]
-        return min(near, key=lambda product: self.seconds(name, product, _REPETITIONS))
+        once = {product: self.seconds(name, product, 1) for product in products}
+        near = sorted(products, key=once.__getitem__)
+        in_reach = _GAIN_OF_BAND * once[near[0]]
+        kernels = [p for p in near if isinstance(p, SparseKernel) and once[p] <= in_reach]
+        again: list[Product] = [p for p in near[:_NEAR] if isinstance(p, DenseTiles)]
+        for kernel in kernels[:_NEAR]:
+            bands = self.bands(name, kernel.panel_tokens)
+            again += [replace(kernel, band_rows=band) for band in bands]
+        return min(again, key=lambda product: self.seconds(name, product, _REPETITIONS))
 
     def seconds(self, name: str, product: Product, repetitions: int) -> float:
         """The least time of some repetitions: what disturbs only adds.
@@ -155,17 +163,12 @@ class _Case:
         return [DenseTiles(band) for band in sorted(bands)]
 
     def sparse_kernels(self, name: str) -> list[Product]:
+        """Every block of columns, with the smallest band of rows."""
         return [
-            SparseKernel(block, self.bands(name, panel_tokens)[0], panel_tokens, self.bfloat16)
+            SparseKernel(block, min(self.bands(name, panel_tokens)), panel_tokens, self.bfloat16)
             for panel_tokens in panel_sizes(self.dtype, self.tokens)[-2:]
             for block in self.blocks(name, panel_tokens)
         ]
-
-    def with_all_bands(self, name: str, product: Product) -> list[Product]:
-        if isinstance(product, DenseTiles):
-            return [product]
-        bands = self.bands(name, product.panel_tokens)
-        return [replace(product, band_rows=band) for band in bands]
 
     @property
     def bfloat16(self) -> Bfloat16:
@@ -195,8 +198,8 @@ class _Case:
         if name != "weight_gradient" and panels < 2 * threads:
             most = -(-most // threads)  # all threads have something to do
         _, second = cache_bytes()
-        rows = second // (4 * panel_tokens)
-        bands = {max(16, int(share * rows)) for share in _BANDS_OF_SECOND_CACHE}
+        row_bytes = 4 * panel_tokens  # of float32 sums
+        bands = {max(16, int(share * second / row_bytes)) for share in _BANDS_OF_SECOND_CACHE}
         return sorted({min(band, most) for band in bands} | {most})
 
 

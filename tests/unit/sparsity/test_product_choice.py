@@ -90,8 +90,8 @@ def clock(monkeypatch):
         if isinstance(product, DenseTiles):
             now[0] += 1.0
         else:
-            distance = abs(product.block_columns - 48) + abs(product.band_rows - now[1])
-            now[0] += 0.1 + distance + abs(product.panel_tokens - 64) / 1000
+            blocks, panels = abs(product.block_columns - 48), abs(product.panel_tokens - 64)
+            now[0] += 0.1 + blocks + panels / 100 + abs(product.band_rows - now[1]) / 1e4
 
     product_measurement._measured.cache_clear()
     monkeypatch.setattr(product_measurement._Case, "run", run)
@@ -107,11 +107,36 @@ def test_the_fastest_way_is_chosen(clock):
     assert choice == Choice(*3 * [SparseKernel(48, 64)])
 
 
-@pytest.mark.parametrize("band", [64, 128, 300])
-def test_the_fastest_blocks_are_measured_with_every_band(clock, band):
+@pytest.mark.parametrize(
+    ("band", "outputs", "inputs"), [(64, 64, 64), (128, 128, 128), (900, 600, 300)]
+)
+def test_the_fastest_blocks_are_measured_with_every_band(clock, band, outputs, inputs):
+    """The largest band has all outputs, which are the inputs for their gradient."""
     clock[1] = band
-    choice = choose_product((300, 300), torch.float32, 0.5, 1000)
-    assert choice == Choice(*3 * [SparseKernel(48, band)])
+    choice = choose_product((600, 300), torch.float32, 0.5, 1000)
+    expected = SparseKernel(48, outputs)
+    assert choice == Choice(expected, SparseKernel(48, inputs), expected)
+
+
+def test_a_kernel_that_another_band_makes_the_fastest_is_found(monkeypatch):
+    """Three dense tiles are faster than every kernel with the smallest band, and others slower
+    than one with all rows."""
+
+    now = [0.0]
+
+    def run(case, name, choice):
+        product = getattr(choice, name)
+        if isinstance(product, DenseTiles):
+            now[0] += 1.0
+        else:
+            now[0] += 0.7 if product.band_rows == 2048 else 1.5 + product.block_columns / 1e4
+
+    product_measurement._measured.cache_clear()
+    monkeypatch.setattr(product_measurement._Case, "run", run)
+    monkeypatch.setattr(product_measurement.time, "perf_counter", lambda: now[0])
+    choice = choose_product((2048, 2048), torch.float32, 0.9, 1024)
+    assert [product.band_rows for product in (choice.forward, choice.weight_gradient)] == [2048] * 2
+    product_measurement._measured.cache_clear()
 
 
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
