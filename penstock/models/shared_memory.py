@@ -20,12 +20,14 @@ _COMPARED_BYTES = 2**28
 
 
 def refuse_shared_memory(module: nn.Module) -> None:
-    """Raise if a parameter shares memory with another tensor of the module, or is a buffer too.
+    """Raise if a parameter shares memory with another tensor of the module, or is a buffer too, or
+    if a tensor has no memory of its elements alone, such as a sparse one.
 
     Adjacent parameters in one memory are allowed, as in `nn.LSTM` on a GPU.
 
-    **Raises:** `CompileError` naming both tensors and what to do.
+    **Raises:** `CompileError` naming the tensors and what to do.
     """
+    _refuse_other_layouts(module)
     known: set[int] = set()
     parameters: dict[int, list[tuple[str, nn.Parameter]]] = {}  # by storage
     for name, parameter in module.named_parameters():
@@ -58,6 +60,23 @@ def refuse_shared_memory(module: nn.Module) -> None:
                     "values while the weight trains. Compute it in forward, or register a copy "
                     "(.clone())."
                 )
+
+
+def _refuse_other_layouts(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *_other_tensors(module)):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise CompileError(
+                f"{name!r} has no shape yet: call the module once, so that its lazy layers get "
+                "their weights"
+            )
+        special = [kind for kind in ("nested", "quantized") if getattr(tensor, f"is_{kind}")]
+        if special or tensor.layout is not torch.strided:
+            kind = special[0] if special else str(tensor.layout).removeprefix("torch.")
+            raise CompileError(
+                f"{name!r} is a tensor of another kind ({kind}) than the dense ones that a program "
+                "reads: register a dense copy (.to_dense(), .dequantize() or .to_padded_tensor()), "
+                "or the parts of a sparse one, its indices and values, as buffers"
+            )
 
 
 def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

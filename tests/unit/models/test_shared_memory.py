@@ -90,3 +90,31 @@ def test_memory_shared_with_a_weight_is_refused(make, change, message):
 )
 def test_tied_weights_and_disjoint_views_of_one_storage_are_accepted(make, change):
     make(change)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(4).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8), "quantized"),
+    ],
+)
+@pytest.mark.parametrize("is_registered", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_other_kinds_are_refused(make, kind, is_registered):
+    def change(pair):
+        if is_registered:
+            pair.register_buffer("table", make())
+        else:
+            pair.table = [make()]
+
+    with pytest.raises(CompileError, match=f"^'table' is a tensor of another kind .{kind}. than "):
+        built(change)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lazy_module_without_weights_is_refused():
+    with pytest.raises(CompileError, match=r"^'b\.weight' has no shape yet: call the module once"):
+        built(lambda pair: setattr(pair, "b", nn.LazyLinear(4)))
