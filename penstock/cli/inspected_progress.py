@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.cycle_table import HEADINGS, NAME_WIDTH, cycle_columns, name_column
-from penstock.progress import compared_lines, cycle_lines, show_shares
+from penstock.progress import busy_lines, compared_lines, cycle_lines, show_shares
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -68,6 +68,7 @@ def progress_lines(run: Path, saved: int | None) -> list[str]:
     measured = None if report is None else reported(report)
     if measured is not None:
         lines += [f"prediction   {line}" for line in compared_lines(measured)]
+        lines += [f"machine      {line}" for line in busy_lines(measured)]
         lines += [f"wafer        {line}" for line in cycle_lines(measured)]
     if step is not None:
         lines += _stage_lines(step)

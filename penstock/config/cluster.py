@@ -121,8 +121,8 @@ class ClusterConfig(Section):
         if self.shards == "apart" and self.start == "none":
             raise refuse(
                 "shards",
-                "expected here with cluster.start: none, which starts no processes; set "
-                "cluster.start to local, ray or listen",
+                "expected here, got apart: cluster.start is none, so no process can hold the "
+                "shards; set cluster.start to local, ray or listen",
             )
         for name in self.environment:
             if not _NAME.fullmatch(name):

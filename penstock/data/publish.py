@@ -43,16 +43,20 @@ def published_folder(
             missing = [parent for parent in out.parents if not parent.exists()]
             durable.make_folder(out.parent)
             locks.callback(_remove_empty, missing)
-            locks.callback(os.close, _claim(staging, out))
+            claimed = _claim(staging, out)
+            locks.callback(os.close, claimed)
+            held: int | None = claimed
             try:
                 yield staging
                 durable.sync_folder(staging)
                 _refuse_existing(out, replaceable)
-                _move(staging, out, locks)
+                held = _move(staging, out, locks)
                 durable.sync_folder(out.parent)
             finally:
-                # A failed build, or the replaced folder, or nothing.
-                shutil.rmtree(staging, ignore_errors=True)
+                # A failed build or the replaced folder. Another folder of this name is that of
+                # another build, which may begin after the move.
+                if held is not None and _is_same_file(staging, held):
+                    shutil.rmtree(staging, ignore_errors=True)
         except OSError as error:
             advice = write_advice(error, "free some space there or choose another output folder")
             raise StorageError(
@@ -86,7 +90,7 @@ def _claim(staging: Path, out: Path) -> int:
         except BlockingIOError:
             raise DataError(
                 f"another process is building {out} now; wait until it ends, or choose another "
-                "output folder"
+                "folder"
             ) from None
         if _is_same_file(staging, lock):
             for entry in list(os.scandir(staging)):
@@ -122,20 +126,25 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _move(staging: Path, out: Path, locks: contextlib.ExitStack) -> None:
-    """Rename `staging` to `out`; the previous folder is then at `staging`, or removed."""
+def _move(staging: Path, out: Path, locks: contextlib.ExitStack) -> int | None:
+    """Rename `staging` to `out`.
+
+    Returns the lock of the previous folder if that is at `staging` now, else None.
+    """
     if not os.path.lexists(out):
         os.rename(staging, out)
-        return
+        return None
     # The replaced folder is then named `staging`: no other process may lock it before its removal.
-    locks.callback(os.close, _lock(out))
+    replaced = _lock(out)
+    locks.callback(os.close, replaced)
     if _exchange(staging, out):
-        return
+        return replaced
     old = out.with_name(f".{out.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     os.rename(out, old)
     os.rename(staging, out)
     shutil.rmtree(old, ignore_errors=True)
+    return None
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import CompileError
 
@@ -64,7 +65,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
 def _refuse_other_layouts(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *_other_tensors(module)):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise CompileError(
                 f"{name!r} has no shape yet: call the module once, so that its lazy layers get "
                 "their weights"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.progress.live import LiveView as LiveView
     from penstock.progress.log import (
         LineView as LineView,
+        busy_lines as busy_lines,
         compared_lines as compared_lines,
         show_evaluation as show_evaluation,
     )

@@ -49,6 +49,7 @@ SECONDS_OF_A_RATE = 600.0
 _LONG_PREPARATION_SECONDS = 5.0
 # Less hardly shows in the time of a step.
 _BUSY_SHARE = 0.05
+_SHARE_OF_A_HINT = 0.25  # threads then wait for each other often
 
 _NAMES_OF_PARTS = {
     "compute_seconds": "compute",
@@ -276,7 +277,7 @@ def measured_lines(run: RunMeasured) -> list[str]:
         if share >= 0.005
     )
     lines = [f"a step's time{_without_unusual(run)}: {shown}", "a step's traffic: " + traffic(run)]
-    lines[1:1] = [*compared_lines(run), *cycle_lines(run)]
+    lines[1:1] = [*compared_lines(run), *busy_lines(run), *cycle_lines(run)]
     if run.sparsity is not None:
         lines.append(
             f"sparsity: {show_sparsity(run.sparsity)} of the sparse weights' entries do not exist; "
@@ -325,6 +326,18 @@ def disk_lines(run: RunMeasured) -> list[str]:
     return [line]
 
 
+def busy_lines(run: RunMeasured) -> list[str]:
+    """Return what took this machine's cores meanwhile, if it was enough to slow the run."""
+    if max(run.others_share, run.stolen_share) < _BUSY_SHARE:
+        return []
+    line = f"meanwhile other programs took {run.others_share:.0%} of this machine's cores"
+    if run.stolen_share >= 0.01:
+        line += f", and its host gave {run.stolen_share:.0%} to others"
+    if max(run.others_share, run.stolen_share) >= _SHARE_OF_A_HINT:
+        line += "; steps of a small model may be faster beside them with engine.threads: 1"
+    return [line]
+
+
 def compared_lines(run: RunMeasured) -> list[str]:
     """Return what the planner predicted of a step beside what happened, by resource.
 
@@ -354,13 +367,6 @@ def compared_lines(run: RunMeasured) -> list[str]:
         lines.append(
             f"the process was predicted to use {show_bytes(predicted.peak_memory_bytes)} and used "
             f"{show_bytes(run.peak_rss_bytes)} ({error:+.0%})"
-        )
-    if max(run.others_share, run.stolen_share) >= _BUSY_SHARE:
-        stolen = f", and its host gave {run.stolen_share:.0%} to others" * (
-            run.stolen_share >= 0.01
-        )
-        lines.append(
-            f"meanwhile other programs took {run.others_share:.0%} of this machine's cores{stolen}"
         )
     if predicted.host_was_busy:
         lines.append(

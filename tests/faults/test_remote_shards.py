@@ -464,6 +464,6 @@ def test_killed_shard_in_memory_ends_run(text, alone, tmp_path):
 
 def test_shard_processes_need_cluster_start():
     with pytest.raises(
-        ConfigError, match=r"cluster\.shards: expected here with cluster\.start: no"
+        ConfigError, match=r"cluster\.shards: expected here, got apart: cluster\.start is none"
     ):
         Config.from_mapping({"model": "gpt2", "cluster": {"shards": "apart"}})

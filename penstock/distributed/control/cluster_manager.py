@@ -268,9 +268,9 @@ class ClusterManager:
     def _require_engines(self, wanted: object) -> int:
         least, most = self._layout.least_engines, self._layout.micro_batches
         if type(wanted) is not int or not least <= wanted <= most:
+            why = " (with fewer, a step does not fit engine.memory)" if least > 1 else ""
             raise ClusterError(
-                f"engines: expected {least} (with fewer, a step does not fit engine.memory) to "
-                f"{most} (one micro-batch each), got {wanted!r}"
+                f"engines: expected {least}{why} to {most} (one micro-batch each), got {wanted!r}"
             )
         if self._layout.room is not None and wanted > self.coordinator.wanted:
             self._layout.room.require(wanted)

@@ -1,5 +1,6 @@
 """Building: what is in a data set, what is held out, and that failure leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from penstock.data import (
     build_dataset,
     load_tokenizer,
     packing as packing_module,
+    publish,
     shards as shards_module,
 )
 from penstock.data.publish import published_folder
@@ -432,9 +434,28 @@ def test_second_build_of_the_same_folder_is_refused(tmp_path):
             build_dataset([source], "bytes", tmp_path / "out")
         assert str(error.value) == (
             f"another process is building {tmp_path / 'out'} now; wait until it ends, or choose "
-            "another output folder"
+            "another folder"
         )
     assert leftovers(tmp_path / "out") == ["mine"]
+
+
+def test_build_that_begins_when_another_ends_keeps_its_files(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    begun = contextlib.ExitStack()
+
+    def begin_another(folder):
+        if folder == tmp_path:  # after the move
+            other = begun.enter_context(published_folder(out, lambda _: True))
+            (other / "theirs").write_text("x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish.durable, "sync_folder", begin_another)
+        with published_folder(out, lambda _: True) as folder:
+            (folder / "mine").write_text("x")
+        assert leftovers(out) == ["mine"]
+    begun.close()
+    assert leftovers(out) == ["theirs"]
+    assert leftovers(tmp_path) == ["out"]
 
 
 def test_files_of_a_killed_build_are_removed(tmp_path):

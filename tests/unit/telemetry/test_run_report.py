@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from events_of_a_run import started, step
 
-from penstock.progress.log import compared_lines, measured_lines
+from penstock.progress.log import busy_lines, compared_lines, measured_lines
 from penstock.telemetry import PredictedStep
 from penstock.telemetry.core_use import CoreUse
 from penstock.telemetry.metrics_writer import MetricsFile, read_metrics, reported
@@ -96,16 +96,21 @@ def test_comparison_says_that_the_host_was_busy_while_it_was_measured():
     )
 
 
-def test_comparison_says_what_other_programs_took():
+def test_report_says_what_other_programs_took_of_a_host_that_was_not_measured():
     measured = replace(report_of([9.0, 9.0, 4.0]), others_share=0.0, stolen_share=0.0)
-    quiet = compared_lines(measured)
-    assert compared_lines(replace(measured, others_share=0.04)) == quiet
-    assert compared_lines(replace(measured, others_share=0.634)) == [
-        *quiet, "meanwhile other programs took 63% of this machine's cores"
-    ]  # fmt: skip
-    assert compared_lines(replace(measured, others_share=0.02, stolen_share=0.3))[-1] == (
+    measured = replace(measured, predicted=None)
+    assert busy_lines(measured) == busy_lines(replace(measured, others_share=0.04)) == []
+    little = replace(measured, others_share=0.134)
+    assert busy_lines(little) == ["meanwhile other programs took 13% of this machine's cores"]
+    assert busy_lines(little)[0] in measured_lines(little)
+    hint = "; steps of a small model may be faster beside them with engine.threads: 1"
+    assert busy_lines(replace(measured, others_share=0.02, stolen_share=0.3)) == [
         "meanwhile other programs took 2% of this machine's cores, and its host gave 30% to others"
-    )
+        + hint
+    ]
+    assert busy_lines(replace(measured, others_share=0.634)) == [
+        f"meanwhile other programs took 63% of this machine's cores{hint}"
+    ]
 
 
 @pytest.mark.parametrize("has_workers", [False, True])
