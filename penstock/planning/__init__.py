@@ -17,7 +17,10 @@ if TYPE_CHECKING:
         plan_execution as plan_execution,
     )
     from penstock.planning.machine_limits import DeviceMemory as DeviceMemory, Machine as Machine
-    from penstock.planning.memory_budget import transfer_buffer_bytes as transfer_buffer_bytes
+    from penstock.planning.memory_budget import (
+        RESERVE_BYTES as RESERVE_BYTES,
+        transfer_buffer_bytes as transfer_buffer_bytes,
+    )
     from penstock.planning.product_choices import (
         make_inference_engine as make_inference_engine,
         measure_current as measure_current,

@@ -363,7 +363,8 @@ class Budget:
         names, sizes = zip(*parts, strict=True)
         shown = sizes_and_limit([*sizes, sum(sizes)], self._limit)
         rows = zip([*names, "sum", "limit"], shown, strict=True)
-        return "\n".join(f"  {name:42} {size:>12}" for name, size in rows)
+        width = max(42, *map(len, names))
+        return "\n".join(f"  {name:{width}} {size:>12}" for name, size in rows)
 
     def _advice(self, store: int, engine: int) -> str:
         """Return the configuration keys to change, with their values: only those that help."""
@@ -375,6 +376,11 @@ class Budget:
         use_flash = "set store.flash.path to a folder on a fast disk"
         micro = "" if self._program.micro_batch == 1 else "batch.micro, "
         smaller_batch = f"lower {micro}batch.size or data.sequence_length"
+        if (hosts := self._hosts_of_shards(store, total)) is not None:
+            ways.append(
+                f"divide the store between {hosts} hosts or more with store.shards: {hosts} and "
+                "cluster.shards: apart"
+            )
         if flash >= over:
             ways.append(use_flash)
         if batch > over:
@@ -402,6 +408,16 @@ class Budget:
         if buffer - over >= 1 << 20:
             ways.append(f"lower checkpoint.buffer to {_floor(buffer - over)}")
         return ways
+
+    def _hosts_of_shards(self, store: int, total: int) -> int | None:
+        """Return the number of hosts of this size that could hold the store in shards; None if it
+        is in shards already, all hosts are this one, or other parts do not fit."""
+        config = self._config
+        buffer = self._saving - _SAVING_BYTES  # which belongs to a store in this process
+        left = self._limit - (total - store - buffer)
+        if config.store.shards > 1 or not config.cluster.has_other_hosts or left <= 0:
+            return None
+        return max(2, -(-store // left))
 
     def _freed_by_flash(self, store: int) -> int:
         """Return the memory of this host that a store on flash would not need."""

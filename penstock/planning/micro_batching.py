@@ -192,6 +192,9 @@ def _one_engine_bytes(
     if config.engine.memory != "auto":
         return int(config.engine.memory)
     cluster, roles = config.cluster, store_factory.optimizer_of(config).roles
+    if cluster.shards == "here" and cluster.has_other_hosts:
+        # Refuses a store that does not fit its host, with the remedies that this cluster allows.
+        Budget(config, program, micro_batches, device, roles, machine, devices)
     if cluster.shards == "here" or not cluster.has_other_hosts:
         cluster = ClusterConfig()  # as in one process
     alone = config.model_copy(update={"engines": 1, "cluster": cluster})

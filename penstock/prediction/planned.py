@@ -34,6 +34,7 @@ from penstock.prediction.model_figures import figures_of
 from penstock.prediction.planned_disk import full_disk_note, other_disk_note
 from penstock.prediction.planned_length import PlannedLength, planned_length
 from penstock.prediction.predicted_run import Prediction, predict
+from penstock.prediction.shard_hosts import require_room_for_shards
 from penstock.program import Program, largest_stage
 from penstock.telemetry import process_memory
 
@@ -106,7 +107,9 @@ class Planner:
             compile_source=self._outlined.program,
         )
         prediction = replace(predict(config, plan, machine), length_note=length.note)
-        if is_here:
+        if not is_here:
+            require_room_for_shards(prediction)
+        else:
             stored = prediction.flash.flash_bytes if prediction.flash else 0
             for note in (other_disk_note(config, machine), full_disk_note(config, stored)):
                 if note is not None:

@@ -80,6 +80,14 @@ class Prediction:
         return self.config.batch.size * self.plan.sequence_length
 
     @property
+    def shard_bytes(self) -> int | None:
+        """Memory of each shard on a host of its own; None if the store is with the coordinator."""
+        config = self.config
+        if config.cluster.shards == "here" or not config.cluster.has_other_hosts:
+            return None
+        return -(-self.plan.shares.store // config.store.shards)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all engines."""
         return self.tokens / self.step_seconds

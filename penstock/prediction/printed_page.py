@@ -84,6 +84,11 @@ def _memory(prediction: Prediction) -> Table:
             f"each engine, of engine.memory (device: {show_bytes(int(memory))})",
             f"{show_bytes(shares.engine_peak)} of {show_bytes(shares.engine)}",
         )
+    if prediction.shard_bytes is not None:
+        table.add_section()
+        holders = prediction.config.store.holders
+        name = f"each of {holders} hosts" if holders > 1 else "the host"
+        table.add_row(f"{name} of the store's shards", show_bytes(prediction.shard_bytes))
     if prediction.flash is not None:
         table.add_section()
         table.add_row("store on flash", show_bytes(prediction.flash.flash_bytes))
@@ -275,6 +280,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "memory_limit_bytes": plan.memory_limit,
         "peak_memory_bytes": prediction.peak_memory_bytes,
         "engine_bytes": plan.shares.engine_peak,
+        "shard_bytes": prediction.shard_bytes,
         "step_seconds": prediction.step_seconds,
         "step_seconds_interval": None if interval is None else list(interval),
         "dense_step_seconds": prediction.dense_step_seconds,

@@ -107,3 +107,19 @@ def test_run_that_follows_any_advice_fits(program, tmp_path, changes, free, expe
 def test_smaller_batch_is_named_only_if_one_could_fit(program, memory, is_named):
     ways = advice(program, ["batch.size=200000", f"memory={memory}"], 2000)
     assert any(way.startswith(BATCH) for way in ways) == is_named
+
+
+def test_store_that_does_not_fit_its_host_may_be_divided_between_hosts(program):
+    changes = ["cluster.start=listen", "engines=2"]
+    ways = advice(program, changes, 300)
+    (way,) = [way for way in ways if way.startswith("divide the store between")]
+    hosts = int(re.fullmatch(r".* with store\.shards: (\d+) and cluster\.shards: apart", way)[1])
+    assert hosts >= 2
+    fit(program, [*changes, f"store.shards={hosts}", "cluster.shards=apart"], 300)
+
+
+def test_store_of_a_run_on_one_host_is_not_divided(program):
+    for start in ("none", "local"):
+        assert not any(
+            "store.shards" in w for w in advice(program, [f"cluster.start={start}"], 250)
+        )
