@@ -126,6 +126,8 @@ def plan(
                 raise
             found.append((one.name, error))
     _print(console, found, partial(planner.advice, is_here=not machine), json_output)
+    if seconds is not None and not json_output:
+        _print_fewest(console, found, seconds)
 
 
 def _check_files(csv: Path | None, plot: Path | None, *, has_sweep: bool) -> None:
@@ -258,6 +260,27 @@ def _print(
         for name, each in found
     ]
     _print_table(console, "machine", points)
+
+
+def _print_fewest(
+    console: Console, found: list[tuple[str, Found | PenstockError]], seconds: float
+) -> None:
+    """Print the answer to `--target`, one line per machine."""
+    from penstock.progress import show_duration
+
+    for name, each in found:
+        if isinstance(each, PenstockError):
+            continue
+        engines = each.config.engines
+        what = f"one engine of {name} is enough"
+        if engines > 1:
+            what = f"{engines:,} engines are the fewest of {name}"
+        console.print(
+            f"--target: {what} to end the run within {show_duration(seconds)}: in "
+            f"{show_duration(each.run_seconds)}.",
+            highlight=False,
+            markup=False,
+        )
 
 
 def _print_table(console: Console, key: str, points: list[Point]) -> None:

@@ -13,6 +13,7 @@ from penstock.config import Config
 from penstock.errors import BudgetError, ConfigError, PenstockError
 from penstock.prediction.gpu_run import GpuRun
 from penstock.prediction.predicted_run import Prediction
+from penstock.progress import show_duration
 
 _MOST_VALUES = 1000
 _MOST_ENGINES = 1 << 16  # that a deadline may take, on a machine without a limit
@@ -190,11 +191,11 @@ def fewest_engines(
     if first.run_seconds > seconds:
         low, high, best = high, limit, tried.of(limit)
         if best is None or best.run_seconds > seconds:
-            days = (first if best is None else best).run_seconds / 86400
+            took = show_duration((first if best is None else best).run_seconds)
             raise ConfigError(
                 f"--target: {limit} engines, the most that {_limiting(first, most, limit)}, take "
-                f"{days:.1f} days for {config.run.steps:,} steps, expected {seconds / 86400:.1f}; "
-                "raise batch.size and lower run.steps, or choose another machine"
+                f"{took} for {config.run.steps:,} steps, expected {show_duration(seconds)}; raise "
+                "batch.size and lower run.steps, or choose another machine"
             )
     while high - low > 1:
         middle = (low + high) // 2

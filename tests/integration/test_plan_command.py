@@ -134,6 +134,11 @@ def test_fewest_engines_for_a_deadline(folder):
     found = json.loads(done.stdout)
     assert found["engines"] > 1
     assert found["run_seconds"] <= wanted * 3600
+    done = plan(folder, *TINY, *more[:-1], "--target", f"{wanted:.3f} hours", machine="hosts-10g")
+    answer = (
+        f"--target: {found['engines']} engines are the fewest of hosts-10g to end the run within "
+    )
+    assert answer in " ".join(done.stdout.split())
 
 
 def test_picture_of_a_step(folder):

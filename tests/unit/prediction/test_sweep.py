@@ -116,7 +116,7 @@ def test_fewest_engines_that_make_a_deadline(seconds):
     ],
 )
 def test_deadline_that_no_number_of_engines_makes_is_refused_with_the_limit(most, limits):
-    with pytest.raises(ConfigError, match=rf"--target: {limits}, take \S+ days for"):
+    with pytest.raises(ConfigError, match=rf"--target: {limits}, take .* for .*, expected 1\S* s;"):
         fewest_engines(TINY, most, 1, lambda c: figures(c, 8 / c.engines))
 
 
