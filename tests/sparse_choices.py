@@ -25,11 +25,18 @@ def tiles(shape, dtype, sparsity, tokens) -> Choice:
 
 @contextlib.contextmanager
 def chosen(measure: Measure = kernels) -> Iterator[None]:
-    """Let new runs take the choices of `measure`, and measure nothing."""
+    """Let new runs take the choices of `measure`, and neither measure nor take kept choices."""
 
     class Chosen(SparseProducts):
         def __init__(self, choices=None, ignored=None):
             super().__init__(choices, measure)
+
+        def add(self, choices):
+            """Take no choice of an earlier run."""
+
+        def measure(self, *arguments):
+            super().measure(*arguments)
+            return {}  # nothing is kept
 
     with mock.patch("penstock.planning.product_choices.SparseProducts", Chosen):
         yield

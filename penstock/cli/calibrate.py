@@ -83,6 +83,7 @@ def _measured(
     from rich.console import Console
 
     from penstock.calibration import calibrate as measure, keep, kept_machine, measuring_time
+    from penstock.planning import forget_choices
 
     console = Console(stderr=True)
     untold = [measuring_time(seconds)]
@@ -99,6 +100,8 @@ def _measured(
 
         machine = measure(seconds, flash_dir, on_progress, tell)
     keep(machine, key, forgets=forgets)
+    if forgets:
+        forget_choices()
     return kept_machine(key) or machine
 
 

@@ -125,9 +125,7 @@ def plan(
             if len(described) == 1:
                 raise
             found.append((one.name, error))
-    _print(console, found, partial(planner.advice, is_here=not machine), json_output)
-    if seconds is not None and not json_output:
-        _print_fewest(console, found, seconds)
+    _print(console, found, partial(planner.advice, is_here=not machine), json_output, seconds)
 
 
 def _check_files(csv: Path | None, plot: Path | None, *, has_sweep: bool) -> None:
@@ -235,8 +233,10 @@ def _print(
     found: list[tuple[str, Found | PenstockError]],
     advise: Callable[[Prediction], list[Advice]],
     json_output: bool,
+    target: float | None,
 ) -> None:
-    from penstock.prediction import GpuRun, Point, as_json, page
+    """Print predictions, and with a target the answer to it: the fewest engines."""
+    from penstock.prediction import GpuRun, as_json
 
     if json_output:
         for name, each in found:
@@ -247,6 +247,19 @@ def _print(
             else:
                 typer.echo(json.dumps(as_json(each, advise(each))))
         return
+    _print_pages(console, found, advise)
+    if target is not None:
+        _print_fewest(console, found, target)
+
+
+def _print_pages(
+    console: Console,
+    found: list[tuple[str, Found | PenstockError]],
+    advise: Callable[[Prediction], list[Advice]],
+) -> None:
+    """Print the page of a machine, or one line for each of several."""
+    from penstock.prediction import GpuRun, Point, page
+
     if len(found) == 1:
         _, only = found[0]
         assert not isinstance(only, PenstockError)

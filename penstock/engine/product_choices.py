@@ -93,12 +93,17 @@ class SparseProducts:
                     found[case] = None
         return list(found)
 
+    def add(self, choices: Mapping[ProductCase, Choice]) -> None:
+        """Take choices of cases that have none yet."""
+        with self._lock:
+            self._choices = {**choices, **self._choices}
+
     def measure(
         self,
         cases: Iterable[ProductCase],
         on_case: Callable[[int, int], None] = lambda number, count: None,
-    ) -> list[ProductCase]:
-        """Measure the cases that have no choice yet, and return them; each takes seconds.
+    ) -> dict[ProductCase, Choice]:
+        """Measure the cases that have no choice yet, and return their choices; each takes seconds.
 
         **Arguments:** `on_case` is called before each case, with its number from 1 on and the
         number of cases.
@@ -110,7 +115,7 @@ class SparseProducts:
                 self._choices[case] = self._measure(
                     case.shape, case.dtype, case.sparsity, case.tokens
                 )
-        return missing
+            return {case: self._choices[case] for case in missing}
 
     def choice(
         self, shape: tuple[int, int], dtype: torch.dtype, tokens: int, sparsity: float

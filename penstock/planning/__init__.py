@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ExecutionPlan as ExecutionPlan,
         plan_execution as plan_execution,
     )
+    from penstock.planning.kept_choices import forget_choices as forget_choices
     from penstock.planning.machine_limits import DeviceMemory as DeviceMemory, Machine as Machine
     from penstock.planning.memory_budget import (
         RESERVE_BYTES as RESERVE_BYTES,

@@ -2,7 +2,8 @@
 
 A device that expands sparse weights has one way, and nothing is measured. On others, every case
 that the masks of the run can reach is measured before the first step, because the ways differ in
-the last bits. Evaluation and generation add the cases of their own programs.
+the last bits, or taken from an earlier run on this host. Evaluation and generation add the cases of
+their own programs.
 """
 
 import math
@@ -11,8 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine import Engine, EnginePlan, SparseProducts, SparseWeights, target_of
+from penstock.engine import (
+    Engine,
+    EnginePlan,
+    ProductCase,
+    SparseProducts,
+    SparseWeights,
+    target_of,
+)
 from penstock.planning.execution_plan import ExecutionPlan
+from penstock.planning.kept_choices import disturbance, keep_choices, kept_choices
 from penstock.program import Program
 from penstock.store import Store, kept_entries
 
@@ -41,8 +50,21 @@ def with_products(
     if target_of(plan.device).expands_sparse:
         return replace(plan, sparse_weights=SparseWeights(products))
     cases = products.cases(plan.program, plan.sparse.reachable_sparsities(run_steps))
-    products.measure(cases, progress_notices(notice))
+    _measure(products, cases, progress_notices(notice))
     return replace(plan, sparse_weights=SparseWeights(products))
+
+
+def _measure(
+    products: SparseProducts,
+    cases: Sequence[ProductCase],
+    on_case: Callable[[int, int], None] = lambda number, count: None,
+) -> None:
+    """Give every case a choice: that of the run, of an earlier run, or of a measurement."""
+    products.add(kept_choices(cases))
+    with disturbance() as disturbed:
+        measured = products.measure(cases, on_case)
+    if not disturbed.is_great:
+        keep_choices(measured)
 
 
 def progress_notices(
@@ -76,7 +98,7 @@ def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None
     elements, products = plan.sparse.elements, plan.sparse_weights.products
     kept = kept_entries(store)
     sparsities = {name: (1 - count / elements[name],) for name, count in kept.items()}
-    products.measure(products.cases(program, sparsities))
+    _measure(products, products.cases(program, sparsities))
 
 
 def make_inference_engine(plan: ExecutionPlan, program: Program) -> Engine:

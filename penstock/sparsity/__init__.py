@@ -69,7 +69,10 @@ if TYPE_CHECKING:
         DenseTiles as DenseTiles,
         SparseKernel as SparseKernel,
     )
-    from penstock.sparsity.product_measurement import choose_product as choose_product
+    from penstock.sparsity.product_measurement import (
+        cache_bytes as cache_bytes,
+        choose_product as choose_product,
+    )
     from penstock.sparsity.product_memory import (
         max_building_bytes as max_building_bytes,
         max_layout_bytes as max_layout_bytes,

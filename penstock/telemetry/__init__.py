@@ -6,6 +6,7 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.telemetry import process_memory as process_memory
+    from penstock.telemetry.core_use import CoreUse as CoreUse
     from penstock.telemetry.events import (
         FIRST_STEPS as FIRST_STEPS,
         ClusterEvent as ClusterEvent,

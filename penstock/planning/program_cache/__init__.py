@@ -15,6 +15,12 @@ from penstock.front_door import lazily
 
 if TYPE_CHECKING:
     from penstock.planning.program_cache.cached import cached_program as cached_program
+    from penstock.planning.program_cache.entries import (
+        read_entry as read_entry,
+        remove_entries as remove_entries,
+        remove_entry as remove_entry,
+        write_entry as write_entry,
+    )
     from penstock.planning.program_cache.key import Request as Request
     from penstock.planning.program_cache.library_memory import library_bytes as library_bytes
     from penstock.planning.program_cache.outlined import OutlinedModels as OutlinedModels
@@ -22,5 +28,6 @@ if TYPE_CHECKING:
         remembered_folder as remembered_folder,
         remembered_model as remembered_model,
     )
+    from penstock.planning.program_cache.versions import code_digest as code_digest
 
 __getattr__ = lazily(__name__, __file__)

@@ -1,6 +1,6 @@
 """The files of the cache: one for each program in `programs` of the user's cache folder, for each
-outline of a program in `outlines`, and for each model in `models`, with its programs' keys and
-the memory of the libraries.
+outline of a program in `outlines`, for each model in `models`, with its programs' keys and the
+memory of the libraries, and for each choice of sparse products in `products`.
 
 A file has a checksum of its content and of its name, so damaged files and renamed files are
 recognised, removed, and written anew. Several processes may write the same entry at once: each
@@ -21,7 +21,7 @@ from typing import Literal
 from penstock.io import durable, read_plain
 from penstock.user_folders import cache_folder
 
-Kind = Literal["programs", "outlines", "models"]
+Kind = Literal["programs", "outlines", "models", "products"]
 
 MOST_BYTES = 1 << 30
 """Of all entries of a folder; beyond that, the least recently used ones are removed."""
@@ -79,6 +79,13 @@ def remove_entry(key: str, kind: Kind = "programs") -> None:
     """Remove an entry, if there is one."""
     with contextlib.suppress(OSError):
         (folder(kind) / key).unlink()
+
+
+def remove_entries(kind: Kind) -> None:
+    """Remove all entries of a kind."""
+    with contextlib.suppress(OSError):
+        for path in list(folder(kind).iterdir()):
+            remove_entry(path.name, kind)
 
 
 def _is_own(path: Path) -> bool:

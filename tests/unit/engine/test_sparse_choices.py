@@ -64,20 +64,27 @@ def test_a_record_gives_the_same_choices_and_measures_nothing_again():
     first = ProductCase((8, 4), torch.float32, 64, 0.9)
     second = ProductCase((8, 4), torch.bfloat16, 64, 0.96)
     told = []
-    assert products.measure([first, second, first], lambda *case: told.append(case)) == [
-        first,
-        second,
-    ]
+    measured = products.measure([first, second, first], lambda *case: told.append(case))
+    assert measured == {first: KERNELS, second: TILES}
     assert told == [(1, 2), (2, 2)]
     assert asked == [((8, 4), torch.float32, 0.9, 64), ((8, 4), torch.bfloat16, 0.96, 64)]
     record = json.loads(json.dumps(products.as_record()))
     resumed = SparseProducts.from_record(record, measure)
-    assert resumed.measure([second, first]) == []
+    assert resumed.measure([second, first]) == {}
     assert resumed.choice((8, 4), torch.float32, 64, 0.911) == KERNELS
     assert resumed.choice((8, 4), torch.bfloat16, 64, 0.9633) == TILES
     assert resumed.as_record() == products.as_record()
     third = ProductCase((8, 4), torch.float32, 64, 0.85)
-    assert resumed.measure([third, first]) == [third]
+    assert resumed.measure([third, first]) == {third: ONE_TILE}
+
+
+def test_choices_that_are_added_replace_none_and_are_not_measured():
+    first, second = (ProductCase((8, 4), torch.float32, tokens, 0.9) for tokens in (64, 128))
+    products = SparseProducts({first: KERNELS}, measure=lambda *_: pytest.fail("measured"))
+    products.add({first: TILES, second: ONE_TILE})
+    assert products.measure([first, second]) == {}
+    assert products.choice((8, 4), torch.float32, 64, 0.9) == KERNELS
+    assert products.choice((8, 4), torch.float32, 128, 0.9) == ONE_TILE
 
 
 def test_a_choice_that_was_not_measured_is_refused():
