@@ -130,8 +130,7 @@ def test_start_during_the_check_of_another_does_not_open_an_unchecked_data_set(
         data_loading.open_data(first, TINY, lambda text: None)
     folder = tmp_path / "run" / "data"
     assert refusals == [
-        f"another process is building {folder} now; wait until it ends, or choose another output "
-        "folder"
+        f"another process is building {folder} now; wait until it ends, or choose another folder"
     ]
     opened = data_loading.open_data(second, TINY, lambda text: None)
     with pytest.raises(DataError, match="one sequence of 16 needs 17"):

@@ -89,7 +89,7 @@ def test_end_of_a_step_does_not_wait_for_a_shard_that_joined_after_it(open_manag
 
 @pytest.mark.parametrize("engines", [0, 5, "2", None])
 def test_invalid_number_of_engines_is_refused(open_manager, engines):
-    with pytest.raises(ClusterError, match=r"expected 1 .* to 4 \(one micro-batch each\), got"):
+    with pytest.raises(ClusterError, match=r"expected 1 to 4 \(one micro-batch each\), got"):
         open_manager().manager.scale(engines)
 
 
