@@ -1,9 +1,8 @@
 """Makes the fake parameters of an export without the general conversion.
 
 An export converts every parameter and buffer of a module into its own fake mode. The conversion
-describes views, storages and subclasses, and took 9 % of the compilation of GPT-3 175B (1,156
-parameters, `benchmarks/startup.py`). Most parameters are contiguous leaves with a storage of their
-own. These are copied directly, and the conversion finds the copies in its memo.
+describes views, storages and subclasses. Most parameters are contiguous leaves with a storage of
+their own. These are copied directly, and the conversion finds the copies in its memo.
 """
 
 from collections import Counter

@@ -64,6 +64,8 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
 
 def _refuse_other_layouts(module: nn.Module) -> None:
+    """Raise for tensors whose elements have no memory that can be compared: sparse, nested or
+    quantized ones, and those of lazy layers."""
     for name, tensor in (*module.named_parameters(), *_other_tensors(module)):
         if is_lazy(tensor):
             raise CompileError(

@@ -7,9 +7,7 @@ measurement that other programs have disturbed is not kept.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import numba
 import torch
@@ -46,8 +44,15 @@ def kept_choices(cases: Iterable[ProductCase]) -> dict[ProductCase, Choice]:
     return found
 
 
-def keep_choices(choices: Mapping[ProductCase, Choice]) -> None:
-    """Keep choices for later runs on this host."""
+def keep_choices(choices: Mapping[ProductCase, Choice], before: CoreUse | None) -> None:
+    """Keep choices for later runs on this host, unless other programs, or others on the hypervisor,
+    have disturbed their measurement.
+
+    **Arguments:** `before` is the use of the cores when the measurement began; None if the system
+    does not report it, which is then taken for quiet.
+    """
+    if max(CoreUse.shares(before)) > MOST_DISTURBANCE:
+        return
     for case, choice in choices.items():
         write_entry(_key(case), json.dumps(choice.as_record()).encode(), "products")
 
@@ -55,26 +60,6 @@ def keep_choices(choices: Mapping[ProductCase, Choice]) -> None:
 def forget_choices() -> None:
     """Remove all kept choices: the next run measures."""
     remove_entries("products")
-
-
-@dataclass
-class Disturbance:
-    """Whether other programs, or others on the hypervisor, took too much of the cores meanwhile."""
-
-    is_great: bool = False
-
-
-@contextmanager
-def disturbance() -> Iterator[Disturbance]:
-    """Yield an object that says, after the block, whether others have disturbed it.
-
-    A system that does not report the use of its cores is taken for quiet.
-    """
-    found, before = Disturbance(), CoreUse.now()
-    yield found
-    after = CoreUse.now()
-    if before is not None and after is not None:
-        found.is_great = max(after.shares_since(before)) > MOST_DISTURBANCE
 
 
 def _key(case: ProductCase) -> str:

@@ -21,9 +21,10 @@ from penstock.engine import (
     target_of,
 )
 from penstock.planning.execution_plan import ExecutionPlan
-from penstock.planning.kept_choices import disturbance, keep_choices, kept_choices
+from penstock.planning.kept_choices import keep_choices, kept_choices
 from penstock.program import Program
 from penstock.store import Store, kept_entries
+from penstock.telemetry import CoreUse
 
 _NOTICE_SECONDS = 5.0  # at least, between two notices on the progress of a measurement
 
@@ -61,10 +62,8 @@ def _measure(
 ) -> None:
     """Give every case a choice: that of the run, of an earlier run, or of a measurement."""
     products.add(kept_choices(cases))
-    with disturbance() as disturbed:
-        measured = products.measure(cases, on_case)
-    if not disturbed.is_great:
-        keep_choices(measured)
+    before = CoreUse.now()
+    keep_choices(products.measure(cases, on_case), before)
 
 
 def progress_notices(

@@ -11,6 +11,9 @@ from penstock.progress import show_bytes
 def require_room_for_shards(prediction: Prediction) -> None:
     """Refuse shards that do not fit a host of the machine, which then holds one of them alone.
 
+    What is left of a host's memory is all but the reserve; the libraries of a shard's process,
+    some hundred MiB, are not counted.
+
     **Raises:** `BudgetError` naming the fewest shards that fit.
     """
     share, memory = prediction.shard_bytes, prediction.machine.store.memory

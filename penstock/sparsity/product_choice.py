@@ -99,7 +99,7 @@ class Choice:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"sparse products: expected the record of a choice ({', '.join(PRODUCTS)}), "
-                f"got {dict(record)}: {error!r}; "
+                f"got {record!r}: {error!r}; "
                 "resume the run with the version of Penstock that recorded it"
             ) from error
         return choice

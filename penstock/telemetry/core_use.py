@@ -45,6 +45,12 @@ class CoreUse:
         seconds = _tick_seconds()
         return cls(total * seconds, busy * seconds, own.ru_utime + own.ru_stime, stolen * seconds)
 
+    @classmethod
+    def shares(cls, before: CoreUse | None) -> tuple[float, float]:
+        """Return `shares_since` of the use until now; 0 if the system does not report it."""
+        now = cls.now()
+        return (0.0, 0.0) if before is None or now is None else now.shares_since(before)
+
     def shares_since(self, before: CoreUse) -> tuple[float, float]:
         """Return the shares of the cores' time since then of other programs, and of others on the
         hypervisor; 0 if the time is too short for its ticks to tell."""

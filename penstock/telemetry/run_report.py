@@ -98,8 +98,7 @@ class RunReport:
 
     def _core_shares(self) -> tuple[float, float]:
         """Return the shares of the cores that others took since the first steps; 0 if unknown."""
-        before, now = self._used_before, CoreUse.now()
-        return (0.0, 0.0) if before is None or now is None else now.shares_since(before)
+        return CoreUse.shares(self._used_before)
 
     def add_behind(self, traffic: FlashTraffic) -> None:
         """Count the flash traffic that follows the last step and makes it durable."""

@@ -1,6 +1,5 @@
 """Building: what is in a data set, what is held out, and that failure leaves nothing behind."""
 
-import contextlib
 import json
 import os
 import random
@@ -16,10 +15,8 @@ from penstock.data import (
     build_dataset,
     load_tokenizer,
     packing as packing_module,
-    publish,
     shards as shards_module,
 )
-from penstock.data.publish import published_folder
 from penstock.data.tokenizers import FileTokenizer, train_bpe
 from penstock.errors import ConfigError, DataError, StorageError
 
@@ -423,78 +420,6 @@ def test_check_of_a_data_set_precedes_its_publication(tmp_path):
     with pytest.raises(DataError, match="not this one"):
         build_dataset([source], "bytes", tmp_path / "out", seed=3, overwrite=True, check=refuse)
     assert TokenDataset.open(tmp_path / "out", verify=True).fingerprint == old
-    assert leftovers(tmp_path) == ["a.jsonl", "out"]
-
-
-def test_second_build_of_the_same_folder_is_refused(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
-    with published_folder(tmp_path / "out") as folder:
-        (folder / "mine").write_text("x")
-        with pytest.raises(DataError) as error:
-            build_dataset([source], "bytes", tmp_path / "out")
-        assert str(error.value) == (
-            f"another process is building {tmp_path / 'out'} now; wait until it ends, or choose "
-            "another folder"
-        )
-    assert leftovers(tmp_path / "out") == ["mine"]
-
-
-def test_build_that_begins_when_another_ends_keeps_its_files(tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    begun = contextlib.ExitStack()
-
-    def begin_another(folder):
-        if folder == tmp_path:  # after the move
-            other = begun.enter_context(published_folder(out, lambda _: True))
-            (other / "theirs").write_text("x")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publish.durable, "sync_folder", begin_another)
-        with published_folder(out, lambda _: True) as folder:
-            (folder / "mine").write_text("x")
-        assert leftovers(out) == ["mine"]
-    begun.close()
-    assert leftovers(out) == ["theirs"]
-    assert leftovers(tmp_path) == ["out"]
-
-
-def test_files_of_a_killed_build_are_removed(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
-    stale = tmp_path / ".out.building"
-    (stale / "folder").mkdir(parents=True)
-    (stale / "train-00000.bin").write_bytes(b"half")
-    build_dataset([source], "bytes", tmp_path / "out")
-    assert leftovers(tmp_path) == ["a.jsonl", "out"]
-    assert "folder" not in leftovers(tmp_path / "out")
-    TokenDataset.open(tmp_path / "out", verify=True)
-
-
-def test_a_link_to_a_data_set_stays_a_link(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
-    build_dataset([source], "bytes", tmp_path / "real")
-    (tmp_path / "link").symlink_to("real")
-    build_dataset([source], "bytes", tmp_path / "link", seed=4, overwrite=True)
-    assert (tmp_path / "link").is_symlink()
-    assert TokenDataset.open(tmp_path / "real", verify=True).manifest.seed == 4
-    assert leftovers(tmp_path) == ["a.jsonl", "link", "real"]
-
-
-def test_target_of_a_dangling_link_is_created(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
-    (tmp_path / "link").symlink_to("real")
-    build_dataset([source], "bytes", tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    TokenDataset.open(tmp_path / "real", verify=True)
-
-
-def test_overwrite_works_without_atomic_exchange(tmp_path, monkeypatch):
-    from penstock.data import publish
-
-    monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
-    source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
-    for seed in (1, 2):
-        build_dataset([source], "bytes", tmp_path / "out", seed=seed, overwrite=True)
-        assert TokenDataset.open(tmp_path / "out", verify=True).manifest.seed == seed
     assert leftovers(tmp_path) == ["a.jsonl", "out"]
 
 

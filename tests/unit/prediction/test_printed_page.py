@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from described_machines import DESK, RACK, RATES, TINY
 from rich.console import Console
 
 from penstock.calibration import HostKey, MeasuredRun, keep, keep_run, kept_machine
@@ -11,18 +12,7 @@ from penstock.machines import MachineDescription
 from penstock.prediction import Planner, as_json, draw_timing, figures, page
 from penstock.progress import show_duration
 
-RATES = [{"work": "product", "rates": [1e11]}, {"work": "pointwise", "rates": [1e10]}]
-STORE = {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}]}
-DESK = {"name": "desk", "kind": "host", "engine": {"is_host": True, "rates": RATES}, "store": STORE}
-RACK = {
-    "name": "rack",
-    "kind": "cluster",
-    "engine": {"memory": "1GiB", "rates": RATES},
-    "store": STORE,
-    "link": {"weights": 1e9, "gradients": 1e9},
-}
 KEY = HostKey("a processor", 2, "1", "2", "3")
-TINY = {"model": "tiny", "batch": {"size": 8, "micro": 1}, "data": {"sequence_length": 32}}
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from described_machines import RACK, TINY
 from rich.console import Console
 
 from penstock.config import Config
@@ -14,15 +15,6 @@ from penstock.planning import RESERVE_BYTES
 from penstock.prediction import Planner, Prediction, as_json, page
 from penstock.prediction.shard_hosts import require_room_for_shards
 
-RATES = [{"work": "product", "rates": [1e11]}, {"work": "pointwise", "rates": [1e10]}]
-RACK = {
-    "name": "rack",
-    "kind": "cluster",
-    "engine": {"memory": "1GiB", "rates": RATES},
-    "store": {"memory": "24GiB", "rates": [{"work": "update", "rates": [1e10]}]},
-    "link": {"weights": 1e9, "gradients": 1e9},
-}
-TINY = {"model": "tiny", "batch": {"size": 8, "micro": 1}, "data": {"sequence_length": 32}}
 APART = {"start": "listen", "shards": "apart"}
 
 
@@ -68,20 +60,15 @@ def test_shards_that_do_not_fit_their_hosts_are_refused_with_how_many_would():
     small = on_hosts_of(prediction, prediction.shard_bytes // 2 + RESERVE_BYTES)
     with pytest.raises(BudgetError, match=r"^store\.shards: each of 2 shards needs ") as caught:
         require_room_for_shards(small)
-    fewest = int(
-        re.search(r"a host of rack has .*; set store\.shards to (\d+) or more", str(caught.value))[
-            1
-        ]
+    told = re.search(
+        r"a host of rack has .*; set store\.shards to (\d+) or more", str(caught.value)
     )
+    assert told is not None
+    fewest = int(told[1])
     assert fewest in (4, 5)
-    require_room_for_shards(
-        dataclasses.replace(
-            small,
-            config=small.config.model_copy(
-                update={"store": small.config.store.model_copy(update={"shards": fewest})}
-            ),
-        )
-    )
+    store = small.config.store.model_copy(update={"shards": fewest})
+    config = small.config.model_copy(update={"store": store})
+    require_room_for_shards(dataclasses.replace(small, config=config))
 
 
 def test_hosts_without_any_room_need_another_remedy():
