@@ -37,6 +37,7 @@ from penstock.kernels.sparse_vectors import (
     add_scaled_floats,
     add_scaled_unpacked,
     float_of,
+    rows_together,
 )
 from penstock.kernels.vectors import LANES
 
@@ -83,24 +84,33 @@ class BlockedCsr(NamedTuple):
 
 
 @inlined
-def _add_floats(out, o, sums, s, start, first, last, x, xs, columns, values, begin, end, width):
+def _add_floats(targets, at, ends, x, xs, matrix, segment, rows, width):
+    outputs, sums, bias = targets
+    segment_rows, starts, columns, values = matrix
     add_scaled_floats(
-        out, o, sums, s, start, first, last, x, xs, columns, values, begin, end, width
-    )
+        outputs, sums, at, bias, ends[0], ends[1], x, xs, segment_rows, starts, columns, values,
+        segment, rows, width,
+    )  # fmt: skip
 
 
 @inlined
-def _add_unpacked(out, o, sums, s, start, first, last, x, xs, columns, values, begin, end, width):
+def _add_unpacked(targets, at, ends, x, xs, matrix, segment, rows, width):
+    outputs, sums, bias = targets
+    segment_rows, starts, columns, values = matrix
     add_scaled_unpacked(
-        out, o, sums, s, start, first, last, x, xs, columns, values, begin, end, width
-    )
+        outputs, sums, at, bias, ends[0], ends[1], x, xs, segment_rows, starts, columns, values,
+        segment, rows, width,
+    )  # fmt: skip
 
 
 @inlined
-def _add_by_dots(out, o, sums, s, start, first, last, x, xs, columns, values, begin, end, width):
+def _add_by_dots(targets, at, ends, x, xs, matrix, segment, rows, width):
+    outputs, sums, bias = targets
+    segment_rows, starts, columns, values = matrix
     add_scaled_by_dots(
-        out, o, sums, s, start, first, last, x, xs, columns, values, begin, end, width
-    )
+        outputs, sums, at, bias, ends[0], ends[1], x, xs, segment_rows, starts, columns, values,
+        segment, rows, width,
+    )  # fmt: skip
 
 
 @inlined
@@ -135,18 +145,20 @@ def _pack_all_shorts(parts, x, features, tokens, panels, low, high, panel_tokens
 
 
 @inlined
-def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, width):
+def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, rows_at_once, width):
     """One thread's tasks, each a band of rows of one panel.
 
     `arrays`: activations and outputs, values and bias, panels of activations, float32 sums, panels
     of outputs (the sums themselves for float32).
     `sizes`: columns and rows, columns of a block, rows of a band, tokens, and whether threads share
     panels: else each has one of its own, and sums of one band.
+    `rows_at_once`: a tuple with an element for each row that is multiplied together.
     """
     x, out, values, bias, panels, sums, outputs = arrays
     columns, rows, block_columns, band_rows, tokens, is_shared = sizes
     cells, segment_rows, starts, local = matrix
-    panel_tokens = LANES * len(width)
+    targets, entries = (outputs, sums, bias), (segment_rows, starts, local, values)
+    panel_tokens, group = LANES * len(width), len(rows_at_once)
     bands = (rows + band_rows - 1) // band_rows
     blocks = (cells.size - 1) // bands
     works = (tokens + panel_tokens - 1) // panel_tokens * bands
@@ -165,68 +177,44 @@ def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, width)
         for block in range(blocks):
             cell = band * blocks + block
             x_at = panel_at + block * block_columns * panel_tokens
-            first, last = block == 0, block == blocks - 1
-            end_segment = cells[cell + 1]
-            for s in range(cells[cell], end_segment):
+            ends = (block == 0, block == blocks - 1)
+            segment, end_segment = cells[cell], cells[cell + 1]
+            grouped = segment + (end_segment - segment) // group * group
+            for s in range(segment, grouped, group):
                 if blocks > 1:  # else sums are not read
                     fetch_row_ahead(sums, sums_at, segment_rows, s, end_segment, width)
-                row = segment_rows[s]
-                at = (first_sum + row) * panel_tokens
-                begin, stop = starts[s], starts[s + 1]
-                add(
-                    outputs, at, sums, at, bias[row], first, last, panels, x_at, local, values,
-                    begin, stop, width,
-                )  # fmt: skip
+                add(targets, sums_at, ends, panels, x_at, entries, s, rows_at_once, width)
+            for s in range(grouped, end_segment):
+                add(targets, sums_at, ends, panels, x_at, entries, s, (0,), width)
         at = (first_sum + first_row) * panel_tokens
         unpack(outputs, at, panel_tokens, out, (rows, token, end), first_row, end_row)
 
 
 @kernel
-def _multiply_floats(parts, arrays, matrix, sizes, width):
+def _multiply_floats(parts, arrays, matrix, sizes, rows_at_once, width):
     for part in prange(parts):
         _multiply_part(
-            _add_floats,
-            pack_floats,
-            unpack_floats,
-            np.int64(part),
-            parts,
-            arrays,
-            matrix,
-            sizes,
-            width,
-        )
+            _add_floats, pack_floats, unpack_floats, np.int64(part), parts, arrays, matrix, sizes,
+            rows_at_once, width,
+        )  # fmt: skip
 
 
 @kernel
-def _multiply_unpacked(parts, arrays, matrix, sizes, width):
+def _multiply_unpacked(parts, arrays, matrix, sizes, rows_at_once, width):
     for part in prange(parts):
         _multiply_part(
-            _add_unpacked,
-            pack_shorts,
-            unpack_shorts,
-            np.int64(part),
-            parts,
-            arrays,
-            matrix,
-            sizes,
-            width,
-        )
+            _add_unpacked, pack_shorts, unpack_shorts, np.int64(part), parts, arrays, matrix, sizes,
+            rows_at_once, width,
+        )  # fmt: skip
 
 
 @kernel
-def _multiply_by_dots(parts, arrays, matrix, sizes, width):
+def _multiply_by_dots(parts, arrays, matrix, sizes, rows_at_once, width):
     for part in prange(parts):
         _multiply_part(
-            _add_by_dots,
-            pack_shorts,
-            unpack_shorts,
-            np.int64(part),
-            parts,
-            arrays,
-            matrix,
-            sizes,
-            width,
-        )
+            _add_by_dots, pack_shorts, unpack_shorts, np.int64(part), parts, arrays, matrix, sizes,
+            rows_at_once, width,
+        )  # fmt: skip
 
 
 @inlined
@@ -399,7 +387,7 @@ def multiply(
     if is_shared:
         pack = _pack_all_floats if is_float else _pack_all_shorts
         pack(parts, x, columns, tokens, panels, 0, count, panel_tokens)
-    run(parts, arrays, matrix[3:7], sizes, width)
+    run(parts, arrays, matrix[3:7], sizes, (0,) * rows_together(panel_tokens), width)
 
 
 def entry_gradient(

@@ -1,8 +1,10 @@
-"""Explicit vectors of sparse products: one row of a sparse matrix against a panel of tokens.
+"""Explicit vectors of sparse products: rows of a sparse matrix against a panel of tokens.
 
 A panel holds some tokens of all features, feature after feature: `[feature][token]`. The sums of a
 row of outputs stay in registers while the row's entries pass by: one load of 16 tokens of a feature
-and one multiply-add per 16 tokens. A vector of bfloat16 has 32 tokens, in two vectors of float32
+and one multiply-add per 16 tokens. A multiply-add waits for the previous one of its sum, so where
+there are registers for it (`rows_together`), the entries of several rows pass by in turns. No sum
+depends on the other rows. A vector of bfloat16 has 32 tokens, in two vectors of float32
 sums: the even and the odd ones or, for dot products of pairs, the first and the last four of every
 eight.
 
@@ -15,6 +17,7 @@ the length of the tuple `width`, one element per 16 tokens: a part of the signat
 finds compiled code. (A constant of a module is not: code compiled for another one would be used.)
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +28,7 @@ from penstock.kernels.pair_code import dot_of_pairs, even_and_odd, joined, round
 from penstock.kernels.vector_code import (
     Sums,
     for_entries,
+    has_wide_registers,
     load_vector,
     multiply_add,
     started_sums,
@@ -40,6 +44,7 @@ from penstock.kernels.vectors import (
     uint32s,
 )
 
+_MOST_ROWS, _SUMS = 4, 16  # rows that are multiplied together, and the registers of their sums
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
@@ -56,8 +61,22 @@ _HIGHER_HALVES = [
     vector + 2 * (four + n) + 1 for four in range(0, 16, 4) for vector in (0, 32) for n in range(4)
 ]
 
+_ARGUMENTS = (
+    "outputs", "sums", "at", "bias", "is_first", "is_last", "inputs", "inputs_at",
+    "segment_rows", "starts", "columns", "values", "segment",
+)  # fmt: skip
+
 _Scale = Callable[[Any, Any, list[Any], Sums], Sums]
 _Join = Callable[[Any, Any, Any], Any]
+
+
+def rows_together(panel_tokens: int) -> int:
+    """How many rows of a matrix are multiplied together, so that their sums are registers.
+
+    Without AVX-512 one row: two brought nothing with AVX2, and it was not measured on Arm.
+    """
+    vectors = panel_tokens // LANES
+    return max(1, min(_MOST_ROWS, _SUMS // vectors)) if has_wide_registers() else 1
 
 
 # --- building blocks of code generation ----------------------------------------------------------
@@ -136,16 +155,6 @@ def _join_fours(builder: Any, first: Any, last: Any) -> Any:
     return shuffled(builder, first, last, _HIGHER_HALVES)
 
 
-def _start_sums(builder: Any, is_first: Any, start: Any, sums: Any, count: int) -> Sums:
-    """A scalar in all lanes where `is_first`, else what lies in memory."""
-    return started_sums(
-        builder,
-        is_first,
-        lambda: splat_scalar(builder, start),
-        lambda: [load_vector(builder, sums, v, 4) for v in range(count)],
-    )
-
-
 def _finish_sums(
     builder: Any, is_last: Any, totals: Sums, sums: Any, outputs: Any, join: _Join | None
 ) -> None:
@@ -163,12 +172,100 @@ def _finish_sums(
                 store_vector(builder, total, sums, v, 4)
 
 
-def _scaling(scale: _Scale, together: int, values_type: Any, join: _Join | None = None) -> Any:
-    """Generate the sum of scaled features.
+class _RowsCode:
+    """Generates the sums of scaled features of consecutive segments, each of another row.
 
     Args:
-        scale: adds `together` entries, or one, to sums, from the address of their values and those
-            of their features.
+        given: the Numba type and the value of each argument of the intrinsic, by name.
+        rows, width: how many segments, and how many vectors of sums each has.
+    """
+
+    def __init__(
+        self, context: Any, builder: Any, given: dict[str, tuple[Any, Any]], rows: int, width: int
+    ) -> None:
+        self._context, self._builder, self._given, self._width = context, builder, given, width
+        is_bfloat16 = given["inputs"][0].dtype == types.uint16
+        self._kind = _WORDS if is_bfloat16 else _FLOATS
+        self._vectors = width // 2 if is_bfloat16 else width  # of a feature
+        self._panel = self._vectors_at("inputs", given["inputs_at"][1], self._kind)
+        first = given["segment"][1]
+        segments = [builder.add(first, ir.Constant(_I64, n)) for n in range(rows + 1)]
+        self._bounds = [self._number("starts", segment) for segment in segments]
+        self._rows = [self._number("segment_rows", segment) for segment in segments[:-1]]
+        tokens = ir.Constant(_I64, width * LANES)
+        places = [builder.add(given["at"][1], builder.mul(row, tokens)) for row in self._rows]
+        self._sums = [self._vectors_at("sums", place, _FLOATS) for place in places]
+        self._outputs = [self._vectors_at("outputs", place, self._kind) for place in places]
+
+    def generate(self, scale: _Scale, together: int, join: _Join | None) -> None:
+        """Generate everything: entries of all rows in turns, then what longer rows have left."""
+        builder, width = self._builder, self._width
+
+        def of_row(n: int, flat: Sums) -> Sums:
+            return flat[n * width : (n + 1) * width]
+
+        def add(entry: Any, count: int, totals: Sums) -> Sums:
+            column = self._address("columns", entry)
+            offsets = column_offsets(builder, column, count, self._vectors)
+            features = [builder.gep(self._panel, [offset]) for offset in offsets]
+            return scale(builder, self._address("values", entry), features, totals)
+
+        def add_to_all(offset: Any, flat: Sums) -> Sums:
+            begins = enumerate(self._bounds[:-1])
+            added = [
+                add(builder.add(begin, offset), together, of_row(n, flat)) for n, begin in begins
+            ]
+            return [total for totals in added for total in totals]
+
+        # The first segment has the fewest entries.
+        least = self._whole(builder.sub(self._bounds[1], self._bounds[0]), together)
+        started = [total for n in range(len(self._rows)) for total in self._started(n)]
+        flat = for_entries(builder, ir.Constant(_I64, 0), least, started, add_to_all, together)
+        is_last = self._given["is_last"][1]
+        for n, begin in enumerate(self._bounds[:-1]):
+            totals, entry = of_row(n, flat), builder.add(begin, least)
+            for count in (1,) if n == 0 or together == 1 else (together, 1):
+                left = self._whole(builder.sub(self._bounds[n + 1], entry), count)
+                end = builder.add(entry, left)
+                body = functools.partial(lambda count, at, own: add(at, count, own), count)
+                totals = for_entries(builder, entry, end, totals, body, count)
+                entry = end
+            _finish_sums(builder, is_last, totals, self._sums[n], self._outputs[n], join)
+
+    def _started(self, n: int) -> Sums:
+        """The sums of a row: its bias where sums start, else what lies in memory."""
+        builder = self._builder
+        return started_sums(
+            builder,
+            self._given["is_first"][1],
+            lambda: splat_scalar(builder, builder.load(self._address("bias", self._rows[n]))),
+            lambda: [load_vector(builder, self._sums[n], v, 4) for v in range(self._width)],
+        )
+
+    def _whole(self, entries: Any, count: int) -> Any:
+        """The multiple of `count` (a power of two) in a number of entries."""
+        return self._builder.and_(entries, ir.Constant(_I64, -count))
+
+    def _number(self, name: str, index: Any) -> Any:
+        return self._builder.sext(self._builder.load(self._address(name, index)), _I64)
+
+    def _address(self, name: str, index: Any) -> Any:
+        return element_pointer(self._context, self._builder, *self._given[name], index)
+
+    def _vectors_at(self, name: str, index: Any, kind: Any) -> Any:
+        return vectors_at(self._context, self._builder, kind, *self._given[name], index)
+
+
+def _scaling(
+    scale: _Scale, together: int, least: int, values_type: Any, join: _Join | None = None
+) -> Any:
+    """Generate the sums of scaled features.
+
+    Args:
+        scale: adds entries of a row to its sums, from the address of their values and those of
+            their features: one entry, or as many as are multiplied together.
+        together: entries of all rows that are multiplied together, a power of two.
+        least: those of one row, if there are many rows.
         join: 32 patterns, in the order of tokens, of two vectors of rounded sums; None for float32.
     """
 
@@ -176,18 +273,19 @@ def _scaling(scale: _Scale, together: int, values_type: Any, join: _Join | None 
     def add_scaled(
         typing_context,
         outputs,
-        output_at,
         sums,
-        sums_at,
-        start,
+        at,
+        bias,
         is_first,
         is_last,
         inputs,
         inputs_at,
+        segment_rows,
+        starts,
         columns,
         values,
-        begin,
-        end,
+        segment,
+        rows,
         width,
     ):
         is_bfloat16 = inputs.dtype == types.uint16
@@ -195,56 +293,35 @@ def _scaling(scale: _Scale, together: int, values_type: Any, join: _Join | None 
             return None
         if is_bfloat16 != (join is not None) or values.dtype != values_type:
             return None
-        kind = _WORDS if is_bfloat16 else _FLOATS
-        vectors = width.count // 2 if is_bfloat16 else width.count
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            def at(number: int, of: Any) -> Any:
-                array, index = arguments[number : number + 2]
-                return vectors_at(context, builder, of, signature.args[number], array, index)
-
-            def address(number: int, entry: Any) -> Any:
-                kind, array = signature.args[number], arguments[number]
-                return element_pointer(context, builder, kind, array, entry)
-
-            panel = at(7, kind)
-
-            def body(count: int) -> Callable[[Any, Sums], Sums]:
-                def step(entry: Any, totals: Sums) -> Sums:
-                    offsets = column_offsets(builder, address(9, entry), count, vectors)
-                    features = [builder.gep(panel, [offset]) for offset in offsets]
-                    return scale(builder, address(10, entry), features, totals)
-
-                return step
-
-            start, is_first, is_last = arguments[4:7]
-            begin, end = arguments[11:13]
-            totals = _start_sums(builder, is_first, start, at(2, _FLOATS), width.count)
-            groups = builder.and_(builder.sub(end, begin), ir.Constant(_I64, -together))
-            whole = builder.add(begin, groups)
-            totals = for_entries(builder, begin, whole, totals, body(together), together)
-            totals = for_entries(builder, whole, end, totals, body(1))
-            _finish_sums(builder, is_last, totals, at(2, _FLOATS), at(0, kind), join)
+            pairs = zip(signature.args, arguments, strict=True)
+            given = dict(zip(_ARGUMENTS, pairs, strict=False))
+            code = _RowsCode(context, builder, given, rows.count, width.count)
+            code.generate(scale, max(least, together // rows.count), join)
             return context.get_dummy_value()
 
-        places = (outputs, types.intp, sums, types.intp, types.float32, types.boolean)
-        source = (types.boolean, inputs, types.intp, columns, values, types.intp, types.intp, width)
-        return types.void(*places, *source), generate
+        places = (outputs, sums, types.intp, bias, types.boolean, types.boolean)
+        matrix = (segment_rows, starts, columns, values, types.intp)
+        return types.void(*places, inputs, types.intp, *matrix, rows, width), generate
 
     return add_scaled
 
 
-add_scaled_floats = _scaling(_scale_floats, 4, types.float32)
-"""In a kernel: add to the sums of a row of outputs its entries times the features of their columns.
+add_scaled_floats = _scaling(_scale_floats, 4, 1, types.float32)
+"""In a kernel: add to the sums of some rows of outputs their entries times the features of their
+columns.
 
-Arguments: outputs and where the row begins there; float32 sums and where (the outputs themselves,
-if these are float32); the start of the sums; whether they start here; whether they end here and go
-to the outputs, rounded; inputs and where the columns begin there; local columns, uint16; float32
-values; the first entry and the end; `width`.
+Arguments: outputs; float32 sums (the outputs themselves, if these are float32); where the first row
+of the matrix is in both; float32 `bias` `[rows]`; whether the sums start here, as the bias; whether
+they end here and go to the outputs, rounded; inputs and where the columns begin there; the row of
+each segment; the start of each segment; local columns, uint16; float32 values; the first segment;
+`rows`, a tuple with an element for each segment, of which the first has the fewest entries;
+`width`.
 """
-add_scaled_unpacked = _scaling(_scale_unpacked, 4, types.float32, joined)
+add_scaled_unpacked = _scaling(_scale_unpacked, 4, 1, types.float32, joined)
 """The same for panels of bfloat16 patterns, on any processor."""
-add_scaled_by_dots = _scaling(_scale_by_dots, 2, types.uint16, _join_fours)
+add_scaled_by_dots = _scaling(_scale_by_dots, 2, 2, types.uint16, _join_fours)
 """The same with the processor's dot product of bfloat16 pairs; values are bfloat16 patterns too.
 
 It takes denormals for 0.

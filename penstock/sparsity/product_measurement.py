@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from penstock.kernels.pair_code import has_bfloat16_dot
+from penstock.kernels.sparse_vectors import rows_together
 from penstock.sparsity.layout import SparseLayout
 from penstock.sparsity.product_choice import (
     LEAST_BLOCK_COLUMNS,
@@ -163,12 +164,20 @@ class _Case:
         return [DenseTiles(band) for band in sorted(bands)]
 
     def sparse_kernels(self, name: str) -> list[Product]:
-        """Every block of columns, with the smallest band of rows."""
+        """Every block of columns of two sizes of panels, with the smallest band of rows."""
         return [
             SparseKernel(block, min(self.bands(name, panel_tokens)), panel_tokens, self.bfloat16)
-            for panel_tokens in panel_sizes(self.dtype, self.tokens)[-2:]
+            for panel_tokens in self.panels(name)
             for block in self.blocks(name, panel_tokens)
         ]
+
+    def panels(self, name: str) -> tuple[int, ...]:
+        """The largest two sizes of panels; for sums of rows, of those that leave registers for
+        several rows, if any do."""
+        sizes = panel_sizes(self.dtype, self.tokens)
+        if name != "weight_gradient":
+            sizes = tuple(size for size in sizes if rows_together(size) > 1) or sizes
+        return sizes[-2:]
 
     @property
     def bfloat16(self) -> Bfloat16:
