@@ -40,7 +40,7 @@ def keys(event):
     found = {"event", "step"} | rows_of(text)
     if event == "report":
         before = text.partition("\n|")[0]
-        found |= {name for name in re.findall(r"`(\w+)`", before)}
+        found |= set(re.findall(r"`(\w+)`", before))
     return found
 
 
