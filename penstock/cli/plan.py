@@ -72,8 +72,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="KEY=VALUES",
-            help="One line per value: engines=1..192 doubles, batch.size=8..64+8 adds, "
-            "store.dram=1GiB,2GiB lists.",
+            help="One line per value: engines=1..192 doubles (1, 2, 4, ... 128, 192), "
+            "batch.size=8..64+8 adds 8, store.dram=1GiB,2GiB lists.",
         ),
     ] = None,
     target: Annotated[
@@ -222,6 +222,8 @@ def _sweep(
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:
         _print_table(console, sweep.key, points)
+        if sweep.note:
+            console.print(sweep.note, markup=False, highlight=False)
     if csv is not None:
         csv.write_text(as_csv(sweep, points))
     if plot is not None:

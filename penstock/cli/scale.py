@@ -1,6 +1,7 @@
 """`penstock scale`: change the number of engines and relays of a run that trains."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -11,9 +12,12 @@ _LEAST = {"engines": 1, "relays": 0}
 def scale(
     run: Annotated[Path, typer.Argument(help="Folder of a run that is training now.")],
     numbers: Annotated[
-        list[str],
-        typer.Argument(metavar="engines=NUMBER relays=NUMBER", help="New numbers, one or both."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="engines=NUMBER relays=NUMBER",
+            help="New numbers, one or both. Without any: print the present ones.",
+        ),
+    ] = None,
 ) -> None:
     """Change the number of engines of RUN from its next step; the result stays the same to the bit.
 
@@ -23,7 +27,7 @@ def scale(
     from penstock.errors import ConfigError, numbered
 
     wanted: dict[str, int] = {}
-    for text in numbers:
+    for text in numbers or ():
         key, _, number = text.partition("=")
         if key not in _LEAST or not number.isdecimal() or int(number) < _LEAST[key]:
             raise ConfigError(
@@ -35,6 +39,10 @@ def scale(
 
     done = order(run, wanted.get("engines"), wanted.get("relays"))
     engines, relays = numbered(done.engines_before, "engine"), numbered(done.relays_before, "relay")
+    if not wanted:
+        present = f"{engines} and {relays}" if done.relays_before else engines
+        typer.echo(f"{run}: {present}; to change: penstock scale {quote(str(run))} engines=NUMBER")
+        return
     typer.echo(f"{run}: {engines} now, {done.engines} from the next step")
     if done.relays_before or done.relays:
         typer.echo(f"{run}: {relays} now, {done.relays} from the next step")

@@ -90,7 +90,7 @@ def _train(
 ) -> Trainer:
     """Train until the end or a signal; return the closed trainer."""
     lost = ""
-    named = naming_command(timing_preparation(view), resume_command)
+    named = stop.watched(naming_command(timing_preparation(view), resume_command))
     with ExitStack() as stack:
         stack.callback(lambda: output.write_error(lost))  # after the view, whose last line is open
         try:
@@ -225,6 +225,18 @@ class GracefulStop:
         self._show = show
         self.signal: int | None = None
         self._request_stop: Callable[[str], Any] | None = None
+        self._compiles = False  # whether kernels have been compiled in the step in progress
+
+    def watched(self, listener: Listener) -> Listener:
+        """Return a listener that passes events on; a step that compiles is then named as such."""
+        from penstock.telemetry import Compiling, StepDone
+
+        def pass_on(event: Event) -> None:
+            if isinstance(event, Compiling | StepDone):
+                self._compiles = isinstance(event, Compiling)
+            listener(event)
+
+        return pass_on
 
     def lose_output(self, error: OSError) -> None:
         """Handle the loss of standard output, once per kind of error."""
@@ -250,7 +262,8 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)
-            self._show("stopping after this step; a second signal skips the save")
+            step = "this step, which compiles kernels first" if self._compiles else "this step"
+            self._show(f"stopping after {step}; a second signal skips the save")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]

@@ -12,7 +12,7 @@ from penstock.config.presets import PRESETS
 from penstock.config.problems import Origin
 from penstock.config.record import default_run_dir
 from penstock.config.root import Config
-from penstock.errors import ConfigError, did_you_mean, missing_folder
+from penstock.errors import ConfigError, did_you_mean, few, missing_folder
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
@@ -93,12 +93,14 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
             f"or the path of a tokenizer, got {spec!r}, which does not exist"
             f"{did_you_mean(spec, ['bytes', 'train-bpe:4096'])}"
         )
-    for number, pattern in enumerate(data.input):
-        if not _matches_something(pattern):
-            raise ConfigError(
-                f"{origin.named(('data', 'input', number))}{pattern!r} "
-                f"matches no file; paths are relative to the current folder, {Path.cwd()}"
-            )
+    missing = [number for number, name in enumerate(data.input) if not _matches_something(name)]
+    if missing:
+        names = few([repr(data.input[number]) for number in missing])
+        raise ConfigError(
+            f"{origin.named(('data', 'input', missing[0]))}{names} "
+            f"{'matches' if len(missing) == 1 else 'match'} no file; paths are relative to the "
+            f"current folder, {Path.cwd()}"
+        )
 
 
 def _matches_something(pattern: str) -> bool:

@@ -116,7 +116,7 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ConfigError(
             f"{folder}: expected a run, which has a {FILE_NAME}; it holds {_contents(folder)}"
-            + ("; name the run whose store.flash.path this is" * _holds_store(folder))
+            f"{_hint(folder)}"
         )
     data, lines = read(path)
     if not data:
@@ -126,6 +126,27 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
         )
     _follow(data, folder)
     return Config.from_mapping(data, overrides, Origin(name=str(path), lines=lines))
+
+
+def _hint(folder: Path) -> str:
+    """Return what to give instead of a folder that is no run; empty if there is no hint."""
+    whole = folder.absolute()
+    if _holds_store(folder):
+        return "; name the run whose store.flash.path this is"
+    if (folder / "dataset.json").is_file():
+        return "; this is a data set: name a run that was trained on it"
+    for above in (whole.parent, whole.parent.parent):
+        if (above / FILE_NAME).is_file() and whole.is_relative_to(above / "checkpoints"):
+            return f"; name the run: {above}"
+    if (folder / "adapter_config.json").is_file():
+        return "; these are exported adapters: name the run that they were exported from"
+    if any(folder.glob("*.safetensors")):
+        return (
+            "; this is a model's folder: name the run that it was exported from, or load it with "
+            "transformers"
+        )
+    runs = sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
+    return f"; name one of the runs in it, such as {runs[0]}" if runs else ""
 
 
 def no_such_run(path: Path) -> ConfigError:

@@ -23,6 +23,10 @@ from penstock.errors import ConfigError, DataError, did_you_mean
 # of it. Training takes seconds whatever the size of the corpus.
 TRAINING_BYTES = 2**24
 
+CHECKED_BYTES = 2**30
+"""After a broken file, the input bytes in which others are looked for."""
+_MOST_ERRORS = 5
+
 Progress = Callable[[str, int, int], None]
 _Part = TypeVar("_Part", TextPiece, Pair)
 
@@ -65,11 +69,14 @@ class _Corpus:
     def parts(self, read: Callable[[Path], Iterator[_Part]], phase: str) -> Iterator[_Part]:
         """Yield the results of `read` for each file, in order, and report progress."""
         done = 0
-        for path in self.files:
-            for part in read(path):
-                yield part
-                done += part.input_bytes
-                self.on_progress(phase, min(done, self.total_bytes), self.total_bytes)
+        for number, path in enumerate(self.files, start=1):
+            try:
+                for part in read(path):
+                    yield part
+                    done += part.input_bytes
+                    self.on_progress(phase, min(done, self.total_bytes), self.total_bytes)
+            except DataError as error:
+                raise _with_later(error, self.files[number:], read) from None
         self.on_progress(phase, self.total_bytes, self.total_bytes)
 
 
@@ -143,6 +150,33 @@ def build_dataset(
         check(folder)
     notes = (*packer.notes, *_notes_on(encoder, size))
     return BuildReport(out, manifest, len(corpus.files), notes)
+
+
+def _with_later(
+    first: DataError, later: Sequence[Path], read: Callable[[Path], Iterator[TextPiece | Pair]]
+) -> DataError:
+    """Return the error of a file with the errors of the later files, of which a bounded number of
+    bytes is read."""
+    errors, left, unread = [str(first)], CHECKED_BYTES, len(later)
+    for path in later:
+        if left <= 0:
+            break
+        unread -= 1
+        try:
+            for part in read(path):
+                left -= part.input_bytes
+                if left <= 0:
+                    break
+        except DataError as error:
+            errors.append(str(error))
+    if len(errors) == 1:
+        return first
+    lines = [f"{len(errors)} input files cannot be used:", *errors[:_MOST_ERRORS]]
+    if (more := len(errors) - _MOST_ERRORS) > 0:
+        lines.append(f"and {more} more")
+    if unread:
+        lines.append(f"{unread} further files were not checked")
+    return DataError("\n  ".join(lines))
 
 
 def _reader(

@@ -19,7 +19,7 @@ from glob import glob as expand_pattern, has_magic
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import DataError, did_you_mean, install_extra
+from penstock.errors import DataError, did_you_mean, few, install_extra
 
 PIECE_CHARACTERS = 2**18
 BLOCK_BYTES = 2**18
@@ -93,6 +93,7 @@ def find_files(
         DataError: an input does not exist, is neither file nor folder, or there is no file at all.
     """
     named = _expand_all(inputs)
+    _require_existing(named)
     found: dict[str, Path] = {}
     for real, file in _named_files(named, glob, exclude):
         found.setdefault(real, file)
@@ -145,10 +146,23 @@ def _files_of(path: Path, glob: str | None, exclude: Sequence[str]) -> Iterable[
         return [path]
     if os.path.lexists(path):
         raise DataError(f"input {path} is neither a file nor a folder")
+    raise DataError(f"input {path} does not exist{_sibling(path)}")
+
+
+def _require_existing(named: Iterable[Path]) -> None:
+    """Refuse several inputs that do not exist together; `_files_of` refuses a single one."""
+    missing = [path for path in named if not os.path.lexists(path)]
+    if len(missing) > 1:
+        names = [f"{path}{_sibling(path)}" for path in missing]
+        raise DataError(f"{len(missing)} inputs do not exist: {few(names)}")
+
+
+def _sibling(path: Path) -> str:
+    """Return a question for a file beside `path` with a similar name, or an empty string."""
     siblings: list[str] = []
     with contextlib.suppress(OSError):
         siblings = [entry.name for entry in path.parent.iterdir()]
-    raise DataError(f"input {path} does not exist{did_you_mean(path.name, siblings)}")
+    return did_you_mean(path.name, siblings)
 
 
 def _walk(folder: Path, glob: str | None, exclude: Sequence[str]) -> Iterator[Path]:

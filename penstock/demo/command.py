@@ -145,7 +145,7 @@ def _train(config: Config, view: View, listener: Listener) -> Trainer:
 
     stop = GracefulStop(view.interrupt)
     with surviving_loss(stop.lose_output), view:
-        trainer = Trainer(config, on_event=listener, quiet=True)
+        trainer = Trainer(config, on_event=stop.watched(listener), quiet=True)
         if trainer.model.structure.class_name != "GPT2LMHeadModel":
             raise ConfigError(
                 f"model: expected a GPT-2 of any size, got {trainer.model.name}; train other "

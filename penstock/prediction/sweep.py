@@ -37,10 +37,11 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """The values of a key, as `--sweep` names them."""
+    """The values of a key, as `--sweep` names them; `note` says which of a range are left out."""
 
     key: str
     values: tuple[str, ...]
+    note: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
@@ -67,7 +68,10 @@ class Sweep:
                 f"--sweep: expected at most {_MOST_VALUES} values, got {len(numbers)}; choose a "
                 "larger step"
             )
-        return cls(key, tuple(map(str, numbers)))
+        note = ""
+        if not step and len(numbers) < last - first + 1:
+            note = f"{text} doubles; {text}+N adds N"
+        return cls(key, tuple(map(str, numbers)), note)
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -79,6 +79,7 @@ class LineView(View):
         self._clock = clock
         self._printed_at = clock()
         self._progress = Progress(clock)
+        self._shown_change: StepDone | None = None  # of the masks, in the last line of a step
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
@@ -89,7 +90,8 @@ class LineView(View):
             silence = self._clock() - self._printed_at
             is_due = event.step % self._every == 0 or silence >= _LONGEST_SILENCE_SECONDS
             if is_due or event.step in (1, started.steps):
-                self._print(step_line(self._progress))
+                self._print(step_line(self._progress, self._shown_change))
+                self._shown_change = self._progress.mask_change
         elif isinstance(event, Evaluating):
             if not self._quiet and self._clock() - self._printed_at >= _LONGEST_SILENCE_SECONDS:
                 self._print(f"step {event.step}  {evaluating(self._progress)}")
@@ -106,8 +108,8 @@ class LineView(View):
         self._printed_at = self._clock()
 
 
-def step_line(progress: Progress) -> str:
-    """Return the line of the last step."""
+def step_line(progress: Progress, shown_change: StepDone | None = None) -> str:
+    """Return the line of the last step; without the change of masks that an earlier line has."""
     started, last = progress.started, progress.last
     assert started is not None
     assert last is not None
@@ -121,7 +123,7 @@ def step_line(progress: Progress) -> str:
         f"engine {show_bytes(last.engine_bytes)}",
     ]
     if last.sparsity is not None:
-        parts.append(f"sparsity {sparsity_of(progress)}")
+        parts.append(f"sparsity {sparsity_of(progress, shown_change)}")
     if last.cycles is not None:
         parts.append(f"{show_count(last.cycles.closed_form + last.cycles.simulated)} cycles")
     if last.flash_written_bytes:
@@ -148,14 +150,14 @@ def time_left(progress: Progress) -> str:
     return f"{about}{show_duration(progress.seconds_left)} left"
 
 
-def sparsity_of(progress: Progress) -> str:
-    """Return the sparsity after the last step, and the last change of the masks if there was
-    one."""
+def sparsity_of(progress: Progress, shown_change: StepDone | None = None) -> str:
+    """Return the sparsity after the last step, and the last change of the masks if there was one
+    other than `shown_change`."""
     last, change = progress.last, progress.mask_change
     assert last is not None
     assert last.sparsity is not None
     text = show_sparsity(last.sparsity)
-    if change is None:
+    if change is None or change is shown_change:
         return text
     return f"{text}, {show_count(change.changed_entries)} entries changed at step {change.step}"
 

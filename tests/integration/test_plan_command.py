@@ -105,6 +105,7 @@ def test_sweep_is_a_table_a_csv_file_and_a_picture(folder):
     assert steps == sorted(steps)
     assert "<svg" in (folder / "sweep.svg").read_text()
     assert all(f" {row['batch.size']} " in done.stdout for row in rows)
+    assert "batch.size=8..32 doubles; batch.size=8..32+N adds N\n" in done.stdout
 
 
 def test_machines_are_compared_in_a_table(folder):

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.cli.app import app
@@ -54,6 +55,20 @@ def test_the_python_blocks_of_the_reference_run(folder, capsys):
     out = capsys.readouterr().out
     assert "<Trainer of Sequential: 321 parameters, step 0 of 20, in runs/reference, " in out
     assert list((folder / "runs/reference/checkpoints").glob("step-*/state.json"))
+
+
+def test_the_source_of_the_page_on_own_models_gives_equal_rows_again_and_trains(folder, capsys):
+    (block,) = blocks("python", "docs/own_models.md")
+    names: dict = {}
+    exec(compile(block, "docs/own_models.md, Python block", "exec"), names)
+    training, held_out = map(float, capsys.readouterr().out.split())
+    assert max(training, held_out) < 0.05  # a third is the variance of the slopes
+    source = names["NoisyLines"](seed=1)
+    whole = source.batch(3, range(8), 8)
+    for field, rows in source.batch(3, [6, 2], 8).items():
+        assert np.array_equal(rows, whole[field][[6, 2]])
+    sizes = [len(batch["input"]) for batch in source.evaluation_batches(48, 100)]
+    assert sizes == [48, 48, 4]
 
 
 @pytest.mark.parametrize("name", ["Trainer", "ModelSource", "ArraySource", "errors", "events"])

@@ -29,6 +29,7 @@ def scale(run: Path, engines: int | None = None, relays: int | None = None) -> S
     """Set a running trainer's number of engines, of relays, or both, from its next step on.
 
     Without a number of engines it stays; without one of relays it follows from `fabric.relays`.
+    Without both nothing changes: the result has the present numbers.
 
     Raises:
         ConfigError: the run does not exist, is not training, or cannot have these numbers.
@@ -38,7 +39,10 @@ def scale(run: Path, engines: int | None = None, relays: int | None = None) -> S
         raise no_such_run(run)
     path = run / rendezvous_file.NAME
     if not path.exists():
-        given = f"fabric.relays={relays}" if engines is None else f"engines={engines}"
+        if engines is None:
+            given = "engines=NUMBER" if relays is None else f"fabric.relays={relays}"
+        else:
+            given = f"engines={engines}"
         raise ConfigError(
             f"{run}: expected a run that is training now, with cluster.start other than none; the "
             f"folder has no {rendezvous_file.NAME}. To change the number when the run is started, "

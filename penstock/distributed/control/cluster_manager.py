@@ -354,10 +354,14 @@ class ClusterManager:
                 self._supervisor.mark_joined(str(message.body.get("worker")))
 
     def _handle_admin_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Change the number of engines on an admin request; return the body of the reply."""
+        """Change the numbers of an admin request; one without any only asks. Return the reply."""
+        if body.get("engines") is None and body.get("relays") is None:
+            engines, relays = self.coordinator.wanted, self.coordinator.wanted_relays
+            before = {"before": engines, "relays_before": relays}
+            return {"engines": engines, "relays": relays, **before}
         try:
             wanted = self.coordinator.wanted
-            if body.get("engines") is not None or body.get("relays") is None:
+            if body.get("engines") is not None:
                 wanted = self._require_engines(body.get("engines"))
             relays = self._require_relays(body.get("relays"), wanted)
         except PenstockError as error:

@@ -70,3 +70,31 @@ def test_numbers_are_told_in_words_that_agree_with_them(monkeypatch, capsys, don
     monkeypatch.setattr(control, "scale", lambda *_: done)
     scale(Path("RUN"), ["engines=4"])
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (Scaled(1, 1, 0, 0), "my run: 1 engine; "),
+        (Scaled(4, 4, 2, 2), "my run: 4 engines and 2 relays; "),
+    ],
+)
+def test_present_numbers_are_told_with_the_command_that_changes_them(
+    monkeypatch, capsys, now, said
+):
+    asked = []
+
+    def order(*arguments):
+        asked.append(arguments)
+        return now
+
+    monkeypatch.setattr(control, "scale", order)
+    scale(Path("my run"))
+    usage = "to change: penstock scale 'my run' engines=NUMBER\n"
+    assert capsys.readouterr().out == said + usage
+    assert asked == [(Path("my run"), None, None)]
+
+
+def test_run_without_cluster_has_no_number_to_tell(tmp_path):
+    with pytest.raises(ConfigError, match=r"give engines=NUMBER to penstock train"):
+        scale(tmp_path)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.cli.train import GracefulStop, next_commands, timing_preparation
 from penstock.errors import ConfigError
-from penstock.telemetry.events import ClusterEvent, Finished, Stopped
+from penstock.telemetry.events import ClusterEvent, Compiling, Finished, Stopped
 
 
 class PretendTrainer:
@@ -170,6 +170,24 @@ def test_interrupt_before_training_is_answered_with_a_line(run, monkeypatch, cap
     monkeypatch.setattr(PretendTrainer, "__init__", interrupt)
     assert run("my run.yaml").exit_code == 130
     assert "stopped before training began\n" in capfd.readouterr().err
+
+
+def test_signal_during_a_compilation_is_answered_at_once_and_names_it():
+    shown, passed, asked = [], [], []
+    for events in ([], [Compiling(0)], [Compiling(0), step(1)]):
+        stop = GracefulStop(shown.append)
+        listener = stop.watched(passed.append)
+        for event in events:
+            listener(event)
+        with stop.handling(asked.append):
+            signal.raise_signal(signal.SIGINT)
+    usual = "stopping after this step; a second signal skips the save"
+    compiling = (
+        "stopping after this step, which compiles kernels first; a second signal skips the save"
+    )
+    assert shown == [usual, compiling, usual]
+    assert passed == [Compiling(0), Compiling(0), step(1)]
+    assert len(asked) == 3
 
 
 def test_the_second_signal_stops_at_once():

@@ -319,6 +319,11 @@ def test_name_of_a_preset_in_place_of_a_file_is_answered_with_the_command(tmp_pa
             "run.yaml:5: data.input[1]: 'texts/*.txt' matches no file; paths are relative to the "
             "current folder, {here}",
         ),
+        (
+            "model: gpt2\ndata:\n  input: [a.txt, run.yaml, b.txt]\n",
+            "run.yaml:3: data.input[0]: 'a.txt', 'b.txt' match no file; paths are relative to the "
+            "current folder, {here}",
+        ),
     ],
 )
 def test_missing_data_is_reported_only_for_training(tmp_path, monkeypatch, text, expected):

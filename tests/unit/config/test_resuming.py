@@ -208,6 +208,45 @@ def test_folder_without_run_is_refused(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "given", "hint"),
+    [
+        (
+            "model.safetensors",
+            ".",
+            "model.safetensors; this is a model's folder: name the run that it was exported from, "
+            "or load it with transformers",
+        ),
+        (
+            "adapter_config.json",
+            ".",
+            "adapter_config.json; these are exported adapters: name the run that they were "
+            "exported from",
+        ),
+        (
+            "dataset.json",
+            ".",
+            "dataset.json; this is a data set: name a run that was trained on it",
+        ),
+        ("journal", ".", "journal; name the run whose store.flash.path this is"),
+        ("a/config.yaml", ".", "a; name one of the runs in it, such as HERE/a"),
+        ("config.yaml", "checkpoints", "nothing; name the run: HERE"),
+        ("config.yaml", "checkpoints/step-00000001", "nothing; name the run: HERE"),
+        ("config.yaml", "other", "nothing"),
+    ],
+)
+def test_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path, file, given, hint):
+    for folder in ((tmp_path / file).parent, tmp_path / given):
+        folder.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError) as caught:
+        load_run(tmp_path / given)
+    assert str(caught.value) == (
+        f"{tmp_path / given}: expected a run, which has a config.yaml; it holds "
+        + hint.replace("HERE", str(tmp_path))
+    )
+
+
 def test_a_run_of_sgd_keeps_the_weight_decay_that_was_recorded(tmp_path):
     """Runs from before sgd's default became 0 recorded the 0.1 that they trained with."""
     run = {"dir": str(tmp_path)}

@@ -301,6 +301,44 @@ def test_broken_last_record_leaves_no_data_set(tmp_path, tokenizer, monkeypatch)
     )
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "train-bpe:300"])
+def test_all_broken_files_are_named_together(tmp_path, tokenizer, monkeypatch):
+    for name in ("a", "c", "e"):
+        (tmp_path / f"{name}.txt").write_text("good text " * 50)
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "d.jsonl").write_text('{"text": "x"}\n{"text": 1}\n')
+    out = tmp_path.parent / f"{tmp_path.name}-out"
+    not_utf8 = "byte 3 (0xe9) is not UTF-8 text (invalid continuation byte); convert the file to "
+    not_utf8 += "UTF-8 or remove it"
+    lines = [
+        f"{tmp_path / 'b.txt'}: {not_utf8}",
+        f"{tmp_path / 'd.jsonl'}:2: field 'text' must be text, got a number",
+    ]
+    assert refused(tmp_path, [tmp_path], tokenizer, out).split("\n  ") == [
+        "2 input files cannot be used:",
+        *lines,
+    ]
+    for number in range(5):
+        (tmp_path / f"f{number}.txt").write_bytes(b"caf\xe9 au lait")
+    assert refused(tmp_path, [tmp_path], tokenizer, out).split("\n  ") == [
+        "7 input files cannot be used:",
+        *lines,
+        *(f"{tmp_path / f'f{number}.txt'}: {not_utf8}" for number in range(3)),
+        "and 2 more",
+    ]
+    monkeypatch.setattr(build_module, "CHECKED_BYTES", 500)  # c.txt; d.jsonl is not read
+    assert refused(tmp_path, [tmp_path], tokenizer, out) == lines[0]
+    monkeypatch.setattr(build_module, "CHECKED_BYTES", 510)  # to the first record of d.jsonl
+    assert refused(tmp_path, [tmp_path], tokenizer, out) == lines[0]
+    monkeypatch.setattr(build_module, "CHECKED_BYTES", 600)
+    assert refused(tmp_path, [tmp_path], tokenizer, out).split("\n  ") == [
+        "2 input files cannot be used:",
+        *lines,
+        "5 further files were not checked",
+    ]
+    assert not out.exists()
+
+
 def test_existing_output_is_refused(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", random_documents(1, 20))
     build_dataset([source], "bytes", tmp_path / "out")

@@ -299,6 +299,13 @@ def test_missing_inputs_are_refused(tree, tmp_path):
     assert refused(tree, glob="*.md") == f"found no files that match '*.md' in {tree}"
     assert refused() == "found no files in an empty list of inputs"
     assert refused(tree / "*.md") == f"input {tree / '*.md'} does not exist"
+    gone = [tree / "b" / "3.py", *(tmp_path / str(number) for number in range(6))]
+    assert refused(gone[0], tree, *gone[1:3]) == (
+        f"3 inputs do not exist: {gone[0]} (did you mean '2.py'?), {gone[1]}, {gone[2]}"
+    )
+    assert refused(*gone[1:]) == (
+        f"6 inputs do not exist: {', '.join(map(str, gone[1:6]))} and 1 more"
+    )
 
 
 def test_memory_is_bounded_by_the_piece_not_by_the_document(tmp_path):

@@ -30,6 +30,13 @@ def test_sweep_names_its_values(text, values):
     assert Sweep.parse(text).values == tuple(values.split())
 
 
+def test_sweep_that_leaves_numbers_out_says_so():
+    doubles = "engines=1..192 doubles; engines=1..192+N adds N"
+    assert Sweep.parse("engines=1..192").note == doubles
+    for text in ("engines=1..2", "engines=5..5", "engines=1..192+1", "engines=1,2,4"):
+        assert Sweep.parse(text).note == ""
+
+
 @pytest.mark.parametrize(
     "text", ["engines", "engines=", "=1..2", "engines=0..4", "engines=8..4", "engines=1..9+0"]
 )

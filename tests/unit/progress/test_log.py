@@ -1,6 +1,7 @@
 """What a log shows of a run."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,3 +300,24 @@ def test_log_of_a_sparse_run():
     assert "  sparsity 75.00%, 600 entries changed at step 2  " in step_line(progress)
     dense = Progress(Clock()).after(started()).after(step(1))
     assert "sparsity" not in step_line(dense)
+
+
+def test_log_tells_each_change_of_masks_once():
+    printed = io.StringIO()
+    view = LineView(Console(file=printed, width=300), every=2, clock=Clock())
+    view(started(steps=12))
+    changes = {3: 600, 5: 500, 7: 9_000}  # the last one is that of `densify_at`
+    for number in range(1, 13):
+        sparsity = 0.9 if number < 7 else 0.0
+        view(replace(step(number), sparsity=sparsity, changed_entries=changes.get(number, 0)))
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("step ")]
+    told = [re.search(r"sparsity (.*?)  ", line)[1] for line in lines]
+    assert told == [
+        "90.00%",
+        "90.00%",
+        "90.00%, 600 entries changed at step 3",
+        "90.00%, 500 entries changed at step 5",
+        "0.00%, 9.00k entries changed at step 7",
+        "0.00%",
+        "0.00%",
+    ]

@@ -107,6 +107,18 @@ def test_engines_beyond_host_memory_are_refused(tmp_path, layout, open_manager):
     opened.manager.scale(2)  # fewer are always possible
 
 
+def test_request_without_numbers_tells_the_present_ones_and_changes_nothing(open_manager):
+    opened = open_manager()
+    opened.manager._run_in_endpoint(lambda: opened.manager._scale(2, 1))
+    numbers = {"before": 2, "engines": 2, "relays_before": 1, "relays": 1}
+    for body in ({}, {"engines": None, "relays": None}):
+        assert opened.manager._handle_admin_request(body) == numbers
+    coordinator = opened.manager.coordinator
+    assert (coordinator.wanted, coordinator.wanted_relays) == (2, 1)
+    opened.manager.event_queue.report_all()
+    assert [*opened.event_kinds].count("scaled") == 1
+
+
 def test_scaling_up_starts_engines_beside_shards(open_manager):
     opened = open_manager(shards="apart")
     opened.manager.scale(4)
