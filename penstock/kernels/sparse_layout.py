@@ -2,9 +2,10 @@
 
 A matrix is divided into cells: bands of rows times blocks of columns. The inputs of a block stay in
 the first-level cache while the cell's rows pass by. Within a cell, the entries of a row are a
-segment, and segments are ordered by their number of entries: the processor predicts the end of a
-loop that ends as the previous one did. The order of rows changes no result, and the entries of a
-row are added in the order of their columns, whatever the cells.
+segment, and segments ascend by their number of entries: the processor predicts the end of a loop
+that ends as the previous one did, and products that interleave rows take the number of the first
+for all. The order of rows of equal length changes no result, and the entries of a row are added in
+the order of their columns, whatever the cells.
 """
 
 from penstock.kernels.compilation import serial_kernel
@@ -51,7 +52,7 @@ def count_segments(row_starts, columns, block_columns, counts):
 
 @serial_kernel
 def order_segments(counts, rows, band_rows, places, cells, segment_rows, starts):
-    """Order the segments of each cell by their number of entries, then by row.
+    """Order the segments of each cell by their number of entries, ascending, then by row.
 
     The first and the last block of a row have a segment even without entries: sums start and end
     there.

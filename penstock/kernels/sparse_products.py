@@ -37,7 +37,7 @@ from penstock.kernels.sparse_vectors import (
     add_scaled_floats,
     add_scaled_unpacked,
     float_of,
-    rows_together,
+    interleaved_rows,
 )
 from penstock.kernels.vectors import LANES
 
@@ -57,8 +57,9 @@ class BlockedCsr(NamedTuple):
         shape: rows and columns.
         block_columns, band_rows: columns of a block, rows of a band.
         cells: int64 `[bands * blocks + 1]`, the first segment of each cell.
-        rows: int32 `[segments]`.
-        starts: int32 `[segments + 1]`, the first entry of each segment.
+        rows: int32 `[segments]`; a row has at most one segment in a cell.
+        starts: int32 `[segments + 1]`, the first entry of each segment. In a cell, no segment has
+            fewer entries than the one before it: else `multiply` reads beyond it.
         columns: uint16 `[entries]`, from the first column of the block.
         positions: int32 `[entries]`, where each entry's value is in the order of the store.
     """
@@ -145,20 +146,20 @@ def _pack_all_shorts(parts, x, features, tokens, panels, low, high, panel_tokens
 
 
 @inlined
-def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, rows_at_once, width):
+def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, interleaved, width):
     """One thread's tasks, each a band of rows of one panel.
 
     `arrays`: activations and outputs, values and bias, panels of activations, float32 sums, panels
     of outputs (the sums themselves for float32).
     `sizes`: columns and rows, columns of a block, rows of a band, tokens, and whether threads share
     panels: else each has one of its own, and sums of one band.
-    `rows_at_once`: a tuple with an element for each row that is multiplied together.
+    `interleaved`: a tuple with an element for each row that is interleaved.
     """
     x, out, values, bias, panels, sums, outputs = arrays
     columns, rows, block_columns, band_rows, tokens, is_shared = sizes
     cells, segment_rows, starts, local = matrix
     targets, entries = (outputs, sums, bias), (segment_rows, starts, local, values)
-    panel_tokens, group = LANES * len(width), len(rows_at_once)
+    panel_tokens, group = LANES * len(width), len(interleaved)
     bands = (rows + band_rows - 1) // band_rows
     blocks = (cells.size - 1) // bands
     works = (tokens + panel_tokens - 1) // panel_tokens * bands
@@ -183,7 +184,7 @@ def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, rows_a
             for s in range(segment, grouped, group):
                 if blocks > 1:  # else sums are not read
                     fetch_row_ahead(sums, sums_at, segment_rows, s, end_segment, width)
-                add(targets, sums_at, ends, panels, x_at, entries, s, rows_at_once, width)
+                add(targets, sums_at, ends, panels, x_at, entries, s, interleaved, width)
             for s in range(grouped, end_segment):
                 add(targets, sums_at, ends, panels, x_at, entries, s, (0,), width)
         at = (first_sum + first_row) * panel_tokens
@@ -191,29 +192,29 @@ def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, rows_a
 
 
 @kernel
-def _multiply_floats(parts, arrays, matrix, sizes, rows_at_once, width):
+def _multiply_floats(parts, arrays, matrix, sizes, interleaved, width):
     for part in prange(parts):
         _multiply_part(
             _add_floats, pack_floats, unpack_floats, np.int64(part), parts, arrays, matrix, sizes,
-            rows_at_once, width,
+            interleaved, width,
         )  # fmt: skip
 
 
 @kernel
-def _multiply_unpacked(parts, arrays, matrix, sizes, rows_at_once, width):
+def _multiply_unpacked(parts, arrays, matrix, sizes, interleaved, width):
     for part in prange(parts):
         _multiply_part(
             _add_unpacked, pack_shorts, unpack_shorts, np.int64(part), parts, arrays, matrix, sizes,
-            rows_at_once, width,
+            interleaved, width,
         )  # fmt: skip
 
 
 @kernel
-def _multiply_by_dots(parts, arrays, matrix, sizes, rows_at_once, width):
+def _multiply_by_dots(parts, arrays, matrix, sizes, interleaved, width):
     for part in prange(parts):
         _multiply_part(
             _add_by_dots, pack_shorts, unpack_shorts, np.int64(part), parts, arrays, matrix, sizes,
-            rows_at_once, width,
+            interleaved, width,
         )  # fmt: skip
 
 
@@ -387,7 +388,7 @@ def multiply(
     if is_shared:
         pack = _pack_all_floats if is_float else _pack_all_shorts
         pack(parts, x, columns, tokens, panels, 0, count, panel_tokens)
-    run(parts, arrays, matrix[3:7], sizes, (0,) * rows_together(panel_tokens), width)
+    run(parts, arrays, matrix[3:7], sizes, (0,) * interleaved_rows(panel_tokens), width)
 
 
 def entry_gradient(

@@ -2,11 +2,13 @@
 
 A panel holds some tokens of all features, feature after feature: `[feature][token]`. The sums of a
 row of outputs stay in registers while the row's entries pass by: one load of 16 tokens of a feature
-and one multiply-add per 16 tokens. A multiply-add waits for the previous one of its sum, so where
-there are registers for it (`rows_together`), the entries of several rows pass by in turns. No sum
-depends on the other rows. A vector of bfloat16 has 32 tokens, in two vectors of float32
+and one multiply-add per 16 tokens. A vector of bfloat16 has 32 tokens, in two vectors of float32
 sums: the even and the odd ones or, for dot products of pairs, the first and the last four of every
 eight.
+
+A multiply-add waits for the previous one of its sum. So where registers allow it
+(`interleaved_rows`), several rows are interleaved: each iteration multiplies entries of every row.
+No sum depends on the other rows.
 
 The processor's dot product multiplies the features of two entries of a row at once. It adds the
 higher product of a pair first, each rounded once. So the earlier entry is the higher one, and
@@ -44,7 +46,7 @@ from penstock.kernels.vectors import (
     uint32s,
 )
 
-_MOST_ROWS, _SUMS = 4, 16  # rows that are multiplied together, and the registers of their sums
+_MOST_ROWS, _SUMS = 4, 16  # interleaved rows, and registers of their sums
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
 _SIXTEEN = ir.Constant(_WORDS, [16] * LANES)
@@ -70,8 +72,9 @@ _Scale = Callable[[Any, Any, list[Any], Sums], Sums]
 _Join = Callable[[Any, Any, Any], Any]
 
 
-def rows_together(panel_tokens: int) -> int:
-    """How many rows of a matrix are multiplied together, so that their sums are registers.
+def interleaved_rows(panel_tokens: int) -> int:
+    """How many rows of a matrix are interleaved: as many as have registers for their sums, at least
+    one.
 
     Without AVX-512 one row: two brought nothing with AVX2, and it was not measured on Arm.
     """
@@ -197,8 +200,13 @@ class _RowsCode:
         self._sums = [self._vectors_at("sums", place, _FLOATS) for place in places]
         self._outputs = [self._vectors_at("outputs", place, self._kind) for place in places]
 
-    def generate(self, scale: _Scale, together: int, join: _Join | None) -> None:
-        """Generate everything: entries of all rows in turns, then what longer rows have left."""
+    def generate(self, scale: _Scale, unroll: int, join: _Join | None) -> None:
+        """Generate everything: the interleaved entries, then what longer rows have left.
+
+        Args:
+            scale, join: as in `_scaling`.
+            unroll: entries of a row that an iteration multiplies, a power of two.
+        """
         builder, width = self._builder, self._width
 
         def of_row(n: int, flat: Sums) -> Sums:
@@ -213,18 +221,18 @@ class _RowsCode:
         def add_to_all(offset: Any, flat: Sums) -> Sums:
             begins = enumerate(self._bounds[:-1])
             added = [
-                add(builder.add(begin, offset), together, of_row(n, flat)) for n, begin in begins
+                add(builder.add(begin, offset), unroll, of_row(n, flat)) for n, begin in begins
             ]
             return [total for totals in added for total in totals]
 
         # The first segment has the fewest entries.
-        least = self._whole(builder.sub(self._bounds[1], self._bounds[0]), together)
+        shortest = self._whole(builder.sub(self._bounds[1], self._bounds[0]), unroll)
         started = [total for n in range(len(self._rows)) for total in self._started(n)]
-        flat = for_entries(builder, ir.Constant(_I64, 0), least, started, add_to_all, together)
+        flat = for_entries(builder, ir.Constant(_I64, 0), shortest, started, add_to_all, unroll)
         is_last = self._given["is_last"][1]
         for n, begin in enumerate(self._bounds[:-1]):
-            totals, entry = of_row(n, flat), builder.add(begin, least)
-            for count in (1,) if n == 0 or together == 1 else (together, 1):
+            totals, entry = of_row(n, flat), builder.add(begin, shortest)
+            for count in (1,) if n == 0 or unroll == 1 else (unroll, 1):
                 left = self._whole(builder.sub(self._bounds[n + 1], entry), count)
                 end = builder.add(entry, left)
                 body = functools.partial(lambda count, at, own: add(at, count, own), count)
@@ -257,15 +265,15 @@ class _RowsCode:
 
 
 def _scaling(
-    scale: _Scale, together: int, least: int, values_type: Any, join: _Join | None = None
+    scale: _Scale, unroll: tuple[int, int], values_type: Any, join: _Join | None = None
 ) -> Any:
     """Generate the sums of scaled features.
 
     Args:
         scale: adds entries of a row to its sums, from the address of their values and those of
-            their features: one entry, or as many as are multiplied together.
-        together: entries of all rows that are multiplied together, a power of two.
-        least: those of one row, if there are many rows.
+            their features: one entry, or as many as `unroll` says.
+        unroll: entries of a row that an iteration multiplies, for one row and for interleaved rows;
+            powers of two.
         join: 32 patterns, in the order of tokens, of two vectors of rounded sums; None for float32.
     """
 
@@ -298,7 +306,7 @@ def _scaling(
             pairs = zip(signature.args, arguments, strict=True)
             given = dict(zip(_ARGUMENTS, pairs, strict=False))
             code = _RowsCode(context, builder, given, rows.count, width.count)
-            code.generate(scale, max(least, together // rows.count), join)
+            code.generate(scale, unroll[rows.count > 1], join)
             return context.get_dummy_value()
 
         places = (outputs, sums, types.intp, bias, types.boolean, types.boolean)
@@ -308,7 +316,7 @@ def _scaling(
     return add_scaled
 
 
-add_scaled_floats = _scaling(_scale_floats, 4, 1, types.float32)
+add_scaled_floats = _scaling(_scale_floats, (4, 2), types.float32)
 """In a kernel: add to the sums of some rows of outputs their entries times the features of their
 columns.
 
@@ -319,9 +327,9 @@ each segment; the start of each segment; local columns, uint16; float32 values; 
 `rows`, a tuple with an element for each segment, of which the first has the fewest entries;
 `width`.
 """
-add_scaled_unpacked = _scaling(_scale_unpacked, 4, 1, types.float32, joined)
+add_scaled_unpacked = _scaling(_scale_unpacked, (4, 1), types.float32, joined)
 """The same for panels of bfloat16 patterns, on any processor."""
-add_scaled_by_dots = _scaling(_scale_by_dots, 2, 2, types.uint16, _join_fours)
+add_scaled_by_dots = _scaling(_scale_by_dots, (2, 2), types.uint16, _join_fours)
 """The same with the processor's dot product of bfloat16 pairs; values are bfloat16 patterns too.
 
 It takes denormals for 0.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from penstock.kernels.pair_code import has_bfloat16_dot
-from penstock.kernels.sparse_vectors import rows_together
+from penstock.kernels.sparse_vectors import interleaved_rows
 from penstock.sparsity.layout import SparseLayout
 from penstock.sparsity.product_choice import (
     LEAST_BLOCK_COLUMNS,
@@ -172,11 +172,11 @@ class _Case:
         ]
 
     def panels(self, name: str) -> tuple[int, ...]:
-        """The largest two sizes of panels; for sums of rows, of those that leave registers for
-        several rows, if any do."""
+        """The largest two sizes of panels; for sums of rows, of those with which rows are
+        interleaved, if there are any."""
         sizes = panel_sizes(self.dtype, self.tokens)
         if name != "weight_gradient":
-            sizes = tuple(size for size in sizes if rows_together(size) > 1) or sizes
+            sizes = tuple(size for size in sizes if interleaved_rows(size) > 1) or sizes
         return sizes[-2:]
 
     @property

@@ -14,6 +14,8 @@ import pytest
 import scipy.sparse
 import torch
 
+from penstock.kernels import sparse_products
+from penstock.kernels.pair_code import has_bfloat16_dot
 from penstock.kernels.sparse_expansion import bitmap_of, collect, expand, expand_marked
 from penstock.kernels.sparse_products import BlockedCsr, entry_gradient, gather, multiply
 from penstock.kernels.sparse_vector_product import multiply_vector
@@ -110,6 +112,37 @@ def threads_of(count: int) -> Iterator[None]:
         yield
     finally:
         numba.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bfloat16"), [(np.float32, "unpacked"), (np.uint16, "unpacked"), (np.uint16, "dots")]
+)
+@pytest.mark.parametrize("interleaved", [2, 3, 4])
+def test_interleaved_rows_change_no_bit(interleaved, dtype, bfloat16, monkeypatch):
+    """The segments of a cell have from none to many entries, also equally many, and their number is
+    no multiple of the interleaved rows."""
+    if bfloat16 == "dots" and not has_bfloat16_dot():
+        pytest.skip("this processor has no dot product of bfloat16")
+    generator = np.random.default_rng(interleaved)
+    mask = generator.random((53, 90)) < np.minimum(1, generator.pareto(1, (53, 1)) / 5)
+    mask[7:12] = False
+    starts = np.concatenate([[0], np.cumsum(mask.sum(axis=1))])
+    layout = Rows(mask.shape, starts, np.nonzero(mask)[1].astype(np.int32), NONE)
+    matrix = layout.blocked(40, 23)
+    x = numbers(1, 70 * 90, np.float32)
+    weights = gather(numbers(2, starts[-1], np.float32), matrix.positions, "unpacked")
+    if dtype == np.uint16:
+        x = (x.view(np.uint32) >> 16).astype(np.uint16)
+    if bfloat16 == "dots":
+        weights = (weights.view(np.uint32) >> 16).astype(np.uint16)
+    results = []
+    for rows in (1, interleaved):
+        monkeypatch.setattr(sparse_products, "interleaved_rows", lambda _, rows=rows: rows)
+        out = np.empty(70 * 53, dtype)
+        multiply(matrix, weights, x, out, panel_tokens=64, bfloat16=bfloat16)
+        results.append(out)
+    assert results[0].any()
+    np.testing.assert_array_equal(*results)
 
 
 def test_the_gradient_of_no_tokens_is_zero():

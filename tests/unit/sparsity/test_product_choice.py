@@ -108,6 +108,18 @@ def test_the_fastest_way_is_chosen(clock):
 
 
 @pytest.mark.parametrize(
+    ("most_tokens", "panels"), [(128, (64, 128)), (512, (128, 256)), (32, (128, 256))]
+)
+def test_sums_are_measured_with_panels_that_interleave_rows(monkeypatch, most_tokens, panels):
+    monkeypatch.setattr(
+        product_measurement, "interleaved_rows", lambda tokens: 1 + (tokens <= most_tokens)
+    )
+    case = product_measurement._Case((64, 64), torch.bfloat16, 0.9, 256)
+    assert case.panels("forward") == case.panels("input_gradient") == panels
+    assert case.panels("weight_gradient") == (128, 256)
+
+
+@pytest.mark.parametrize(
     ("band", "outputs", "inputs"), [(64, 64, 64), (128, 128, 128), (900, 600, 300)]
 )
 def test_the_fastest_blocks_are_measured_with_every_band(clock, band, outputs, inputs):
