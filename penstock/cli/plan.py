@@ -222,8 +222,10 @@ def _sweep(
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:
         _print_table(console, sweep.key, points)
-        if sweep.note:
-            console.print(sweep.note, markup=False, highlight=False)
+        if sweep.omits_numbers:
+            given = f"{sweep.key}={sweep.values[0]}..{sweep.values[-1]}"
+            note = f"{given} doubles; {given}+N adds N"
+            console.print(note, markup=False, highlight=False)
     if csv is not None:
         csv.write_text(as_csv(sweep, points))
     if plot is not None:

@@ -15,14 +15,15 @@ def scale(
         list[str] | None,
         typer.Argument(
             metavar="engines=NUMBER relays=NUMBER",
-            help="New numbers, one or both. Without any: print the present ones.",
+            help="New numbers, one or both. Without any: print how many are wanted and ready.",
         ),
     ] = None,
 ) -> None:
     """Change the number of engines of RUN from its next step; the result stays the same to the bit.
 
     Without `relays` their number follows from `fabric.relays`. Needs a run with `cluster.start`
-    other than none, started by the same user.
+    other than none, started by the same user. Without numbers nothing changes: the command prints
+    how many engines and relays the run wants, and how many of them are ready.
     """
     from penstock.errors import ConfigError, numbered
 
@@ -40,7 +41,9 @@ def scale(
     done = order(run, wanted.get("engines"), wanted.get("relays"))
     engines, relays = numbered(done.engines_before, "engine"), numbered(done.relays_before, "relay")
     if not wanted:
-        present = f"{engines} and {relays}" if done.relays_before else engines
+        present = f"{engines} wanted, {done.engines_ready} ready"
+        if done.relays_before or done.relays_ready:
+            present += f"; {relays} wanted, {done.relays_ready} ready"
         typer.echo(f"{run}: {present}; to change: penstock scale {quote(str(run))} engines=NUMBER")
         return
     typer.echo(f"{run}: {engines} now, {done.engines} from the next step")

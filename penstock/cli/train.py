@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.models import ModelSource
     from penstock.progress import View
-    from penstock.telemetry import Event, Listener
+    from penstock.telemetry import Compiling, Event, Listener
     from penstock.training import Trainer
 
 
@@ -225,15 +225,24 @@ class GracefulStop:
         self._show = show
         self.signal: int | None = None
         self._request_stop: Callable[[str], Any] | None = None
-        self._compiles = False  # whether kernels have been compiled in the step in progress
+        self._compiling: Compiling | None = None  # the last one, while more kernels may follow
 
     def watched(self, listener: Listener) -> Listener:
-        """Return a listener that passes events on; a step that compiles is then named as such."""
-        from penstock.telemetry import Compiling, StepDone
+        """Return a listener that passes events on; a step that may compile is then named as such.
+
+        Compilations in the `FIRST_STEPS` steps that follow a `Compiling` have no event of their
+        own. If an evaluation compiled, nothing more follows.
+        """
+        from penstock.telemetry import FIRST_STEPS, Compiling, Evaluated, StepDone
 
         def pass_on(event: Event) -> None:
-            if isinstance(event, Compiling | StepDone):
-                self._compiles = isinstance(event, Compiling)
+            if isinstance(event, Compiling):
+                self._compiling = event
+            elif self._compiling is not None and isinstance(event, StepDone | Evaluated):
+                begun = self._compiling.step
+                is_of_evaluation = isinstance(event, Evaluated) and event.step == begun
+                if is_of_evaluation or event.step >= begun + FIRST_STEPS:
+                    self._compiling = None
             listener(event)
 
         return pass_on
@@ -262,8 +271,8 @@ class GracefulStop:
             self.signal = number
             if number == signal.SIGHUP:
                 output.leave(terminals)
-            step = "this step, which compiles kernels first" if self._compiles else "this step"
-            self._show(f"stopping after {step}; a second signal skips the save")
+            may = "" if self._compiling is None else ", which may have kernels to compile"
+            self._show(f"stopping after this step{may}; a second signal skips the save")
             request_stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
         terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]

@@ -96,9 +96,11 @@ def check_data(config: Config, origin: Origin | None = None) -> None:
     missing = [number for number, name in enumerate(data.input) if not _matches_something(name)]
     if missing:
         names = few([repr(data.input[number]) for number in missing])
+        is_one = len(missing) == 1
+        key = ("data", "input", missing[0]) if is_one else ("data", "input")
         raise ConfigError(
-            f"{origin.named(('data', 'input', missing[0]))}{names} "
-            f"{'matches' if len(missing) == 1 else 'match'} no file; paths are relative to the "
+            f"{origin.named(key)}{names} "
+            f"{'matches' if is_one else 'match'} no file; paths are relative to the "
             f"current folder, {Path.cwd()}"
         )
 

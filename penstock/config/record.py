@@ -130,14 +130,16 @@ def load_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _hint(folder: Path) -> str:
     """Return what to give instead of a folder that is no run; empty if there is no hint."""
-    whole = folder.absolute()
+    whole = folder.resolve()
+    for above in (whole.parent, whole.parent.parent):
+        if _has_record(above):
+            return f"; name the run: {above}"
     if _holds_store(folder):
         return "; name the run whose store.flash.path this is"
     if (folder / "dataset.json").is_file():
         return "; this is a data set: name a run that was trained on it"
-    for above in (whole.parent, whole.parent.parent):
-        if (above / FILE_NAME).is_file() and whole.is_relative_to(above / "checkpoints"):
-            return f"; name the run: {above}"
+    if (folder / "state.json").is_file():
+        return "; this is a checkpoint: name the run that wrote it"
     if (folder / "adapter_config.json").is_file():
         return "; these are exported adapters: name the run that they were exported from"
     if any(folder.glob("*.safetensors")):
@@ -145,8 +147,18 @@ def _hint(folder: Path) -> str:
             "; this is a model's folder: name the run that it was exported from, or load it with "
             "transformers"
         )
-    runs = sorted(path.parent for path in folder.glob(f"*/{FILE_NAME}"))
+    runs = sorted(filter(_has_record, (path.parent for path in folder.glob(f"*/{FILE_NAME}"))))
     return f"; name one of the runs in it, such as {runs[0]}" if runs else ""
+
+
+def _has_record(folder: Path) -> bool:
+    """Return whether a folder has the record of a run, and no other file of that name."""
+    if is_run(folder):
+        return True  # perhaps of an older release, whose records have no checksum
+    try:
+        return _SEAL in read_plain(folder / FILE_NAME, MAX_BYTES)
+    except OSError:
+        return False
 
 
 def no_such_run(path: Path) -> ConfigError:

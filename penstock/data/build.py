@@ -14,18 +14,18 @@ from penstock.data.manifest import CONTENTS, MANIFEST_NAME, Content, Manifest
 from penstock.data.packing import Packer, RecordPacker, TextPacker, hash_share
 from penstock.data.publish import published_folder
 from penstock.data.shards import CHUNK_BYTES, SHARD_BYTES
-from penstock.data.sources import Pair, TextPiece, find_files, read_pairs, read_pieces
+from penstock.data.sources import BLOCK_BYTES, Pair, TextPiece, find_files, read_pairs, read_pieces
 from penstock.data.tokenizers import Tokenizer, load_tokenizer, train_bpe, train_size
-from penstock.errors import ConfigError, DataError, did_you_mean
+from penstock.errors import ConfigError, DataError, did_you_mean, numbered
 
 # A tokenizer is trained on at most about this much text, sampled evenly from the whole. On 30 MB of
 # source code, 4096 tokens trained on half of it produce 0.5% more tokens than those trained on all
 # of it. Training takes seconds whatever the size of the corpus.
 TRAINING_BYTES = 2**24
 
-CHECKED_BYTES = 2**30
-"""After a broken file, the input bytes in which others are looked for."""
-_MOST_ERRORS = 5
+CHECKED_FILES, CHECKED_BYTES = 100, 2**26
+"""After a broken file, the files, and about the bytes of them, that are read to find others."""
+_MOST_ERRORS = 5  # in one message
 
 Progress = Callable[[str, int, int], None]
 _Part = TypeVar("_Part", TextPiece, Pair)
@@ -76,7 +76,9 @@ class _Corpus:
                     done += part.input_bytes
                     self.on_progress(phase, min(done, self.total_bytes), self.total_bytes)
             except DataError as error:
-                raise _with_later(error, self.files[number:], read) from None
+                if (all_found := _with_later(error, path, self.files[number:], read)) is error:
+                    raise
+                raise all_found from error.__cause__
         self.on_progress(phase, self.total_bytes, self.total_bytes)
 
 
@@ -153,30 +155,42 @@ def build_dataset(
 
 
 def _with_later(
-    first: DataError, later: Sequence[Path], read: Callable[[Path], Iterator[TextPiece | Pair]]
+    first: DataError,
+    first_path: Path,
+    later: Sequence[Path],
+    read: Callable[[Path], Iterator[TextPiece | Pair]],
 ) -> DataError:
-    """Return the error of a file with the errors of the later files, of which a bounded number of
-    bytes is read."""
-    errors, left, unread = [str(first)], CHECKED_BYTES, len(later)
-    for path in later:
-        if left <= 0:
-            break
-        unread -= 1
-        try:
-            for part in read(path):
-                left -= part.input_bytes
-                if left <= 0:
-                    break
-        except DataError as error:
-            errors.append(str(error))
-    if len(errors) == 1:
+    """Return the error of a file together with those of later files, of which a bounded part is
+    read. Ctrl-C ends the search, not the report."""
+    lines, broken, checked, left = [str(first)], 1, 0, CHECKED_BYTES
+    paths = {str(first).replace(str(first_path), ""): first_path}  # by the text without the path
+    try:
+        for path in later[:CHECKED_FILES]:
+            try:
+                for part in read(path):
+                    left -= part.input_bytes
+                    if left <= 0:
+                        break
+            except DataError as error:
+                left -= BLOCK_BYTES  # of which no part was yielded
+                broken += 1
+                if len(lines) < _MOST_ERRORS:
+                    same = paths.setdefault(str(error).replace(str(path), ""), path)
+                    lines.append(str(error) if same is path else f"{path}: as {same}")
+                checked += 1
+            else:
+                checked += left > 0
+            if left <= 0:
+                break
+    except KeyboardInterrupt:
+        pass  # the files that were not checked are counted below
+    if broken == 1:
         return first
-    lines = [f"{len(errors)} input files cannot be used:", *errors[:_MOST_ERRORS]]
-    if (more := len(errors) - _MOST_ERRORS) > 0:
-        lines.append(f"and {more} more")
-    if unread:
-        lines.append(f"{unread} further files were not checked")
-    return DataError("\n  ".join(lines))
+    if broken > len(lines):
+        lines.append(f"and {broken - len(lines)} more")
+    if checked < len(later):
+        lines.append(f"not checked: {numbered(len(later) - checked, 'further file')}")
+    return DataError("\n  ".join([f"{broken} input files cannot be used:", *lines]))
 
 
 def _reader(

@@ -37,11 +37,12 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """The values of a key, as `--sweep` names them; `note` says which of a range are left out."""
+    """The values of a key, as `--sweep` names them; `omits_numbers` says whether a range doubles
+    and so leaves numbers out."""
 
     key: str
     values: tuple[str, ...]
-    note: str = ""
+    omits_numbers: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
@@ -68,10 +69,8 @@ class Sweep:
                 f"--sweep: expected at most {_MOST_VALUES} values, got {len(numbers)}; choose a "
                 "larger step"
             )
-        note = ""
-        if not step and len(numbers) < last - first + 1:
-            note = f"{text} doubles; {text}+N adds N"
-        return cls(key, tuple(map(str, numbers)), note)
+        omits_numbers = not step and len(numbers) < last - first + 1
+        return cls(key, tuple(map(str, numbers)), omits_numbers)
 
 
 def _doubling(first: int, last: int) -> list[int]:

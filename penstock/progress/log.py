@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -79,7 +79,7 @@ class LineView(View):
         self._clock = clock
         self._printed_at = clock()
         self._progress = Progress(clock)
-        self._shown_change: StepDone | None = None  # of the masks, in the last line of a step
+        self._changes: list[StepDone] = []  # which changed masks since the last line of a step
 
     def __call__(self, event: Event) -> None:
         self._progress = self._progress.after(event)
@@ -87,11 +87,14 @@ class LineView(View):
         if isinstance(event, StepDone):
             if started is None or self._quiet:
                 return  # a step outside of `train`
+            self._changes = [change for change in self._changes if change.step < event.step]
+            if event.changed_entries:
+                self._changes.append(event)
             silence = self._clock() - self._printed_at
             is_due = event.step % self._every == 0 or silence >= _LONGEST_SILENCE_SECONDS
             if is_due or event.step in (1, started.steps):
-                self._print(step_line(self._progress, self._shown_change))
-                self._shown_change = self._progress.mask_change
+                self._print(step_line(self._progress, self._changes))
+                self._changes = []
         elif isinstance(event, Evaluating):
             if not self._quiet and self._clock() - self._printed_at >= _LONGEST_SILENCE_SECONDS:
                 self._print(f"step {event.step}  {evaluating(self._progress)}")
@@ -108,8 +111,8 @@ class LineView(View):
         self._printed_at = self._clock()
 
 
-def step_line(progress: Progress, shown_change: StepDone | None = None) -> str:
-    """Return the line of the last step; without the change of masks that an earlier line has."""
+def step_line(progress: Progress, changes: Sequence[StepDone] | None = None) -> str:
+    """Return the line of the last step; `changes` as of `sparsity_of`."""
     started, last = progress.started, progress.last
     assert started is not None
     assert last is not None
@@ -123,7 +126,7 @@ def step_line(progress: Progress, shown_change: StepDone | None = None) -> str:
         f"engine {show_bytes(last.engine_bytes)}",
     ]
     if last.sparsity is not None:
-        parts.append(f"sparsity {sparsity_of(progress, shown_change)}")
+        parts.append(f"sparsity {sparsity_of(progress, changes)}")
     if last.cycles is not None:
         parts.append(f"{show_count(last.cycles.closed_form + last.cycles.simulated)} cycles")
     if last.flash_written_bytes:
@@ -150,16 +153,24 @@ def time_left(progress: Progress) -> str:
     return f"{about}{show_duration(progress.seconds_left)} left"
 
 
-def sparsity_of(progress: Progress, shown_change: StepDone | None = None) -> str:
-    """Return the sparsity after the last step, and the last change of the masks if there was one
-    other than `shown_change`."""
-    last, change = progress.last, progress.mask_change
+def sparsity_of(progress: Progress, changes: Sequence[StepDone] | None = None) -> str:
+    """Return the sparsity after the last step, and how many entries `changes` of the masks dropped
+    or grew.
+
+    **Arguments:** `changes` are in the order of their steps; by default the last one of the run.
+    """
+    last = progress.last
     assert last is not None
     assert last.sparsity is not None
     text = show_sparsity(last.sparsity)
-    if change is None or change is shown_change:
+    if changes is None:
+        changes = [] if progress.mask_change is None else [progress.mask_change]
+    if not changes:
         return text
-    return f"{text}, {show_count(change.changed_entries)} entries changed at step {change.step}"
+    entries = show_count(sum(change.changed_entries for change in changes))
+    first = changes[0].step
+    when = f"at step {first}" if len(changes) == 1 else f"since step {first - 1}"
+    return f"{text}, {entries} entries changed {when}"
 
 
 def show_loss(loss: float, unit: str) -> str:

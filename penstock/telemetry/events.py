@@ -108,7 +108,10 @@ class StepCycles:
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step was committed. `engine_bytes` and `store_bytes` are the peak of the step.
+    """A step was committed.
+
+    `engine_bytes` is the peak memory of an engine since its process started, `store_bytes` the
+    memory of the store after the step.
 
     `streamed_bytes` went from the store to engines; `gradient_bytes` came back. `grad_norm` is
     measured before clipping. `clip_scale` is the clipping factor (1 without clipping).

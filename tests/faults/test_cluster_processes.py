@@ -149,7 +149,9 @@ def test_losses_and_scaling_do_not_change_bits(text, tmp_path, monkeypatch, caps
         assert penstock(monkeypatch, "scale", str(record.parent), "engines=4") == 0
         assert "2 engines now, 4 from the next step" in capsys.readouterr().out
         assert penstock(monkeypatch, "scale", str(record.parent)) == 0
-        assert ": 4 engines; to change: penstock scale " in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert ": 4 engines wanted, " in told
+        assert " ready; to change: penstock scale " in told
         run.train(1)
         assert penstock(monkeypatch, "scale", str(record.parent), "engines=9") == 2
         error = "expected 1 to 8"

@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/run_folder.md").read_text(encoding="utf-8")
 EVENTS = ("step", "evaluation", "checkpoint", "cluster", "report")
 FLASH = {"store": {"dram": "16MiB"}}
+SHARDED = {"store": {"dram": "32MiB", "shards": 2}}
 SPARSE = {"sparsity": {"method": "set", "sparsity": 0.5, "update_every": 2, "update_end": 4}}
-KINDS = {"dense": {}, "sparse": SPARSE, "flash": FLASH}
+KINDS = {"dense": {}, "sparse": SPARSE, "flash": FLASH, "sharded": SHARDED}
 
 
 def section(event):
@@ -67,6 +68,7 @@ def generic(path):
     if path.startswith(("model/", "tensorboard/", "workers/")):
         return path.partition("/")[0] + "/"
     path = re.sub(r"step-\d+", "step-00000500", path)
+    path = re.sub(r"shard-\d+", "shard-0", path)
     return re.sub(r"(stage|train|validation)-\d+", r"\1-00000", path)
 
 
@@ -82,9 +84,14 @@ def test_page_names_every_file_and_every_key_that_a_run_writes(kind, tmp_path):
     files, _, rest = PAGE.partition("With `store.flash.path`")
     written = {generic(p.relative_to(run).as_posix()) for p in run.rglob("*") if p.is_file()}
     assert written - rows_of(files) == set()
-    if kind == "flash":
-        on_flash = {path.name for path in (tmp_path / "flash").iterdir()}
-        assert on_flash - rows_of(rest.partition("## metrics")[0]) == set()
+    if "store" in KINDS[kind]:
+        flash = tmp_path / "flash"
+        paths = [path for path in flash.rglob("*") if path.is_file()]
+        on_flash = {generic(path.relative_to(flash).as_posix()) for path in paths}
+        documented = rows_of(rest.partition("## metrics")[0])
+        of_shards = {name for name in documented if name.startswith("shard")}
+        alone = {"journal", "extents"}
+        assert on_flash == (documented - of_shards if kind == "flash" else documented - alone)
     else:
         other = {"model/", "tensorboard/", "cluster.json", "workers/"}
         assert rows_of(files) - written == other

@@ -1,5 +1,7 @@
 """The tables of the Python reference name what its directives document, and all of it exists."""
 
+import ast
+import inspect
 import re
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +39,41 @@ def documented(section):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_tables_name_what_the_directives_document(section):
     assert sorted(listed(section)) == sorted(documented(section))
+
+
+def printed_calls(section):
+    """The calls in the first column of a section's tables: each name with its arguments."""
+    cells = [line.split(" | ")[0] for line in SECTIONS[section].splitlines() if line[:3] == "| `"]
+    return [call for cell in cells for call in re.findall(r"`([\w.]+)\((.*?)\)`", cell)]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_tables_print_the_real_arguments(section):
+    objects = documented(section)
+    for name, printed in printed_calls(section):
+        real = dict(inspect.signature(objects[name]).parameters)
+        real.pop("self", None)
+        arguments = printed.split(", ") if printed else []
+        takes_more = real.pop("options", None) is not None  # listed in the docstring
+        required = [one.name for one in real.values() if one.default is one.empty]
+        if "..." in arguments:
+            arguments.remove("...")
+            required = []
+        elif any(argument.startswith('"') for argument in arguments):
+            assert len(arguments) == len(required) == 1, name
+            continue
+        for place, argument in enumerate(arguments):
+            key, equals, default = argument.partition("=")
+            if takes_more and key not in real:
+                assert f"`{key}`" in objects[name].__doc__, f"{name} has no option {key}"
+                continue
+            assert key in real, f"{name} has no argument {key}"
+            if not equals:
+                assert [*real][place] == key, f"{key} of {name} has another place"
+            elif default != "...":
+                assert real[key].default == ast.literal_eval(default), f"default of {key}, {name}"
+        named = [argument.partition("=")[0] for argument in arguments]
+        assert set(required) <= set(named), name
 
 
 def test_tables_name_every_error_with_its_exit_code():

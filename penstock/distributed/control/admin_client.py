@@ -17,19 +17,22 @@ _SECONDS = 10.0  # time limit for the reply
 
 @dataclass(frozen=True)
 class Scaled:
-    """The numbers of engines and relays of a run: before a request, and from its next step on."""
+    """The wanted numbers of engines and relays of a run: before a request, and from its next step
+    on. Without a change also how many of them are ready; those do not count that still start."""
 
     engines_before: int
     engines: int
     relays_before: int
     relays: int
+    engines_ready: int = 0
+    relays_ready: int = 0
 
 
 def scale(run: Path, engines: int | None = None, relays: int | None = None) -> Scaled:
     """Set a running trainer's number of engines, of relays, or both, from its next step on.
 
     Without a number of engines it stays; without one of relays it follows from `fabric.relays`.
-    Without both nothing changes: the result has the present numbers.
+    Without both nothing changes: the result has the wanted numbers, and those that are ready.
 
     Raises:
         ConfigError: the run does not exist, is not training, or cannot have these numbers.
@@ -49,9 +52,12 @@ def scale(run: Path, engines: int | None = None, relays: int | None = None) -> S
             f"give {given} to penstock train"
         )
     reply = _request(run, {"engines": engines, "relays": relays})
+    is_question = engines is None and relays is None
     if "error" in reply:
-        raise ConfigError(f"{run}: {reply['error']}")
-    keys = ("before", "engines", "relays_before", "relays")
+        hint = "; does the run use the same version of Penstock?" if is_question else ""
+        raise ConfigError(f"{run}: {reply['error']}{hint}")
+    keys = ["before", "engines", "relays_before", "relays"]
+    keys += ["engines_ready", "relays_ready"] if is_question else []
     numbers = [number for key in keys if type(number := reply.get(key)) is int]
     if len(numbers) < len(keys):
         raise ProtocolError(

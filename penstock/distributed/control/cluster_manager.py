@@ -356,9 +356,15 @@ class ClusterManager:
     def _handle_admin_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Change the numbers of an admin request; one without any only asks. Return the reply."""
         if body.get("engines") is None and body.get("relays") is None:
-            engines, relays = self.coordinator.wanted, self.coordinator.wanted_relays
-            before = {"before": engines, "relays_before": relays}
-            return {"engines": engines, "relays": relays, **before}
+            coordinator, relays = self.coordinator, self.coordinator.wanted_relays
+            return {
+                "before": coordinator.wanted,
+                "engines": coordinator.wanted,
+                "engines_ready": len(coordinator.ready),
+                "relays_before": relays,
+                "relays": relays,
+                "relays_ready": len(coordinator.membership.relays),
+            }
         try:
             wanted = self.coordinator.wanted
             if body.get("engines") is not None:

@@ -10,9 +10,10 @@ import pytest
 
 from penstock.cli.scale import scale
 from penstock.distributed import control
+from penstock.distributed.control import admin_client
 from penstock.distributed.control.admin_client import Scaled
 from penstock.distributed.rendezvous_file import NAME, write_record
-from penstock.errors import ClusterError, ConfigError
+from penstock.errors import ClusterError, ConfigError, ProtocolError
 
 
 def test_invalid_number_of_engines_is_refused(tmp_path):
@@ -75,11 +76,14 @@ def test_numbers_are_told_in_words_that_agree_with_them(monkeypatch, capsys, don
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        (Scaled(1, 1, 0, 0), "my run: 1 engine; "),
-        (Scaled(4, 4, 2, 2), "my run: 4 engines and 2 relays; "),
+        (Scaled(1, 1, 0, 0, 0), "my run: 1 engine wanted, 0 ready; "),
+        (
+            Scaled(4, 4, 2, 2, 2, 1),
+            "my run: 4 engines wanted, 2 ready; 2 relays wanted, 1 ready; ",
+        ),
     ],
 )
-def test_present_numbers_are_told_with_the_command_that_changes_them(
+def test_wanted_and_ready_numbers_are_told_with_the_command_that_changes_them(
     monkeypatch, capsys, now, said
 ):
     asked = []
@@ -93,6 +97,19 @@ def test_present_numbers_are_told_with_the_command_that_changes_them(
     usage = "to change: penstock scale 'my run' engines=NUMBER\n"
     assert capsys.readouterr().out == said + usage
     assert asked == [(Path("my run"), None, None)]
+
+
+def test_answer_of_an_older_run_names_the_version(tmp_path, monkeypatch):
+    write_record(tmp_path, ("127.0.0.1", 1), "a token")
+    told = {"error": "engines: expected 1 to 8 (one micro-batch each), got None"}
+    monkeypatch.setattr(admin_client, "_request", lambda *_: told)
+    with pytest.raises(ConfigError, match=r"got None; does the run use the same version of Pen"):
+        scale(tmp_path)
+    with pytest.raises(ConfigError, match=r"got None$"):
+        scale(tmp_path, ["engines=9"])
+    told = {"before": 2, "engines": 2, "relays_before": 0, "relays": 0}
+    with pytest.raises(ProtocolError, match=r"expected the numbers of engines and relays"):
+        scale(tmp_path)
 
 
 def test_run_without_cluster_has_no_number_to_tell(tmp_path):

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import warm_start
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.cli.train import GracefulStop, next_commands, timing_preparation
 from penstock.errors import ConfigError
-from penstock.telemetry.events import ClusterEvent, Compiling, Finished, Stopped
+from penstock.telemetry.events import ClusterEvent, Compiling, Evaluated, Finished, Stopped
 
 
 class PretendTrainer:
@@ -172,22 +173,40 @@ def test_interrupt_before_training_is_answered_with_a_line(run, monkeypatch, cap
     assert "stopped before training began\n" in capfd.readouterr().err
 
 
-def test_signal_during_a_compilation_is_answered_at_once_and_names_it():
+def test_signal_names_a_step_that_may_compile():
+    """In the order in which a run that begins at step 0 and compiles in step 1, in step 2 and in
+    the evaluation after step 4 tells its events."""
+    evaluated = Evaluated(1, 2.0, None, 0.1, True)
+    order = [
+        (None, ""),
+        (Compiling(0), "may"),
+        (step(1), "may"),  # step 2 compiles the kernels of updates
+        (evaluated, "may"),
+        (step(2), ""),
+        (replace(evaluated, step=2), ""),
+        (step(3), ""),
+        (step(4), ""),
+        (Compiling(4, again=True), "may"),
+        (replace(evaluated, step=4), ""),
+        (Compiling(4, again=True), "may"),  # in step 5
+        (step(5), "may"),
+        (step(6), ""),
+    ]
     shown, passed, asked = [], [], []
-    for events in ([], [Compiling(0)], [Compiling(0), step(1)]):
-        stop = GracefulStop(shown.append)
-        listener = stop.watched(passed.append)
-        for event in events:
+    stops = [GracefulStop(shown.append) for _ in order]
+    listeners = [stop.watched(passed.append) for stop in stops]
+    for number, (event, _) in enumerate(order):
+        for listener in listeners[number:] if event is not None else ():
             listener(event)
-        with stop.handling(asked.append):
+        with stops[number].handling(asked.append):
             signal.raise_signal(signal.SIGINT)
-    usual = "stopping after this step; a second signal skips the save"
-    compiling = (
-        "stopping after this step, which compiles kernels first; a second signal skips the save"
-    )
-    assert shown == [usual, compiling, usual]
-    assert passed == [Compiling(0), Compiling(0), step(1)]
-    assert len(asked) == 3
+    may = ", which may have kernels to compile"
+    assert shown == [
+        f"stopping after this step{may if compiles else ''}; a second signal skips the save"
+        for _, compiles in order
+    ]
+    assert passed.count(step(6)) == 1
+    assert len(asked) == len(order)
 
 
 def test_the_second_signal_stops_at_once():

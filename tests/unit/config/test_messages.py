@@ -321,7 +321,7 @@ def test_name_of_a_preset_in_place_of_a_file_is_answered_with_the_command(tmp_pa
         ),
         (
             "model: gpt2\ndata:\n  input: [a.txt, run.yaml, b.txt]\n",
-            "run.yaml:3: data.input[0]: 'a.txt', 'b.txt' match no file; paths are relative to the "
+            "run.yaml:3: data.input: 'a.txt', 'b.txt' match no file; paths are relative to the "
             "current folder, {here}",
         ),
     ],

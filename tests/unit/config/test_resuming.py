@@ -209,7 +209,7 @@ def test_folder_without_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "given", "hint"),
+    ("files", "given", "hint"),
     [
         (
             "model.safetensors",
@@ -229,22 +229,52 @@ def test_folder_without_run_is_refused(tmp_path):
             "dataset.json; this is a data set: name a run that was trained on it",
         ),
         ("journal", ".", "journal; name the run whose store.flash.path this is"),
-        ("a/config.yaml", ".", "a; name one of the runs in it, such as HERE/a"),
-        ("config.yaml", "checkpoints", "nothing; name the run: HERE"),
-        ("config.yaml", "checkpoints/step-00000001", "nothing; name the run: HERE"),
+        (
+            "stage-00000.safetensors state.json",
+            ".",
+            "stage-00000.safetensors, state.json; this is a checkpoint: name the run that wrote it",
+        ),
+        ("b/RECORD a/config.yaml", ".", "a, b; name one of the runs in it, such as HERE/b"),
+        ("a/config.yaml a/metrics.jsonl", ".", "a; name one of the runs in it, such as HERE/a"),
+        ("a/config.yaml", ".", "a"),
+        ("RECORD", "checkpoints", "nothing; name the run: HERE"),
+        ("RECORD", "checkpoints/step-00000001", "nothing; name the run: HERE"),
+        (
+            "RECORD data/dataset.json",
+            "data",
+            "dataset.json; name the run: HERE",
+        ),
+        ("RECORD model/x", "model", "x; name the run: HERE"),
+        ("RECORD", "workers", "nothing; name the run: HERE"),
+        ("RECORD flash/journal", "flash", "journal; name the run: HERE"),
+        ("RECORD", "one/two/three", "nothing"),
         ("config.yaml", "other", "nothing"),
     ],
 )
-def test_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path, file, given, hint):
-    for folder in ((tmp_path / file).parent, tmp_path / given):
-        folder.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).touch()
+def test_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path, files, given, hint):
+    (tmp_path / given).mkdir(parents=True, exist_ok=True)
+    for file in files.split():
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        if path.name == "RECORD":
+            write_record(Config.from_mapping({"run": {"dir": str(path.parent)}}))
+        else:
+            path.touch()
     with pytest.raises(ConfigError) as caught:
         load_run(tmp_path / given)
     assert str(caught.value) == (
         f"{tmp_path / given}: expected a run, which has a config.yaml; it holds "
         + hint.replace("HERE", str(tmp_path))
     )
+
+
+def test_link_to_a_folder_of_a_run_is_refused_with_the_run(tmp_path):
+    run = tmp_path / "run"
+    write_record(Config.from_mapping({"run": {"dir": str(run)}}))
+    (run / "checkpoints").mkdir()
+    (tmp_path / "link").symlink_to(run / "checkpoints")
+    with pytest.raises(ConfigError, match=f"; name the run: {run}$"):
+        load_run(tmp_path / "link")
 
 
 def test_a_run_of_sgd_keeps_the_weight_decay_that_was_recorded(tmp_path):

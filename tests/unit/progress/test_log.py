@@ -306,7 +306,7 @@ def test_log_tells_each_change_of_masks_once():
     printed = io.StringIO()
     view = LineView(Console(file=printed, width=300), every=2, clock=Clock())
     view(started(steps=12))
-    changes = {3: 600, 5: 500, 7: 9_000}  # the last one is that of `densify_at`
+    changes = {3: 600, 5: 500, 7: 9_000, 9: 100, 10: 20}  # in step 7 that of `densify_at`
     for number in range(1, 13):
         sparsity = 0.9 if number < 7 else 0.0
         view(replace(step(number), sparsity=sparsity, changed_entries=changes.get(number, 0)))
@@ -318,6 +318,6 @@ def test_log_tells_each_change_of_masks_once():
         "90.00%, 600 entries changed at step 3",
         "90.00%, 500 entries changed at step 5",
         "0.00%, 9.00k entries changed at step 7",
-        "0.00%",
+        "0.00%, 120 entries changed since step 8",
         "0.00%",
     ]

@@ -107,10 +107,11 @@ def test_engines_beyond_host_memory_are_refused(tmp_path, layout, open_manager):
     opened.manager.scale(2)  # fewer are always possible
 
 
-def test_request_without_numbers_tells_the_present_ones_and_changes_nothing(open_manager):
+def test_request_without_numbers_tells_wanted_and_ready_ones_and_changes_nothing(open_manager):
     opened = open_manager()
     opened.manager._run_in_endpoint(lambda: opened.manager._scale(2, 1))
-    numbers = {"before": 2, "engines": 2, "relays_before": 1, "relays": 1}
+    numbers = {"before": 2, "engines": 2, "engines_ready": 0}
+    numbers |= {"relays_before": 1, "relays": 1, "relays_ready": 0}
     for body in ({}, {"engines": None, "relays": None}):
         assert opened.manager._handle_admin_request(body) == numbers
     coordinator = opened.manager.coordinator
