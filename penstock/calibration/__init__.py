@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         keep as keep,
         kept_machine as kept_machine,
         measuring_time as measuring_time,
+        require_writable as require_writable,
         this_host as this_host,
     )
     from penstock.calibration.measured_runs import (

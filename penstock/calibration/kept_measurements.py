@@ -11,6 +11,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -67,12 +68,31 @@ def keep(machine: MachineDescription, key: HostKey, *, forgets: bool = False) ->
             if old not in (*numbers, number):
                 _numbered(path, old).unlink(missing_ok=True)
     except OSError as error:
-        advice = write_advice(error, "free some space there", "make that folder")
-        raise StorageError(
-            f"{path}: cannot keep the measurements of this host: {error.strerror or error}; "
-            f"{advice}, or set XDG_CACHE_HOME to another folder"
-        ) from error
+        raise _cannot_keep(path, error) from error
     return path
+
+
+def require_writable(key: HostKey) -> None:
+    """Check that measurements of a host can be kept, before they are made.
+
+    Raises:
+        StorageError: the system refuses to write in their folder.
+    """
+    path = kept_file(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _cannot_keep(path, error) from error
+
+
+def _cannot_keep(path: Path, error: OSError) -> StorageError:
+    advice = write_advice(error, "free some space there", "make that folder")
+    return StorageError(
+        f"{path}: cannot keep the measurements of this host: {error.strerror or error}; "
+        f"{advice}, or set XDG_CACHE_HOME to another folder"
+    )
 
 
 def _about_medians(measured: Sequence[MachineDescription]) -> str:

@@ -51,7 +51,10 @@ def calibrate(
     from rich.console import Console
 
     from penstock.calibration import HostKey, busy_note, kept_file
+    from penstock.errors import ConfigError
 
+    if show and forget:
+        raise ConfigError("--show and --forget: expected one of them; --forget measures again")
     key = HostKey.here()
     machine = _kept(key) if show else _measured(key, seconds, flash_dir, forget)
     console = Console()
@@ -82,9 +85,16 @@ def _measured(
 ) -> MachineDescription:
     from rich.console import Console
 
-    from penstock.calibration import calibrate as measure, keep, kept_machine, measuring_time
+    from penstock.calibration import (
+        calibrate as measure,
+        keep,
+        kept_machine,
+        measuring_time,
+        require_writable,
+    )
     from penstock.planning import forget_choices
 
+    require_writable(key)
     console = Console(stderr=True)
     untold = [measuring_time(seconds)]
 

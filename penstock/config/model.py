@@ -5,6 +5,8 @@ Nothing here builds a model or imports torch; `penstock.models` does, from these
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,10 +21,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.config.presets import preset_names, resolve_preset
-from penstock.config.section import Patterns, Place, Section, setting
+from penstock.config.section import Patterns, Place, Section, refuse, setting
 from penstock.errors import ConfigError, did_you_mean
 
 FORMS = ("preset", "hf", "hf_config", "factory")
+
+
+def _refuse_nan(overrides: Mapping[str, Any]) -> None:
+    """Refuse NaN, which no key of a model takes; `transformers` lets it pass."""
+    for key, value in overrides.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise refuse(key, "expected a number, got nan")
 
 
 class PresetModel(Section):
@@ -57,6 +66,7 @@ class PresetModel(Section):
 
     @model_validator(mode="after")
     def _resolves(self) -> PresetModel:
+        _refuse_nan(self.overrides)
         try:
             resolve_preset(self.preset, self.overrides)
         except ConfigError as error:
@@ -91,6 +101,11 @@ class HuggingFaceModel(Section):
             own = {key: item for key, item in value.items() if key in ("hf", "ignore")}
             value = {**own, "overrides": {k: v for k, v in value.items() if k not in own}}
         return value
+
+    @model_validator(mode="after")
+    def _has_numbers(self) -> HuggingFaceModel:
+        _refuse_nan(self.overrides)
+        return self
 
     @model_serializer
     def _flat(self) -> dict[str, Any]:

@@ -32,7 +32,10 @@ _LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 4095  # of Linux and its file sy
 
 
 def _usable(text: str) -> str:
-    """Return the name of a place on disk as it is, unless no system call would take it."""
+    """Return the name of a place on disk, with the home folder for `~` at its beginning.
+
+    An error says why no system call would take it.
+    """
     if "\0" in text:
         raise PydanticCustomError("zero", "expected a path, got one with a zero byte")
     try:
@@ -57,7 +60,7 @@ def _usable(text: str) -> str:
                 "length": len(encoded),
             },
         )
-    return text
+    return os.path.expanduser(text)
 
 
 def _listed(value: Any) -> Any:
@@ -65,8 +68,7 @@ def _listed(value: Any) -> Any:
 
 
 def _usable_path(path: Path) -> Path:
-    _usable(str(path))
-    return path
+    return Path(_usable(str(path)))
 
 
 # Strictness is for scalars ("3" is no number, true is no 1); a list may stand for a tuple and a

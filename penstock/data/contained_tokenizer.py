@@ -60,7 +60,7 @@ class ContainedTokenizer:
             except DataError:
                 raise  # it has answered, and accepts the next request
             except (OSError, EOFError, ValueError) as error:
-                raise self._died(what, size, most) from error
+                raise self._died(what, size, most, error) from error
             except BaseException:  # such as Ctrl-C: the next request would receive this answer
                 self._leave()
                 raise
@@ -105,9 +105,12 @@ class ContainedTokenizer:
             _end(process)
         return process
 
-    def _died(self, what: str, size: int, most: int) -> DataError:
+    def _died(self, what: str, size: int, most: int, error: Exception) -> DataError:
         process = self._leave()
-        how = "did not start" if process is None else f"ended with {process.returncode}"
+        if process is None:
+            why = error.strerror if isinstance(error, OSError) else error
+            return DataError(f"the process of tokenizer {self._name} did not start: {why}")
+        how = f"ended with {process.returncode}"
         return DataError(
             f"tokenizer {self._name} could not {what} {size:,} bytes within {most >> 20:,} MiB of "
             f"memory: its process {how}; use another tokenizer, or shorter documents"

@@ -39,7 +39,7 @@ def kept_choices(cases: Iterable[ProductCase]) -> dict[ProductCase, Choice]:
             continue
         try:
             found[case] = Choice.from_record(json.loads(bytes(content)))
-        except (ValueError, ConfigError):
+        except (ValueError, RecursionError, ConfigError):
             remove_entry(key, "products")
     return found
 

@@ -91,11 +91,7 @@ def make_store(
     else:
         store = make_dram_shard(config, program, program, masks)
     needed = sum(store.memory_bytes.values())
-    if config.store.dram != "auto" and needed > int(config.store.dram):
-        raise BudgetError(
-            f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
-            f"is {int(config.store.dram):,}; raise it, or set store.flash.path to a folder"
-        )
+    require_dram(config, program, needed)
     if streams_early and isinstance(store, DramStore):
         more = early_weights_bytes(program, optimizer_of(config))
         if config.store.dram == "auto" or needed + more <= int(config.store.dram):
@@ -106,6 +102,15 @@ def make_store(
             "through the driver's buffers, which is slower and does not overlap with computation"
         )
     return store
+
+
+def require_dram(config: Config, program: Program, needed: int) -> None:
+    """**Raises:** `BudgetError` if a store in memory needs more bytes than `store.dram`."""
+    if config.store.dram != "auto" and needed > int(config.store.dram):
+        raise BudgetError(
+            f"store.dram: the store of {program.name} needs {needed:,} bytes of memory, the limit "
+            f"is {int(config.store.dram):,}; raise it, or set store.flash.path to a folder"
+        )
 
 
 def is_in_parts(config: Config, program: Program) -> bool:

@@ -320,12 +320,14 @@ def _flash(
     count = config.store.shards
     holding = next(ShardMap.of(program, count).parts(program)) if count > 1 else program
     share = dram_bytes if count == 1 else store_factory.flash_share(config, program, dram_bytes)
+    size = config.store.flash.size
     return forecast(
         holding,
         optimizer,
         share,
         half_gradients=config.gradient_precision == "bf16",
         keep_steps=config.store.flash.keep_steps,
+        limit=None if size is None else int(size) // config.store.holders,
         masks=masks,
     ).times(config.store.holders)
 

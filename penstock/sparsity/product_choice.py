@@ -24,6 +24,9 @@ TILE_BYTES = (1 << 20, 4 << 20, 16 << 20)
 
 LEAST_TILE_ROWS = 16
 LEAST_BLOCK_COLUMNS = 16
+_MOST_BLOCK_COLUMNS = 1 << 16  # columns of a block are counted in 16 bits
+_MOST_PANEL_TOKENS = 1024
+_MOST_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,20 @@ def _product(record: dict[str, Any]) -> Product:
         if name == "bfloat16":
             is_known = value in get_args(Bfloat16)
         elif name == "band_rows" and kind is SparseKernel:
-            is_known = value is None or type(value) is int
+            is_known = value is None or _is_count(value)
+        elif name == "panel_tokens":
+            is_known = _is_count(value) and value % 16 == 0 and value <= _MOST_PANEL_TOKENS
+        elif name == "block_columns":
+            is_known = _is_count(value) and value <= _MOST_BLOCK_COLUMNS
         else:
-            is_known = type(value) is int  # a bool is none
+            is_known = _is_count(value)
         if not is_known:
             raise ValueError(f"{name}: {value!r}")
     return kind(**record)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MOST_ROWS  # a bool is none
 
 
 def _require_names(record: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ from penstock.errors import StorageError
 from penstock.io import NotPlainError, durable, open_own
 from penstock.store import files
 
+_PROCESS = "process "
+
 
 class FolderLock:
     """Prevents all other writers, in this process or another, from writing into a folder.
@@ -37,13 +39,11 @@ class FolderLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
-            self.release()
-            raise StorageError(
-                f"{folder} is in use{f' by {holder}' if holder else ''}; wait until it ends, or "
-                "stop it"
-            ) from error
-        name_bytes = f"process {os.getpid()}\n".encode()
+            text = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(self._descriptor)
+            raise StorageError(f"{folder} is in use{_holder(text)}") from error
+        self._owner = os.getpid()
+        name_bytes = f"{_PROCESS}{self._owner}\n".encode()
         try:
             with files.storage_errors(folder / name, len(name_bytes)):
                 os.ftruncate(self._descriptor, 0)
@@ -53,7 +53,36 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Release the lock; releasing twice is allowed."""
+        """Release the lock; releasing twice is allowed.
+
+        A forked child shares the open file. The lock is the parent's: it ends when the parent
+        releases it, and not before.
+        """
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            if os.getpid() == self._owner:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+
+def _holder(text: str) -> str:
+    """Return who has the lock and what to do, from the text in the locked file."""
+    if not text:
+        return "; wait until it ends, or stop it"
+    number = text.removeprefix(_PROCESS)
+    if number.isdecimal() and not _runs(int(number)):
+        return (
+            f": {text} took the lock and has ended, or is on another host; a process that it "
+            "forked may have it, so stop that one"
+        )
+    return f" by {text}; wait until it ends, or stop it"
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

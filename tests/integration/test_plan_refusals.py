@@ -26,6 +26,13 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("machines")
     (folder / "desk.yaml").write_text(HOST)
     (folder / "rack.yaml").write_text(RACK)
+    (folder / "disk.yaml").write_text(
+        HOST.replace(
+            "24GiB,",
+            "24GiB, flash: {rates: [{work: flash read, rates: [1e9]}, "
+            "{work: flash write, rates: [1e9]}]},",
+        )
+    )
     (folder / "small.yaml").write_text(HOST.replace("24GiB", "1KiB"))
     (folder / "broken.yaml").write_text(HOST.replace("1e11", "-1e11").replace("24GiB", "24 rooms"))
     return folder
@@ -62,6 +69,18 @@ def folder(tmp_path_factory):
             2,
             r"store\.flash\.path: the machine desk has no disk \(store\.flash\); remove the key, "
             r"or describe the disk in the machine's file",
+        ),
+        (
+            (*TINY, "store.dram=100KiB", "--machine", "desk.yaml"),
+            5,
+            r"store\.dram: the store of tiny needs [\d,]+ bytes of memory, the limit is 102,400; "
+            r"raise it, or set store\.flash\.path to a folder",
+        ),
+        (
+            (*TINY, "store.flash.path=flash", "store.flash.size=1MiB", "--machine", "disk.yaml"),
+            5,
+            r"store\.flash\.size: tiny needs [\d,]+ bytes on flash for 3 versions of its state, "
+            r"the limit is 1,048,576; raise it, or lower store\.flash\.keep_steps",
         ),
         (
             (*TINY, "--machine", "broken.yaml"),
@@ -111,6 +130,8 @@ def folder(tmp_path_factory):
         "no picture",
         "zero engines",
         "no disk",
+        "memory of the store",
+        "size on flash",
         "impossible machine",
         "one",
         "four",

@@ -23,6 +23,7 @@ from penstock.store.flash.division import (
 )
 from penstock.store.flash.frames import Frames, Visit, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
+from penstock.store.flash.opening import require_flash
 from penstock.store.holding import Holding
 from penstock.store.mask_rule import MaskRule
 from penstock.store.optimizers import Optimizer
@@ -124,6 +125,7 @@ def forecast(
     *,
     half_gradients: bool,
     keep_steps: int,
+    limit: int | None = None,
     masks: MaskRule | None = None,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> FlashForecast:
@@ -134,11 +136,12 @@ def forecast(
         dram_bytes: memory of the store.
         half_gradients: whether gradients are stored as bfloat16.
         keep_steps: durable steps that can be opened again.
+        limit: of the bytes on flash; None for no limit.
         masks: the rule of sparse weights, if there are any.
         block_elements: elements that are read, updated and written at once.
 
     Raises:
-        BudgetError: `dram_bytes` cannot hold the minimum working set.
+        BudgetError: `dram_bytes` cannot hold the minimum working set, or the store exceeds `limit`.
     """
     age = age_role(optimizer, masks)
     layout = FlashLayout.of(program, optimizer.roles, keep_steps, block_elements, age)
@@ -146,6 +149,7 @@ def forecast(
     beside = memory_of_masks(layout, program, masks)
     least = least_bytes(layout.units, visits)
     division = divide(layout, half_gradients, least, dram_bytes, beside)
+    require_flash(program, layout, division, limit, keep_steps)
     return FlashForecast(
         tuple(_weight_reads(layout, visits, division)),
         tuple(_updates(layout, division, half_gradients)),

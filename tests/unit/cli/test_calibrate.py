@@ -118,6 +118,10 @@ def test_show_of_a_damaged_file_says_how_to_replace_it(asked):
     [
         (("--seconds", "0"), "seconds: expected a number above 0, got 0"),
         (("--seconds", "-3"), "seconds: expected a number above 0, got -3"),
+        (
+            ("--show", "--forget"),
+            "--show and --forget: expected one of them; --forget measures again",
+        ),
         (("--seconds", "nan"), "seconds: expected a number above 0, got nan"),
         (
             ("--flash-dir", "nothing"),
@@ -137,6 +141,16 @@ def test_arguments_that_cannot_be_used_are_refused(tmp_path, arguments, message)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {message}\n"
     assert not kept_file(HostKey.here()).exists()
+
+
+def test_folder_in_which_nothing_can_be_kept_is_refused_before_the_measurement(
+    asked, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    done = penstock("calibrate")
+    assert (done.returncode, asked) == (7, [])
+    assert "cannot keep the measurements of this host: Not a directory" in done.stderr
 
 
 def test_a_disk_that_was_named_and_cannot_be_measured_is_an_error(tmp_path, monkeypatch):

@@ -69,6 +69,16 @@ def test_one_input_needs_no_brackets(tmp_path):
     assert config == from_text(tmp_path, 'model: gpt2\ndata: {input: ["texts/*.txt"]}\n')
 
 
+def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "model: gpt2\nrun: {dir: ~/run}\ndata: {input: ~/texts/*.txt}\n"
+    config = from_text(tmp_path, text, ["store.flash.path=~/flash"])
+    assert config.run.dir == tmp_path / "run"
+    assert config.store.flash.path == tmp_path / "flash"
+    assert config.data.input == (f"{tmp_path}/texts/*.txt",)
+    assert from_text(tmp_path, "model: gpt2\nrun: {dir: a~/b}\n").run.dir == Path("a~/b")
+
+
 def test_a_presets_number_can_be_changed_from_the_command_line(tmp_path):
     config = from_text(tmp_path, "model: gpt2\n", ["model.n_layer=6", "model.n_embd=384"])
     assert config.model == PresetModel.model_validate(

@@ -86,6 +86,10 @@ def message(tmp_path, monkeypatch, text, overrides=(), training=False):
             "optimizer.learning_rate: 0.0003",
         ),
         (
+            "model:\n  preset: gpt2\n  dropout: .nan\n",
+            "run.yaml:3: model.dropout: expected a number, got nan",
+        ),
+        (
             "model: gpt2\nrun: {steps: 10.5}\n",
             "run.yaml:2: run.steps: expected a whole number, got 10.5; for example "
             "run.steps: 1000 (steps)",

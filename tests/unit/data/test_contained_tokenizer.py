@@ -1,5 +1,6 @@
 """A tokenizer of somebody else's making can fail, panic or ask for all memory; the run cannot."""
 
+import errno
 import gc
 import json
 import os
@@ -90,6 +91,18 @@ def test_ids_and_text_equal_the_library(seed):
     for ids, one, text in zip(trained.encode_batch(texts), expected, texts, strict=True):
         assert ids.tolist() == one.ids
         assert trained.decode(ids) == text
+
+
+def test_process_that_cannot_be_started_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(DataError) as caught:
+        ContainedTokenizer("{}", "words").encode(["x"])
+    assert str(caught.value) == (
+        "the process of tokenizer words did not start: Too many open files"
+    )
 
 
 def test_tokenizer_process_ends_with_its_object():

@@ -59,7 +59,11 @@ def test_choices_of_another_host_or_release_are_not_taken(monkeypatch, owner, na
     assert kept_choices.kept_choices([CASE]) == {}
 
 
-@pytest.mark.parametrize("content", [b"[", b'{"forward": {"way": "sparse"}}', b"[]", b"null", b"5"])
+@pytest.mark.parametrize(
+    "content",
+    [b"[", b'{"forward": {"way": "sparse"}}', b"[]", b"null", b"5", b"[" * 100_000],
+    ids=["cut short", "incomplete", "list", "null", "number", "deep"],
+)
 def test_entry_that_is_no_choice_is_removed(content):
     keep_choices({CASE: CHOICE}, None)
     (path,) = folder("products").iterdir()
