@@ -76,7 +76,7 @@ def interleaved_rows(panel_tokens: int) -> int:
     """How many rows of a matrix are interleaved: as many as have registers for their sums, at least
     one.
 
-    Without AVX-512 one row: two brought nothing with AVX2, and it was not measured on Arm.
+    Without AVX-512 one row: two brought nothing on Zen 3, and were not measured on Arm.
     """
     vectors = panel_tokens // LANES
     return max(1, min(_MOST_ROWS, _SUMS // vectors)) if has_wide_registers() else 1
