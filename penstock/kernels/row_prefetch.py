@@ -26,8 +26,6 @@ def fetch_row_ahead(typing_context, panel, at, segment_rows, segment, end_segmen
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if has_wide_registers():
-            return context.get_dummy_value()
         kinds, (panel, at, segment_rows, segment, end_segment, _) = signature.args, arguments
         later = builder.add(segment, ir.Constant(_I64, _SEGMENTS_AHEAD))
         is_within = builder.icmp_signed("<", later, end_segment)
