@@ -141,7 +141,6 @@ def _multiplying(multiply: _Multiply) -> Any:
             return None
         kind = _WORDS if is_bfloat16 else _FLOATS
         vectors = width.count // 2 if is_bfloat16 else width.count
-        four = ir.VectorType(ir.FloatType(), _GROUP)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             def address(number: int, index: Any) -> Any:
@@ -161,10 +160,12 @@ def _multiplying(multiply: _Multiply) -> Any:
                 products = multiply(builder, gradient, features)
                 sums = _sum_each(builder, products + [_unused()] * (_GROUP - count))
                 place = address(0, entry)
-                if count == _GROUP:
-                    place = builder.bitcast(place, four.as_pointer())
-                else:
+                if count == 1:
                     sums = builder.extract_element(sums, ir.Constant(_I32, 0))
+                else:
+                    lanes = ir.Constant(ir.VectorType(_I32, count), list(range(count)))
+                    sums = builder.shuffle_vector(sums, sums, lanes)
+                    place = builder.bitcast(place, sums.type.as_pointer())
                 added = builder.fadd(builder.load(place, align=4), sums)
                 builder.store(added, place, align=4)
 
@@ -175,10 +176,12 @@ def _multiplying(multiply: _Multiply) -> Any:
 
                 return step
 
-            groups = builder.and_(builder.sub(end, begin), ir.Constant(_I64, -_GROUP))
-            whole = builder.add(begin, groups)
-            for_entries(builder, begin, whole, [], body(_GROUP), _GROUP)
-            for_entries(builder, whole, end, [], body(1))
+            entry = begin
+            for count in (_GROUP, _GROUP // 2, 1):
+                left = builder.and_(builder.sub(end, entry), ir.Constant(_I64, -count))
+                whole = builder.add(entry, left)
+                for_entries(builder, entry, whole, [], body(count), count)
+                entry = whole
             return context.get_dummy_value()
 
         places = (totals, gradients, types.intp, inputs, types.intp)
