@@ -6,12 +6,16 @@ activations into panels included: against dense products of PyTorch of the same 
 published. The programs take turns within a repetition; a repetition in which our threads had to
 wait for a processor is thrown away (Linux tells; elsewhere all are kept).
 
+`torch.sparse_csr` multiplies activations `[features, tokens]`. `/sparse` is the speed-up with what
+both need for activations `[tokens, features]`: its transposed copies and our packing. `/alone` is
+that of the products without either.
+
 Beside every row stands the share of the machine's limit: the rate of multiply-adds that each load
 their 64 bytes from a panel as large as half of the second-level cache. The column `/best` is the
 speed-up over dense products by the library that the compiler chooses on this processor, which in
 float32 is not always PyTorch's.
 
-    python benchmarks/sparse_products.py [--quick]
+    python benchmarks/sparse_products.py [--quick] [--precision fp32|bf16]
 
 `value` is the least speed-up over its own target. Targets over dense products depend on the
 processor: one with a matrix unit (AMX) multiplies dense bfloat16 several times faster. Over
@@ -26,8 +30,9 @@ import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numba
 import numpy as np
@@ -68,6 +73,7 @@ TARGETS = {
     ("bf16", True): {0.5: 0.95, 0.75: 0.95, 0.9: 1.2, 0.95: 2.5, 0.99: 2.5},
 }
 OVER_LIBRARY = 3.5  # speed-up over torch.sparse_csr
+OVER_SPARSE = ("over_torch_sparse", "over_torch_sparse_alone")
 OVER_SPARSEPROP = 1.0  # in every row that it computes, so in fp32
 WAIT_SHARE = 0.02
 ENOUGH = 5
@@ -197,7 +203,9 @@ class Cell:
 
         return run
 
-    def torch_sparse(self) -> Callable[[], object]:
+    def torch_sparse(self) -> dict[str, Callable[[], object]]:
+        """`torch.sparse_csr` for activations `[features, tokens]`, and copies
+        from and to `[tokens, features]`."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # sparse_csr is a beta in PyTorch
             weight = self.dense.to_sparse_csr()
@@ -209,7 +217,11 @@ class Cell:
             transposed @ dy
             torch.sparse.sampled_addmm(weight, dy, self.x, beta=0.0)
 
-        return run
+        def copies() -> None:
+            for activations in (self.x, dy, self.dy, x):
+                activations.t().contiguous()
+
+        return {"torch_sparse": run, "torch_sparse_copies": copies}
 
 
 def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple[dict, int, int]:
@@ -235,19 +247,27 @@ def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple
     return {name: [row[name] for row in kept] for name in programs}, len(clean), len(every)
 
 
+class Saved:
+    """What SparseProp's forward leaves for its backward, without autograd."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
 def sparseprop_products(cell: Cell) -> Callable[[], object] | None:
     """SparseProp's linear layer with the same weight, forward and backward, if it is installed."""
     if cell.type_name != "fp32" or importlib.util.find_spec("sparseprop") is None:
         return None
     from sparseprop.modules import SparseLinear
+    from sparseprop.modules.functions import SparseLinearFunction
 
-    layer = SparseLinear(cell.dense, bias=torch.nn.Parameter(torch.zeros(cell.shape[0])))
-    x = cell.x.clone().requires_grad_()
+    layer = SparseLinear(cell.dense)
+    values = layer.W_val.detach()
 
     def run() -> None:
-        x.grad = None
-        layer.zero_grad()
-        layer(x).backward(cell.dy)
+        saved = Saved()
+        SparseLinearFunction.forward(saved, cell.x, values, layer.W_idx, None, layer.N)
+        SparseLinearFunction.backward(saved, cell.dy)
 
     return run
 
@@ -264,17 +284,22 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
     if packing is not None:
         programs["packing"] = packing
     if cell.type_name == "fp32":
-        programs["torch_sparse"] = cell.torch_sparse()
+        programs |= cell.torch_sparse()
     peer = sparseprop_products(cell)
     if peer is not None:
         programs["sparseprop"] = peer
     programs["limit"] = limit.run
     took, clean, every = in_turns(programs, seconds)
 
-    def over(name: str) -> float | None:
-        if name not in took:
+    ours_alone = [
+        a - b for a, b in zip(took["ours"], took.get("packing", repeat(0.0)), strict=False)
+    ]
+
+    def over(*names: str, ours: list[float] = took["ours"]) -> float | None:
+        if names[0] not in took:
             return None
-        return statistics.median(a / b for a, b in zip(took[name], took["ours"], strict=True))
+        theirs = [sum(times) for times in zip(*(took[name] for name in names), strict=True)]
+        return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
     ours = statistics.median(took["ours"])
     limit_rate = limit.gflop_per_second(statistics.median(took["limit"]), cell.type_name)
@@ -289,7 +314,8 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         "packing_ms": statistics.median(took.get("packing", [0.0])) * 1e3,
         "over_dense": over("dense"),
         "over_best_dense": over("best_dense"),
-        "over_torch_sparse": over("torch_sparse"),
+        "over_torch_sparse": over("torch_sparse", "torch_sparse_copies"),
+        "over_torch_sparse_alone": over("torch_sparse", ours=ours_alone),
         "gflop_per_second": rate,
         "limit_gflop_per_second": limit_rate,
         "share_of_limit": rate / limit_rate,
@@ -310,8 +336,7 @@ def ratio_to_target(row: dict, has_matrix_unit: bool) -> float | None:
         ratios.append(row["over_sparseprop"] / OVER_SPARSEPROP)
     if target is not None and not row["published"]:
         ratios.append(row["over_dense"] / target)
-        if row["over_torch_sparse"] is not None:
-            ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
+        ratios += [row[name] / OVER_LIBRARY for name in OVER_SPARSE if row[name] is not None]
     return min(ratios, default=None)
 
 
@@ -328,28 +353,28 @@ def way_of(product: Product) -> str:
 
 def describe(row: dict) -> str:
     ways = " ".join(way_of(product) for product in products_of(Choice.from_record(row["choice"])))
-    library, peer = (
+    library, alone, peer = (
         "      -" if row[name] is None else f"{row[name]:7.2f}"
-        for name in ("over_torch_sparse", "over_sparseprop")
+        for name in (*OVER_SPARSE, "over_sparseprop")
     )
     return (
         f"{row['shape'][1]:5d} > {row['shape'][0]:5d} {row['tokens']:5d} {row['type']} "
         f"{row['sparsity']:4.0%} {row['dense_ms']:8.2f} {row['ours_ms']:8.2f} "
         f"{row['packing_ms']:7.2f} {row['over_dense']:7.2f} {row['over_best_dense']:7.2f} "
-        f"{library} {peer} {row['gflop_per_second']:6.0f} "
+        f"{library} {alone} {peer} {row['gflop_per_second']:6.0f} "
         f"{row['share_of_limit']:6.0%}  {row['clean']:2d}/{row['repetitions']:<2d}  {ways}"
     )
 
 
 HEADER = (
-    "   in >   out tokens type spars. dense ms  ours ms packing  /dense   /best /sparse   /peer"
-    "   GF/s  limit  clean  panel x block of forward, dX, dW"
+    "   in >   out tokens type spars. dense ms  ours ms packing  /dense   /best /sparse  /alone"
+    "   /peer   GF/s  limit  clean  panel x block of forward, dX, dW"
 )
 
 
-def cells(quick: bool) -> Iterator[Cell]:
+def cells(quick: bool, precisions: Sequence[str]) -> Iterator[Cell]:
     """One after the other, since all together would need much memory."""
-    for name in plain_precisions():
+    for name in precisions:
         if quick:
             yield from (Cell((2048, 2048), 256, sparsity, name) for sparsity in (0.9, 0.95))
         else:
@@ -360,7 +385,9 @@ def cells(quick: bool) -> Iterator[Cell]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the same, smaller")
-    quick = parser.parse_args().quick
+    parser.add_argument("--precision", choices=plain_precisions(), action="append")
+    options = parser.parse_args()
+    quick, precisions = options.quick, options.precision or plain_precisions()
     torch.set_num_threads(numba.get_num_threads())
     keep_freed_pages()  # as the trainer does: results of all products are new memory
     machine = describe_machine()
@@ -371,10 +398,12 @@ def main() -> None:
         f"{numba.get_num_threads()} threads; matrix unit: {has_matrix_unit}\n{HEADER}", flush=True
     )
     rows = []
-    for cell in cells(quick):
+    for cell in cells(quick, precisions):
         rows.append(measure(cell, limit, seconds))
         print(describe(rows[-1]), flush=True)
     shape, tokens, sparsities = PUBLISHED
+    if "fp32" not in precisions:
+        sparsities = ()
     for sparsity in sparsities[1:2] if quick else sparsities:
         cell = Cell(shape, tokens, sparsity, "fp32")
         rows.append(measure(cell, limit, seconds, published=True))

@@ -1,8 +1,7 @@
 """Prefetches the rows of a panel that later segments read.
 
 Segments are ordered by length, so the hardware prefetcher cannot predict the addresses of their
-rows. The prefetch was measured with AVX2, and not on Arm. With AVX-512 it was not measured, and no
-prefetch is generated.
+rows. Measured with AVX2 and AVX-512, not on Arm.
 """
 
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from penstock.kernels.vector_code import has_wide_registers
 from penstock.kernels.vectors import LANES, element_pointer, fetch_lines, intrinsic
 
 _I64 = ir.IntType(64)
-_SEGMENTS_AHEAD = 4  # on Zen 3, 1 to 4 made no clear difference
+_SEGMENTS_AHEAD = 4  # 1 to 4 made no clear difference on Zen 3, 2 to 8 none on Zen 5
 
 
 @intrinsic
 def fetch_row_ahead(typing_context, panel, at, segment_rows, segment, end_segment, width):
-    """In a kernel: prefetch the row of a later segment, without AVX-512.
+    """In a kernel: prefetch the row of a later segment.
 
     Arguments: the panel and where the first row begins there; the row of each segment; the segment
     that is multiplied now and the end of the segments; `width`.

@@ -2,17 +2,20 @@
 
 A panel has a fixed number of tokens of all features, feature after feature: `[feature][token]`.
 Tokens that fill the last panel are 0. Squares of 16 tokens are transposed in registers; what is
-left at the ends of tokens and features goes element by element.
+left at the ends of tokens and features goes element by element. The lines of later squares are
+prefetched, since 16 rows are more streams than the hardware prefetcher follows.
 """
 
 from penstock.kernels.compilation import inlined
 from penstock.kernels.transposition import (
+    fetch_square,
     transpose_floats,
     transpose_to_features,
     transpose_to_tokens,
 )
 from penstock.kernels.vectors import LANES
 
+_SQUARES_AHEAD = 4  # on Zen 5, 2 is as good; 8 and 16 are worse
 STRIPE = 256
 """Features that a thread packs at once where threads share a panel."""
 
@@ -27,6 +30,7 @@ def _pack(square, size, x, sizes, panels, at, panel_tokens, first, last):
     for t in range(token, squares, LANES):
         for f in range(first, whole, size):
             place = base + f * panel_tokens + t
+            fetch_square(x, t * features + f + _SQUARES_AHEAD * size, features)
             square(x, t * features + f, features, panels, place, panel_tokens)
     for f in range(first, last):
         for t in range(squares if f < whole else token, end):

@@ -11,7 +11,14 @@ from llvmlite import ir
 from numba.core import types
 
 from penstock.kernels.vector_code import load_vector, store_vector, vectors_at
-from penstock.kernels.vectors import LANES, float32s, intrinsic, uint32s
+from penstock.kernels.vectors import (
+    LANES,
+    element_pointer,
+    fetch_lines,
+    float32s,
+    intrinsic,
+    uint32s,
+)
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 _FLOATS, _WORDS = float32s.ir, uint32s.ir
@@ -116,3 +123,19 @@ transpose_to_features = _transposing(_read_words, _write_shorts, _WORDS, _SHORTS
 """In a kernel: 16 lines of 32 uint16 elements become 32 lines of 16."""
 transpose_to_tokens = _transposing(_read_shorts, _write_words, _SHORTS, _WORDS)
 """In a kernel: 32 lines of 16 uint16 elements become 16 lines of 32."""
+
+
+@intrinsic
+def fetch_square(typing_context, source, source_at, source_stride):
+    """In a kernel: prefetch a source of `transpose_floats` or `transpose_to_features`; its address
+    may lie beyond the array."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at, stride = arguments
+        for line in range(LANES):
+            place = builder.add(at, builder.mul(stride, ir.Constant(_I64, line)))
+            address = element_pointer(context, builder, signature.args[0], array, place)
+            fetch_lines(builder, address, 1)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, types.intp), generate

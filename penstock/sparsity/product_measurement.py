@@ -39,8 +39,10 @@ _NEAR, _REPETITIONS = 3, 3  # how many of each kind are timed again, and how oft
 _GAIN_OF_BAND = 2.0  # how many times as fast another band may make a kernel, at most
 _BLOCK_OF_FIRST_CACHE = (0.5, 0.8, 1.35, 2.0)  # inputs of a block, as a share of the cache
 _BLOCK_OF_SECOND_CACHE = 0.125
+_BLOCK_OF_FEW_ENTRIES = 0.5  # of the second cache too
 _BANDS_OF_SECOND_CACHE = (1 / 16, 1 / 8)  # sums of a band, likewise; the largest band is tried too
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
+_FEW_ENTRIES = 32  # likewise; with more, the set-up of a row takes little of the time
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -193,6 +195,8 @@ class _Case:
         sizes = [share * first for share in _BLOCK_OF_FIRST_CACHE]
         sizes.append(_BLOCK_OF_SECOND_CACHE * second)
         column_bytes = panel_tokens * self.dtype.itemsize
+        if sizes[-1] / column_bytes * self.density < _FEW_ENTRIES:
+            sizes.append(_BLOCK_OF_FEW_ENTRIES * second)
         blocks = {
             min(columns, max(LEAST_BLOCK_COLUMNS, int(size / column_bytes) // 16 * 16))
             for size in sizes

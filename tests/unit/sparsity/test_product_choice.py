@@ -157,6 +157,17 @@ def test_a_kernel_that_another_band_makes_the_fastest_is_found(monkeypatch):
     product_measurement._measured.cache_clear()
 
 
+@pytest.mark.parametrize(("sparsity", "widest"), [(0.99, 2048), (0.9, 512)])
+def test_rows_of_few_entries_are_measured_with_a_block_of_half_the_second_cache(
+    monkeypatch, sparsity, widest
+):
+    monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (48 << 10, 1 << 20))
+    case = product_measurement._Case((16, 4096), torch.float32, sparsity, 64)
+
+    assert max(case.blocks("forward", 64)) == widest
+    assert 384 in case.blocks("forward", 64)
+
+
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
     monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (1 << 20, 1 << 22))
     choice = choose_product((100, 300), torch.float32, 0.5, 1000)
