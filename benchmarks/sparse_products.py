@@ -78,7 +78,7 @@ OVER_SPARSEPROP = 1.0  # in every row that it computes, so in fp32
 WAIT_SHARE = 0.02
 ENOUGH = 5
 MOST = 40
-SLOW = 8.0  # a library that takes so many times as long as the dense products runs once
+SLOW = 4.0  # a library that takes so many times as long as the dense products runs once
 
 
 @numba.njit(parallel=True, nogil=True, error_model="numpy")

@@ -218,6 +218,7 @@ def _sweep(
                 notes = {"sequence_length_note": found.length_note}
                 if isinstance(found, Prediction):
                     notes["accuracy_note"] = found.accuracy_note
+                    notes["disk_note"] = found.disk_note
                 figures = {**row(found), **notes}
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:

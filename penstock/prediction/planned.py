@@ -115,7 +115,8 @@ class Planner:
             require_room_for_shards(prediction)
         else:
             stored = prediction.flash.flash_bytes if prediction.flash else 0
-            for note in (other_disk_note(config, machine), full_disk_note(config, stored)):
+            prediction = replace(prediction, disk_note=full_disk_note(config, stored))
+            for note in (other_disk_note(config, machine), prediction.disk_note):
                 if note is not None:
                     self._notice_once(note)
         return prediction

@@ -63,7 +63,10 @@ def _fits(prediction: Prediction) -> str:
         name = "`memory`"
     else:
         name = "the host's " + ("free memory" if is_kept(prediction.machine) else "memory")
-    text = f"\nIt fits: {show_bytes(need)} of {show_bytes(limit)} of {name}."
+    of_memory = f"{show_bytes(need)} of {show_bytes(limit)} of {name}"
+    text = f"\nIt fits: {of_memory}."
+    if prediction.disk_note is not None:
+        text = f"\nIt fits in memory ({of_memory}), but not on the disk: see the note."
     if prediction.length_note is None:
         return text
     return f"{text}\n{most_tokens(prediction.plan.sequence_length)}"
@@ -294,6 +297,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "flash_read_bytes": None if flash is None else flash.read_bytes,
         "flash_written_bytes": None if flash is None else flash.written_bytes,
         "flash_bytes": None if flash is None else flash.flash_bytes,
+        "disk_note": prediction.disk_note,
         "busy": prediction.busy,
         "binding": {sweep: prediction.binding(sweep) for sweep in prediction.busy},
         "cost_per_hour": prediction.price.dollars_per_hour,

@@ -42,7 +42,7 @@ _BLOCK_OF_SECOND_CACHE = 0.125
 _BLOCK_OF_FEW_ENTRIES = 0.5  # of the second cache too
 _BANDS_OF_SECOND_CACHE = (1 / 16, 1 / 8)  # sums of a band, likewise; the largest band is tried too
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
-_FEW_ENTRIES = 32  # likewise; with more, the set-up of a row takes little of the time
+_FEW_ENTRIES = 16  # likewise; with more, the set-up of a row takes little of the time
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 

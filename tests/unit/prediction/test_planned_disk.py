@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 from measured_host import host
+from rich.console import Console
 
 from penstock.calibration import device_of
 from penstock.config import Config
 from penstock.machines import FLASH_DEVICE, MachineDescription
-from penstock.prediction import Planner
+from penstock.prediction import Planner, as_json, page
 from penstock.prediction.planned_disk import full_disk_note, other_disk_note
 
 
@@ -74,3 +77,27 @@ def test_only_a_plan_of_this_host_compares_the_disks(tmp_path, monkeypatch, is_h
     notices: list[str] = []
     Planner(notices.append).plan(config, measured("file system abcd"), is_here=is_here)
     assert any("file system abcd" in text for text in notices) == is_here
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_full_disk_is_in_the_page_and_in_the_figures(tmp_path, monkeypatch, is_full):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if is_full:
+        monkeypatch.setattr("penstock.prediction.planned_disk.free_bytes", lambda folder: 1 << 10)
+    config = Config.from_mapping(
+        {
+            "model": "tiny",
+            "data": {"input": ["a.txt"], "tokenizer": "bytes"},
+            "engine": {"device": "cpu"},
+            "store": {"flash": {"path": str(tmp_path / "flash")}},
+        }
+    )
+    notices: list[str] = []
+    found = Planner(notices.append).plan(config, measured(None), is_here=True)
+
+    console = Console(file=StringIO(), width=100)
+    console.print(page(found, []))
+    text = console.file.getvalue()
+    assert ("but not on the disk: see the note." in text) == is_full
+    assert ("It fits: " in text) != is_full
+    assert (as_json(found, [])["disk_note"] in notices) == is_full

@@ -157,7 +157,7 @@ def test_a_kernel_that_another_band_makes_the_fastest_is_found(monkeypatch):
     product_measurement._measured.cache_clear()
 
 
-@pytest.mark.parametrize(("sparsity", "widest"), [(0.99, 2048), (0.9, 512)])
+@pytest.mark.parametrize(("sparsity", "widest"), [(0.99, 2048), (0.95, 512)])
 def test_rows_of_few_entries_are_measured_with_a_block_of_half_the_second_cache(
     monkeypatch, sparsity, widest
 ):
