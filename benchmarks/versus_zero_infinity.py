@@ -68,6 +68,7 @@ class Job:
     length: int
     folder: str
     dram: str
+    precision: str
     resume: bool = False
     save_after: int | None = None
 
@@ -105,12 +106,13 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir=options.folder)
     machine = describe_machine(folder)
     try:
-        job = Job(RESIDENT, layers, 4, 64 if options.quick else 256, folder, options.dram)
+        place = {"folder": folder, "dram": options.dram, "precision": fastest_precision()}
+        job = Job(RESIDENT, layers, 4, 64 if options.quick else 256, **place)
         result = compare(job, loops, python if version else None, rounds)
         if options.resume:
-            job = Job(RESIDENT, **vars(RESUME_GPT), folder=folder, dram=options.dram)
+            job = Job(RESIDENT, **vars(RESUME_GPT), **place)
             result["resume"] = compare_resumed(job, loops, python if version else None)
-        limits = limits_of_this_machine(products=[fastest_precision()], folder=folder)
+        limits = limits_of_this_machine(products=[job.precision], folder=folder)
     finally:
         shutil.rmtree(folder)
     settings = {"layers": layers, "rounds": rounds, "dram": options.dram, "deepspeed": version}
@@ -134,7 +136,7 @@ def compare(job: Job, loops: list[str], python: str | None, rounds: int) -> dict
     failure = None
     workers = {loop: start(job, loop, python) for loop in loops}
     if python is not None:
-        write_inputs(job, rounds + 2)
+        write_inputs(job, warm_up(rounds) + rounds)
         print("DeepSpeed builds its operators at first use, which takes minutes", flush=True)
         zero = {ZERO: start(job, ZERO, python)}
         try:
@@ -261,7 +263,7 @@ def work(job: Job) -> None:
         step, save = penstock_loop(job)
     else:
         loop = (
-            ZeroInfinity(job.gpt, folder, folder / BATCHES, folder / WEIGHTS)
+            ZeroInfinity(job.gpt, folder, folder / BATCHES, folder / WEIGHTS, job.precision)
             if job.loop == ZERO
             else resident_loop(job.gpt)
         )

@@ -7,11 +7,12 @@ float32.
 
 from __future__ import annotations
 
-from penstock.kernels.processor import Processor
-
 
 def plain_precisions() -> list[str]:
     """Return those of `fp32` and `bf16` in which plain PyTorch multiplies matrices fast."""
+    # Late: a worker under another Python, which lacks Penstock, imports this package.
+    from penstock.kernels.processor import Processor
+
     return ["fp32", "bf16"] if Processor.here().multiplies_bfloat16 else ["fp32"]
 
 

@@ -12,8 +12,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from contract.precisions import fastest_precision
-
 from side_by_side.gpt import (
     BETAS,
     CLIP,
@@ -83,13 +81,15 @@ class ZeroInfinity:
         weights: what `write_initial_weights` wrote.
     """
 
-    def __init__(self, gpt: Gpt, folder: Path, batches: Path, weights: Path) -> None:
+    def __init__(
+        self, gpt: Gpt, folder: Path, batches: Path, weights: Path, precision: str
+    ) -> None:
         import deepspeed
         import numpy as np
         from safetensors import safe_open
         from transformers import GPT2LMHeadModel
 
-        settings = self._settings(gpt, folder / "nvme")
+        settings = self._settings(gpt, folder / "nvme", precision)
         self._batches = np.load(batches)
         self._steps = 0
         deepspeed.init_distributed(dist_backend="gloo")
@@ -105,7 +105,7 @@ class ZeroInfinity:
             model=model, model_parameters=model.parameters(), config=settings
         )
 
-    def _settings(self, gpt: Gpt, nvme: Path) -> dict[str, Any]:
+    def _settings(self, gpt: Gpt, nvme: Path, precision: str) -> dict[str, Any]:
         nvme.mkdir(parents=True, exist_ok=True)
         place = {
             "device": "nvme",
@@ -113,13 +113,12 @@ class ZeroInfinity:
             "pin_memory": False,
             "buffer_count": _BUFFERS,
         }
-        is_bfloat16 = fastest_precision() == "bf16"
         largest = max(VOCABULARY * WIDTH, 4 * WIDTH * WIDTH)
         return {
             "train_micro_batch_size_per_gpu": gpt.sequences,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": CLIP,
-            "bf16": {"enabled": is_bfloat16},
+            "bf16": {"enabled": precision == "bf16"},
             "optimizer": {
                 "type": "AdamW",
                 "params": {

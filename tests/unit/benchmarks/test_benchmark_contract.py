@@ -54,6 +54,15 @@ def test_continuous_integration_runs_the_quick_form_of_every_benchmark(runner):
     assert {"gpu", "streaming_tax", "versus_zero_infinity"} < set(names())
 
 
+def test_deepspeed_loop_needs_no_penstock():
+    """It runs under a Python of its own, into which only DeepSpeed is installed."""
+    code = "import sys; sys.modules['penstock'] = None; from versus_zero_infinity import work"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+
+
 def test_every_benchmark_is_in_the_documentation_with_its_figure():
     text = (BENCHMARKS / "README.md").read_text()
     assert [name for name in names() if f"| `{name}.py" not in text] == []
