@@ -7,15 +7,17 @@ published. The programs take turns within a repetition; a repetition in which ou
 wait for a processor is thrown away (Linux tells; elsewhere all are kept).
 
 `torch.sparse_csr` multiplies activations `[features, tokens]`. `/sparse` is the speed-up with what
-both need for activations `[tokens, features]`: its transposed copies and our packing. `/alone` is
-that of the products without either.
+both need for activations `[tokens, features]`: its transposed copies and our packing. (With the
+same tensors by strides, without a copy of the inputs, its products take longer by as much.)
+`/alone` estimates that of the products without either; it has no target. A program that takes over
+four times as long as the dense products is timed once, before the turns.
 
 Beside every row stands the share of the machine's limit: the rate of multiply-adds that each load
 their 64 bytes from a panel as large as half of the second-level cache. The column `/best` is the
 speed-up over dense products by the library that the compiler chooses on this processor, which in
 float32 is not always PyTorch's.
 
-    python benchmarks/sparse_products.py [--quick] [--precision fp32|bf16]
+    python benchmarks/sparse_products.py [--quick] [--precision fp32|bf16 ...]
 
 `value` is the least speed-up over its own target. Targets over dense products depend on the
 processor: one with a matrix unit (AMX) multiplies dense bfloat16 several times faster. Over
@@ -32,7 +34,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import numba
 import numpy as np
@@ -73,12 +74,11 @@ TARGETS = {
     ("bf16", True): {0.5: 0.95, 0.75: 0.95, 0.9: 1.2, 0.95: 2.5, 0.99: 2.5},
 }
 OVER_LIBRARY = 3.5  # speed-up over torch.sparse_csr
-OVER_SPARSE = ("over_torch_sparse", "over_torch_sparse_alone")
 OVER_SPARSEPROP = 1.0  # in every row that it computes, so in fp32
 WAIT_SHARE = 0.02
 ENOUGH = 5
 MOST = 40
-SLOW = 4.0  # a library that takes so many times as long as the dense products runs once
+SLOW = 4.0  # a program that takes so many times as long as the dense products is timed once
 
 
 @numba.njit(parallel=True, nogil=True, error_model="numpy")
@@ -204,8 +204,7 @@ class Cell:
         return run
 
     def torch_sparse(self) -> dict[str, Callable[[], object]]:
-        """`torch.sparse_csr` for activations `[features, tokens]`, and copies
-        from and to `[tokens, features]`."""
+        """The products of `torch.sparse_csr`, and the copies around them, as two programs."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # sparse_csr is a beta in PyTorch
             weight = self.dense.to_sparse_csr()
@@ -248,7 +247,8 @@ def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple
 
 
 class Saved:
-    """What SparseProp's forward leaves for its backward, without autograd."""
+    """What SparseProp's forward leaves for its backward, without autograd: its functions also set
+    attributes."""
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -291,9 +291,8 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
     programs["limit"] = limit.run
     took, clean, every = in_turns(programs, seconds)
 
-    ours_alone = [
-        a - b for a, b in zip(took["ours"], took.get("packing", repeat(0.0)), strict=False)
-    ]
+    packed = took.get("packing", [0.0] * len(took["ours"]))
+    ours_alone = [a - b for a, b in zip(took["ours"], packed, strict=True)]
 
     def over(*names: str, ours: list[float] = took["ours"]) -> float | None:
         if names[0] not in took:
@@ -323,6 +322,7 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         "repetitions": every,
         "choice": choice.as_record(),
         "over_sparseprop": over("sparseprop"),
+        "timed_once": [name for name, times in took.items() if len(set(times)) == 1],
         "published": published,
     }
     return row
@@ -336,7 +336,8 @@ def ratio_to_target(row: dict, has_matrix_unit: bool) -> float | None:
         ratios.append(row["over_sparseprop"] / OVER_SPARSEPROP)
     if target is not None and not row["published"]:
         ratios.append(row["over_dense"] / target)
-        ratios += [row[name] / OVER_LIBRARY for name in OVER_SPARSE if row[name] is not None]
+        if row["over_torch_sparse"] is not None:
+            ratios.append(row["over_torch_sparse"] / OVER_LIBRARY)
     return min(ratios, default=None)
 
 
@@ -355,7 +356,7 @@ def describe(row: dict) -> str:
     ways = " ".join(way_of(product) for product in products_of(Choice.from_record(row["choice"])))
     library, alone, peer = (
         "      -" if row[name] is None else f"{row[name]:7.2f}"
-        for name in (*OVER_SPARSE, "over_sparseprop")
+        for name in ("over_torch_sparse", "over_torch_sparse_alone", "over_sparseprop")
     )
     return (
         f"{row['shape'][1]:5d} > {row['shape'][0]:5d} {row['tokens']:5d} {row['type']} "
@@ -385,7 +386,9 @@ def cells(quick: bool, precisions: Sequence[str]) -> Iterator[Cell]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the same, smaller")
-    parser.add_argument("--precision", choices=plain_precisions(), action="append")
+    parser.add_argument(
+        "--precision", choices=plain_precisions(), action="append", help="default: all"
+    )
     options = parser.parse_args()
     quick, precisions = options.quick, options.precision or plain_precisions()
     torch.set_num_threads(numba.get_num_threads())
@@ -408,7 +411,7 @@ def main() -> None:
         cell = Cell(shape, tokens, sparsity, "fp32")
         rows.append(measure(cell, limit, seconds, published=True))
         print(describe(rows[-1]), flush=True)
-    if rows[-1]["over_sparseprop"] is None:
+    if importlib.util.find_spec("sparseprop") is None:
         print("SparseProp is not installed (pip install sparseprop): not compared")
     ratios = [ratio_to_target(row, has_matrix_unit) for row in rows]
     enough = all(row["clean"] >= ENOUGH for row in rows)
@@ -420,6 +423,7 @@ def main() -> None:
         unit="least speed-up over its target",
         machine=machine,
         quick=quick,
+        precisions=precisions,
         **({} if enough else {"skipped": busy}),
         threads=numba.get_num_threads(),
         rows=rows,

@@ -60,7 +60,10 @@ RESUME_GPT, STEPS_BEFORE, STEPS_AFTER = Gpt(layers=2, sequences=1, length=64), 3
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one worker does: it may go on from what another saved, and save after some steps."""
+    """What one worker does: it may go on from what another saved, and save after some steps.
+
+    `precision` is that of PyTorch and DeepSpeed, `fp32` or `bf16`; Penstock computes in bf16.
+    """
 
     loop: str
     layers: int
@@ -115,7 +118,13 @@ def main() -> None:
         limits = limits_of_this_machine(products=[job.precision], folder=folder)
     finally:
         shutil.rmtree(folder)
-    settings = {"layers": layers, "rounds": rounds, "dram": options.dram, "deepspeed": version}
+    settings = {
+        "plain_precision": job.precision,
+        "layers": layers,
+        "rounds": rounds,
+        "dram": options.dram,
+        "deepspeed": version,
+    }
     if version is None:
         settings["deepspeed_note"] = f"not installed in {python}; its loop was not run"
     print_limits(limits)

@@ -218,7 +218,7 @@ def _sweep(
                 notes = {"sequence_length_note": found.length_note}
                 if isinstance(found, Prediction):
                     notes["accuracy_note"] = found.accuracy_note
-                    notes["disk_note"] = found.disk_note
+                    notes["full_disk_note"] = found.full_disk_note
                 figures = {**row(found), **notes}
             typer.echo(json.dumps({sweep.key: point.value, **figures}))
     else:
@@ -308,7 +308,11 @@ def _print_table(console: Console, key: str, points: list[Point]) -> None:
         if point.prediction is None:
             first = point.problem.splitlines()[0].split(". Raise ")[0]
             console.print(f"{key} {point.value}: {first}", highlight=False, markup=False)
-    notes = (getattr(point.prediction, "accuracy_note", None) for point in points)
+    notes = [
+        getattr(point.prediction, name, None)
+        for name in ("full_disk_note", "accuracy_note")
+        for point in points
+    ]
     for note in dict.fromkeys(filter(None, notes)):
         console.print(f"{note}.", highlight=False, markup=False)
 

@@ -3,7 +3,8 @@
 The gradients of a row of outputs stay in registers while the row's entries pass by. Each entry
 takes one load and one multiply-add per 16 tokens (32 of bfloat16). Four entries are multiplied
 together, so that no multiply-add waits for the one before it, and their lanes are summed together,
-by shuffles in registers. Of the last three entries of a row, two are multiplied together.
+by shuffles in registers. Of the entries that remain at the end of a row, up to three, two are
+multiplied together and the last one alone.
 
 Without AVX-512, several registers hold a vector. Shuffles are then a good part of the work, and
 halves of a vector are added before them. There, too, sums start as products. This was measured with

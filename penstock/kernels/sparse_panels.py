@@ -2,8 +2,8 @@
 
 A panel has a fixed number of tokens of all features, feature after feature: `[feature][token]`.
 Tokens that fill the last panel are 0. Squares of 16 tokens are transposed in registers; what is
-left at the ends of tokens and features goes element by element. The lines of later squares are
-prefetched, since 16 rows are more streams than the hardware prefetcher follows.
+left at the ends of tokens and features goes element by element. Packing prefetches the lines of
+later squares, since 16 rows are more streams than the hardware prefetcher follows.
 """
 
 from penstock.kernels.compilation import inlined
@@ -30,7 +30,11 @@ def _pack(square, size, x, sizes, panels, at, panel_tokens, first, last):
     for t in range(token, squares, LANES):
         for f in range(first, whole, size):
             place = base + f * panel_tokens + t
-            fetch_square(x, t * features + f + _SQUARES_AHEAD * size, features)
+            later = f + _SQUARES_AHEAD * size
+            if later < whole:
+                fetch_square(x, t * features + later, features)
+            else:  # of the next 16 tokens
+                fetch_square(x, (t + LANES) * features + first + later - whole, features)
             square(x, t * features + f, features, panels, place, panel_tokens)
     for f in range(first, last):
         for t in range(squares if f < whole else token, end):

@@ -182,7 +182,8 @@ def _multiply_part(add, pack, unpack, part, parts, arrays, matrix, sizes, interl
             segment, end_segment = cells[cell], cells[cell + 1]
             grouped = segment + (end_segment - segment) // group * group
             for s in range(segment, grouped, group):
-                if blocks > 1:  # else sums are not read
+                # Of one block, sums are not read. To interleaved rows, a prefetch brought nothing.
+                if blocks > 1 and group == 1:
                     fetch_row_ahead(sums, sums_at, segment_rows, s, end_segment, width)
                 add(targets, sums_at, ends, panels, x_at, entries, s, interleaved, width)
             for s in range(grouped, end_segment):

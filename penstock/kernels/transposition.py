@@ -127,8 +127,12 @@ transpose_to_tokens = _transposing(_read_shorts, _write_words, _SHORTS, _WORDS)
 
 @intrinsic
 def fetch_square(typing_context, source, source_at, source_stride):
-    """In a kernel: prefetch a source of `transpose_floats` or `transpose_to_features`; its address
-    may lie beyond the array."""
+    """In a kernel: prefetch one line of 64 bytes of each of 16 rows, as `transpose_floats` and
+    `transpose_to_features` read.
+
+    Arguments: the array; the first element and the stride, in elements. Elements may lie beyond the
+    array: a prefetch does not fault.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at, stride = arguments

@@ -84,7 +84,7 @@ def fetch_lines(builder: Any, pointer: Any, lines: int) -> None:
 
 
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Generate the address of an element of a flat array."""
+    """Generate the address of an element of a flat array; also beyond it, for a prefetch."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 

@@ -115,10 +115,10 @@ class Planner:
             require_room_for_shards(prediction)
         else:
             stored = prediction.flash.flash_bytes if prediction.flash else 0
-            prediction = replace(prediction, disk_note=full_disk_note(config, stored))
-            for note in (other_disk_note(config, machine), prediction.disk_note):
-                if note is not None:
-                    self._notice_once(note)
+            prediction = replace(prediction, full_disk_note=full_disk_note(config, stored))
+            other = other_disk_note(config, machine)
+            if other is not None:
+                self._notice_once(other)
         return prediction
 
     def advice(self, prediction: Prediction, *, is_here: bool = False) -> list[Advice]:

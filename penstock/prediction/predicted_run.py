@@ -62,7 +62,7 @@ class Prediction:
         dense_step_seconds: of a step that computes the gradient of every element of the sparse
             weights; None if no step does.
         length_note: why training may take shorter sequences; None if their length is known.
-        disk_note: what to do if this host's disk lacks room for the store on flash; else None.
+        full_disk_note: what to do if this host's disk lacks room for the store on flash; else None.
     """
 
     config: Config
@@ -74,7 +74,7 @@ class Prediction:
     step_seconds: float
     dense_step_seconds: float | None = None
     length_note: str | None = None
-    disk_note: str | None = None
+    full_disk_note: str | None = None
 
     @property
     def tokens(self) -> int:

@@ -63,10 +63,10 @@ def _fits(prediction: Prediction) -> str:
         name = "`memory`"
     else:
         name = "the host's " + ("free memory" if is_kept(prediction.machine) else "memory")
-    of_memory = f"{show_bytes(need)} of {show_bytes(limit)} of {name}"
-    text = f"\nIt fits: {of_memory}."
-    if prediction.disk_note is not None:
-        text = f"\nIt fits in memory ({of_memory}), but not on the disk: see the note."
+    where = "" if prediction.full_disk_note is None else " in memory"
+    text = f"\nIt fits{where}: {show_bytes(need)} of {show_bytes(limit)} of {name}."
+    if prediction.full_disk_note is not None:
+        text += f"\nIt does not fit on the disk. {prediction.full_disk_note}."
     if prediction.length_note is None:
         return text
     return f"{text}\n{most_tokens(prediction.plan.sequence_length)}"
@@ -297,7 +297,7 @@ def as_json(prediction: Prediction, advice: Sequence[Advice]) -> dict[str, Any]:
         "flash_read_bytes": None if flash is None else flash.read_bytes,
         "flash_written_bytes": None if flash is None else flash.written_bytes,
         "flash_bytes": None if flash is None else flash.flash_bytes,
-        "disk_note": prediction.disk_note,
+        "full_disk_note": prediction.full_disk_note,
         "busy": prediction.busy,
         "binding": {sweep: prediction.binding(sweep) for sweep in prediction.busy},
         "cost_per_hour": prediction.price.dollars_per_hour,

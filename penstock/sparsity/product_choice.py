@@ -35,7 +35,7 @@ class SparseKernel:
 
     Attributes:
         block_columns: columns whose inputs pass by together; they should stay in the first-level
-            cache. From 1 to 65536.
+            cache or, where rows have few entries, in the second. From 1 to 65536.
         band_rows: rows of a unit of work; None: all. Fewer keep more threads busy when there are
             few tokens.
         panel_tokens: tokens of a panel, a multiple of 16; of 32 for bfloat16.

@@ -39,10 +39,10 @@ _NEAR, _REPETITIONS = 3, 3  # how many of each kind are timed again, and how oft
 _GAIN_OF_BAND = 2.0  # how many times as fast another band may make a kernel, at most
 _BLOCK_OF_FIRST_CACHE = (0.5, 0.8, 1.35, 2.0)  # inputs of a block, as a share of the cache
 _BLOCK_OF_SECOND_CACHE = 0.125
-_BLOCK_OF_FEW_ENTRIES = 0.5  # of the second cache too
+_WIDE_BLOCK_OF_SECOND_CACHE = 0.5  # measured where a row has few entries in a block
 _BANDS_OF_SECOND_CACHE = (1 / 16, 1 / 8)  # sums of a band, likewise; the largest band is tried too
 _LEAST_ENTRIES = 1.5  # per row and block; below, rows are set up more often than entries multiplied
-_FEW_ENTRIES = 16  # likewise; with more, the set-up of a row takes little of the time
+_FEW_ENTRIES = 16  # per row and block; with more, the set-up of a row takes little of the time
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -190,15 +190,18 @@ class _Case:
 
     def blocks(self, name: str, panel_tokens: int) -> list[int]:
         """Columns of a block that are worth measuring."""
-        columns = self.layout.shape[0 if name == "input_gradient" else 1]
+        axis = 0 if name == "input_gradient" else 1
+        columns = self.layout.shape[axis]
         first, second = cache_bytes()
         sizes = [share * first for share in _BLOCK_OF_FIRST_CACHE]
         sizes.append(_BLOCK_OF_SECOND_CACHE * second)
         column_bytes = panel_tokens * self.dtype.itemsize
         if sizes[-1] / column_bytes * self.density < _FEW_ENTRIES:
-            sizes.append(_BLOCK_OF_FEW_ENTRIES * second)
+            sizes.append(_WIDE_BLOCK_OF_SECOND_CACHE * second)
+        # One block and several are different loops, as one tile and several are.
+        most = columns if columns == self.shape[axis] else columns // 2
         blocks = {
-            min(columns, max(LEAST_BLOCK_COLUMNS, int(size / column_bytes) // 16 * 16))
+            min(most, max(LEAST_BLOCK_COLUMNS, int(size / column_bytes) // 16 * 16))
             for size in sizes
         }
         useful = {b for b in blocks if b * self.density >= _LEAST_ENTRIES} or {max(blocks)}

@@ -54,11 +54,21 @@ def test_continuous_integration_runs_the_quick_form_of_every_benchmark(runner):
     assert {"gpu", "streaming_tax", "versus_zero_infinity"} < set(names())
 
 
-def test_deepspeed_loop_needs_no_penstock():
-    """It runs under a Python of its own, into which only DeepSpeed is installed."""
-    code = "import sys; sys.modules['penstock'] = None; from versus_zero_infinity import work"
+def test_deepspeed_loop_needs_no_penstock(tmp_path):
+    """It runs under a Python of its own, which need not have Penstock."""
+    code = """
+import sys
+from pathlib import Path
+
+sys.modules["penstock"] = None
+from side_by_side.gpt import Gpt
+from versus_zero_infinity import ZeroInfinity, work
+
+settings = ZeroInfinity._settings(None, Gpt(2, 1, 64), Path(sys.argv[1]), "fp32")
+assert settings["bf16"] == {"enabled": False}
+"""
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True
+        [sys.executable, "-c", code, str(tmp_path)], cwd=BENCHMARKS, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
 

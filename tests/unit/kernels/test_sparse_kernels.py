@@ -151,13 +151,34 @@ def test_the_gradient_of_no_tokens_is_zero():
     np.testing.assert_array_equal(found, np.zeros(35, np.float32))
 
 
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 200])
+@pytest.mark.parametrize("count", [1, 2, 6, 15, 16, 17, 18, 63, 64, 65, 200])
 def test_gradients_of_any_number_of_entries(count):
     matrix = dense_matrix(1, count)
     x, dy = numbers(1, count * 32, np.float32), numbers(2, 32, np.float32)
     found = entry_gradient(matrix, x, dy, panel_tokens=32)
     expected = x.reshape(32, count).astype(np.float64).T @ dy
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bfloat16"), [(np.float32, "unpacked"), (np.uint16, "unpacked"), (np.uint16, "dots")]
+)
+@pytest.mark.parametrize("count", [2, 4, 5, 6, 7])
+def test_an_entry_has_the_same_gradient_at_any_place_in_a_row(count, dtype, bfloat16):
+    """Four entries, two or one are multiplied together."""
+    if bfloat16 == "dots" and not has_bfloat16_dot():
+        pytest.skip("this processor has no dot product of bfloat16")
+    x, dy = numbers(1, 64 * count, np.float32), numbers(2, 64, np.float32)
+    if dtype == np.uint16:
+        x, dy = ((array.view(np.uint32) >> 16).astype(np.uint16) for array in (x, dy))
+    together = entry_gradient(dense_matrix(1, count), x, dy, panel_tokens=64, bfloat16=bfloat16)
+    columns = np.ascontiguousarray(x.reshape(64, count).T)
+    single = [
+        entry_gradient(dense_matrix(1, 1), column, dy, panel_tokens=64, bfloat16=bfloat16)
+        for column in columns
+    ]
+    assert together.all()
+    np.testing.assert_array_equal(together, np.concatenate(single))
 
 
 @pytest.mark.parametrize("patterns", [[0x7F800001, 0x7FC00000], [0x3F808000, 0x3F818000]])

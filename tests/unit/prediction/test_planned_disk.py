@@ -92,12 +92,17 @@ def test_a_full_disk_is_in_the_page_and_in_the_figures(tmp_path, monkeypatch, is
             "store": {"flash": {"path": str(tmp_path / "flash")}},
         }
     )
-    notices: list[str] = []
-    found = Planner(notices.append).plan(config, measured(None), is_here=True)
+    found = Planner().plan(config, measured(None), is_here=True)
 
-    console = Console(file=StringIO(), width=100)
+    console = Console(file=StringIO(), width=1000)
     console.print(page(found, []))
     text = console.file.getvalue()
-    assert ("but not on the disk: see the note." in text) == is_full
-    assert ("It fits: " in text) != is_full
-    assert (as_json(found, [])["disk_note"] in notices) == is_full
+    note = full_disk_note(config, found.flash.flash_bytes)
+    assert (note is not None) == is_full
+    assert as_json(found, [])["full_disk_note"] == note
+    if is_full:
+        assert "It fits in memory: " in text
+        assert f"It does not fit on the disk. {note}." in text
+    else:
+        assert "It fits: " in text
+        assert "the disk" not in text

@@ -157,15 +157,24 @@ def test_a_kernel_that_another_band_makes_the_fastest_is_found(monkeypatch):
     product_measurement._measured.cache_clear()
 
 
-@pytest.mark.parametrize(("sparsity", "widest"), [(0.99, 2048), (0.95, 512)])
+@pytest.mark.parametrize(("sparsity", "widest"), [(0.99, 1024), (0.9, 384)])
 def test_rows_of_few_entries_are_measured_with_a_block_of_half_the_second_cache(
     monkeypatch, sparsity, widest
 ):
-    monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (48 << 10, 1 << 20))
+    monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (48 << 10, 512 << 10))
     case = product_measurement._Case((16, 4096), torch.float32, sparsity, 64)
 
     assert max(case.blocks("forward", 64)) == widest
-    assert 384 in case.blocks("forward", 64)
+
+
+@pytest.mark.parametrize(("columns", "widest"), [(2048, 2048), (8192, 1024)])
+def test_a_block_covers_the_measured_part_only_if_it_covers_the_weight(
+    monkeypatch, columns, widest
+):
+    monkeypatch.setattr(product_measurement, "cache_bytes", lambda: (48 << 10, 4 << 20))
+    for name, shape in (("forward", (16, columns)), ("input_gradient", (columns, 16))):
+        case = product_measurement._Case(shape, torch.float32, 0.99, 64)
+        assert max(case.blocks(name, 64)) == widest
 
 
 def test_a_dense_product_that_is_faster_is_chosen(clock, monkeypatch):
