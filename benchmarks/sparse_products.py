@@ -223,8 +223,11 @@ class Cell:
         return {"torch_sparse": run, "torch_sparse_copies": copies}
 
 
-def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple[dict, int, int]:
-    """Return each program's seconds per repetition, and how many were clean and made."""
+def in_turns(
+    programs: dict[str, Callable[[], object]], seconds: float
+) -> tuple[dict[str, list[float]], set[str], int, int]:
+    """Return each program's seconds per repetition, which programs were timed once, and how many
+    repetitions were clean and made."""
     first = {name: (program(), timed(program))[1] for name, program in programs.items()}
     slow = {name for name, took in first.items() if took > SLOW * first["dense"]}
     clean: list[dict[str, float]] = []
@@ -243,12 +246,13 @@ def in_turns(programs: dict[str, Callable[[], object]], seconds: float) -> tuple
         if len(clean) >= MOST:
             break
     kept = clean if len(clean) >= ENOUGH else every
-    return {name: [row[name] for row in kept] for name in programs}, len(clean), len(every)
+    took = {name: [row[name] for row in kept] for name in programs}
+    return took, slow, len(clean), len(every)
 
 
 class Saved:
-    """What SparseProp's forward leaves for its backward, without autograd: its functions also set
-    attributes."""
+    """Stands for autograd's context: SparseProp's forward keeps here what its backward reads,
+    some of it as attributes."""
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -289,7 +293,7 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
     if peer is not None:
         programs["sparseprop"] = peer
     programs["limit"] = limit.run
-    took, clean, every = in_turns(programs, seconds)
+    took, once, clean, every = in_turns(programs, seconds)
 
     packed = took.get("packing", [0.0] * len(took["ours"]))
     ours_alone = [a - b for a, b in zip(took["ours"], packed, strict=True)]
@@ -322,7 +326,7 @@ def measure(cell: Cell, limit: Limit, seconds: float, *, published: bool = False
         "repetitions": every,
         "choice": choice.as_record(),
         "over_sparseprop": over("sparseprop"),
-        "timed_once": [name for name, times in took.items() if len(set(times)) == 1],
+        "timed_once": sorted(once),
         "published": published,
     }
     return row

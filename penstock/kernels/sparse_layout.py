@@ -1,11 +1,12 @@
 """The order in which sparse products read the entries of a matrix.
 
 A matrix is divided into cells: bands of rows times blocks of columns. The inputs of a block stay in
-the first-level cache while the cell's rows pass by. Within a cell, the entries of a row are a
-segment, and segments ascend by their number of entries: the processor predicts the end of a loop
-that ends as the previous one did, and products that interleave rows take the first row's number
-of entries for all of them. The order of rows of equal length changes no result, and the entries of
-a row are added in the order of their columns, whatever the cells.
+the first-level cache while the cell's rows pass by; where rows have few entries, blocks are wider
+and stay in the second. Within a cell, the entries of a row are a segment, and segments ascend by
+their number of entries: the processor predicts the end of a loop that ends as the previous one did,
+and products that interleave rows take the first row's number of entries for all of them. The order
+of rows of equal length changes no result, and the entries of a row are added in the order of their
+columns, whatever the cells.
 """
 
 from penstock.kernels.compilation import serial_kernel

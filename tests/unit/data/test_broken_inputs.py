@@ -1,18 +1,11 @@
 """Building from several broken files: all are named, within a bounded search."""
 
 import pytest
+from refused_builds import refused
 
 from penstock.data import build as build_module, build_dataset
 from penstock.data.sources import BLOCK_BYTES, read_pieces
 from penstock.errors import DataError
-
-
-def refusal(folder, tokenizer, out):
-    before = sorted(folder.iterdir())
-    with pytest.raises(DataError) as caught:
-        build_dataset([folder], tokenizer, out)
-    assert sorted(folder.iterdir()) == before
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train-bpe:300"])
@@ -28,22 +21,22 @@ def test_all_broken_files_are_named_together(tmp_path, tokenizer, monkeypatch):
         f"{tmp_path / 'b.txt'}: {not_utf8}",
         f"{tmp_path / 'd.jsonl'}:2: field 'text' must be text, got a number",
     ]
-    assert refusal(tmp_path, tokenizer, out).split("\n  ") == [
+    assert refused(tmp_path, [tmp_path], tokenizer, out).split("\n  ") == [
         "2 input files cannot be used:",
         *lines,
     ]
     for number in range(5):
         (tmp_path / f"f{number}.txt").write_bytes(b"caf\xe9 au lait")
-    assert refusal(tmp_path, tokenizer, out).split("\n  ") == [
+    assert refused(tmp_path, [tmp_path], tokenizer, out).split("\n  ") == [
         "7 input files cannot be used:",
         *lines,
         *(f"{tmp_path / f'f{number}.txt'}: as {tmp_path / 'b.txt'}" for number in range(3)),
         "and 2 more",
     ]
     monkeypatch.setattr(build_module, "CHECKED_BYTES", 500)  # c.txt
-    assert refusal(tmp_path, tokenizer, out) == lines[0]
+    assert refused(tmp_path, [tmp_path], tokenizer, out) == lines[0]
     monkeypatch.setattr(build_module, "CHECKED_BYTES", 600)  # and d.jsonl
-    assert refusal(tmp_path, tokenizer, out).split("\n  ") == [
+    assert refused(tmp_path, [tmp_path], tokenizer, out).split("\n  ") == [
         "2 input files cannot be used:",
         *lines,
         "not checked: 6 further files",
@@ -62,13 +55,13 @@ def test_search_for_other_broken_files_is_bounded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(build_module, "read_pieces", read)
     out = tmp_path.parent / f"{tmp_path.name}-out"
-    lines = refusal(tmp_path, "bytes", out).split("\n  ")
+    lines = refused(tmp_path, [tmp_path], "bytes", out).split("\n  ")
     assert len(opened) == 101
     assert lines[0] == "101 input files cannot be used:"
     assert lines[6:] == ["and 96 more", "not checked: 99 further files"]
     opened.clear()
     monkeypatch.setattr(build_module, "CHECKED_BYTES", 10 * BLOCK_BYTES)
-    lines = refusal(tmp_path, "bytes", out).split("\n  ")
+    lines = refused(tmp_path, [tmp_path], "bytes", out).split("\n  ")
     assert len(opened) == 11
     assert lines[6:] == ["and 6 more", "not checked: 189 further files"]
 
@@ -79,7 +72,7 @@ def test_file_in_which_the_search_ends_is_not_checked(tmp_path, monkeypatch):
     (tmp_path / "c.txt").write_text("good text " * 50)
     monkeypatch.setattr(build_module, "CHECKED_BYTES", BLOCK_BYTES + 100)
     out = tmp_path.parent / f"{tmp_path.name}-out"
-    lines = refusal(tmp_path, "bytes", out).split("\n  ")
+    lines = refused(tmp_path, [tmp_path], "bytes", out).split("\n  ")
     assert lines[0] == "2 input files cannot be used:"
     assert lines[3:] == ["not checked: 1 further file"]
 

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from grids import thinned
+from refused_builds import leftovers, refused
 
 from penstock.data import (
     ByteTokenizer,
@@ -44,10 +45,6 @@ def all_documents(dataset, split):
         assert dataset.end_of_document not in ids[begin : end - 1]
         texts.append(decode(ids[begin : end - 1]))
     return texts
-
-
-def leftovers(folder):
-    return sorted(os.listdir(folder))
 
 
 @pytest.mark.parametrize(
@@ -241,14 +238,6 @@ def test_progress_ends_at_the_total(tmp_path):
 
 
 # What is refused, and that nothing is left of it.
-
-
-def refused(folder, *args, error=DataError, **options):
-    before = leftovers(folder)
-    with pytest.raises(error) as caught:
-        build_dataset(*args, **options)
-    assert leftovers(folder) == before
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])

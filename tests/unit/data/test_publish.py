@@ -2,9 +2,9 @@
 
 import contextlib
 import json
-import os
 
 import pytest
+from refused_builds import leftovers
 
 from penstock.data import TokenDataset, build_dataset, publish
 from penstock.data.publish import published_folder
@@ -17,10 +17,6 @@ def lines_in(folder):
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
-
-
-def leftovers(folder):
-    return sorted(os.listdir(folder))
 
 
 def test_second_build_of_the_same_folder_is_refused(tmp_path):
