@@ -92,9 +92,15 @@ def warm_up(rounds: int) -> int:
 
 
 def make_trainer(
-    gpt: Gpt, run_dir: Path, moments: str, store: dict[str, Any], clip_norm: float = CLIP
+    gpt: Gpt,
+    run_dir: Path,
+    moments: str,
+    store: dict[str, Any],
+    clip_norm: float = CLIP,
+    memory: str | None = None,
+    recompute: str = "auto",
 ) -> Trainer:
-    """Return Penstock's trainer; `store`, `moments` and `clip_norm` as in its configuration."""
+    """Return Penstock's trainer; `moments` and what follows are as in its configuration."""
     from penstock.training import Trainer
 
     return Trainer(
@@ -118,8 +124,9 @@ def make_trainer(
                 "moments": moments,
                 "schedule": {"name": "constant"},
             },
-            "engine": {"device": "cpu"},
+            "engine": {"device": "cpu", "recompute": recompute},
             "store": store,
+            "memory": memory,
             "run": {"dir": str(run_dir), "seed": SEED},
         },
         source=gpt.source(),

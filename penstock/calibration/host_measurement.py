@@ -30,8 +30,7 @@ from penstock.calibration.shared_cores import SHARED, competing_process
 from penstock.calibration.sparse_cases import Choices
 from penstock.config import ByteSize
 from penstock.engine import (
-    keep_freed_pages,
-    return_freed_pages,
+    freed_pages_kept,
     set_threads,
     target_of,
 )
@@ -120,15 +119,13 @@ def calibrate(
 
 @contextlib.contextmanager
 def _as_in_a_run() -> Iterator[None]:
-    """Set threads and memory as an engine has them, and restore the threads at the end."""
+    """Set threads and memory as an engine has them, and restore both at the end."""
     before = torch.get_num_threads(), numba.get_num_threads()
     set_threads(None)
-    keep_freed_pages()
     try:
-        with torch.no_grad():
+        with freed_pages_kept(), torch.no_grad():
             yield
     finally:
-        return_freed_pages()
         numba.set_num_threads(before[1])
         torch.set_num_threads(before[0])
 

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from penstock.engine.expanded_weights import mask_staging_bytes as mask_staging_bytes
     from penstock.engine.host_memory import (
         KEPT_OVER_USED as KEPT_OVER_USED,
+        freed_pages_kept as freed_pages_kept,
         keep_freed_pages as keep_freed_pages,
+        map_tensors as map_tensors,
         return_free_pages as return_free_pages,
-        return_freed_pages as return_freed_pages,
         return_unused_pages as return_unused_pages,
+        share_one_heap as share_one_heap,
     )
     from penstock.engine.interface import (
         Batch as Batch,

@@ -14,6 +14,7 @@ import torch
 
 from penstock.collectives import PartialSum, TreeReduction
 from penstock.engine.flow import Flow, check_inputs, on_device, out_of_range
+from penstock.engine.host_memory import begin_call
 from penstock.engine.interface import Batch, EnginePlan, PendingGradients
 from penstock.engine.memory import MemoryAccount
 from penstock.engine.slots import InPlace, WeightSlots
@@ -316,6 +317,12 @@ class TorchEngine:
         """Record the allocations of a call."""
         self._transient = transient_bytes
         self.memory.peak(transient_bytes, place.name)
+        self._begin_call(transient_bytes)
+
+    def _begin_call(self, size_bytes: int) -> None:
+        """Make room in the memory of the host for what is computed next."""
+        if self._device.type == "cpu":
+            begin_call(size_bytes)
 
     def _kept_layout_bytes(self) -> int:
         """Return the bytes that are derived from masks and kept between stages."""
@@ -367,7 +374,9 @@ class TorchEngine:
     def _add(self, total: TreeReduction, leaf: PartialSum, place: Stage) -> None:
         """Add a micro-batch's gradients to the sum, and account for the sum's memory."""
         wider = sum(4 * t.numel() for t in leaf.tensors if t is not None and t.itemsize < 4)
-        self.memory.peak(_bytes([leaf]) + (wider if self._sum_bytes else 0), place.name)
+        wider = wider if self._sum_bytes else 0
+        self.memory.peak(_bytes([leaf]) + wider, place.name)
+        self._begin_call(wider)
         total.add(leaf)
         self.memory.give_back(self._sum_bytes)
         self._sum_bytes = _bytes(total.nodes())

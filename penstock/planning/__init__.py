@@ -17,6 +17,10 @@ if TYPE_CHECKING:
         plan_execution as plan_execution,
     )
     from penstock.planning.kept_choices import forget_choices as forget_choices
+    from penstock.planning.kept_pages import (
+        keep_pages as keep_pages,
+        settle_pages as settle_pages,
+    )
     from penstock.planning.machine_limits import DeviceMemory as DeviceMemory, Machine as Machine
     from penstock.planning.memory_budget import (
         RESERVE_BYTES as RESERVE_BYTES,

@@ -20,7 +20,7 @@ from penstock.compiler import (
     refuse_gradient_hooks,
 )
 from penstock.config import Config
-from penstock.engine import keep_freed_pages, return_freed_pages, target_of
+from penstock.engine import target_of
 from penstock.kernels.processor import Processor
 from penstock.models import ModelSource
 from penstock.planning.model_sources import source_of
@@ -163,13 +163,3 @@ def make_engines(
         target.make_engine(program, plan, budget_bytes=shares.engine, sparse=sparse)
         for _ in range(engines)
     ]
-
-
-def settle_pages(shares: MemoryShares, device: str) -> None:
-    """Let the C library keep the pages of freed tensors if memory suffices, else return them."""
-    if target_of(device).has_own_memory:
-        return
-    if shares.keep_pages:
-        keep_freed_pages()
-    else:
-        return_freed_pages()

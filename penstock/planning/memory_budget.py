@@ -235,7 +235,7 @@ class Budget:
         kept = int(engines * KEPT_OVER_USED)
         store = self._need
         if self._on_flash:
-            left = self._rest - (kept if kept <= self._rest // 2 else engines)
+            left = self._rest - kept
             if config.memory is None:
                 left = int(_AUTO_FLASH * self._rest)
             store = left if config.store.dram == "auto" else int(config.store.dram)
@@ -248,8 +248,11 @@ class Budget:
         if not self._fits_early(store + early, engines):
             early = 0
         store += early
-        keep_pages = self._here(store) + kept <= self._rest
-        return MemoryShares(engine_bytes, peak, one, engines, store, keep_pages, early)
+        count = max(1, self._engines_here)
+        spare = self._rest - self._here(store) - max(one, engines)
+        most = one + max(0, min(one, spare // count))
+        limit = self._limit - self._saving
+        return MemoryShares(engine_bytes, peak, one, engines, store, most, limit, early)
 
     def _fits_early(self, store: int, engines: int) -> bool:
         """Return whether there is room for a store with memory for early weights."""

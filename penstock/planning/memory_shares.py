@@ -12,9 +12,10 @@ class MemoryShares:
 
     `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
     use of host memory. `engines` is the memory of this host that all its engines use together.
-    `keep_pages` says whether memory suffices for the freed pages that engines would keep as well
-    (`engine/host_memory.py`). `early` is the part of `store` for weights that are streamed before
-    their update; 0 where none are, or where memory does not suffice.
+    `engine_most` is the memory that an engine in a process of its own may take with the pages that
+    it keeps (`kept_pages.py`), at most twice its use. `limit` is the memory of all parts together
+    while no checkpoint is written. `early` is the part of `store` for weights that are streamed
+    before their update; 0 where none are, or where memory does not suffice.
     """
 
     engine: int
@@ -22,7 +23,8 @@ class MemoryShares:
     engine_host: int
     engines: int
     store: int
-    keep_pages: bool
+    engine_most: int
+    limit: int
     early: int = 0
 
 

@@ -124,12 +124,14 @@ class Prediction:
         planned, layouts = most_layout_bytes(program), expected_layout_bytes(program)
         parts -= copies * (planned - layouts)
         freed = shares.engines - copies * planned  # layouts are not freed between stages
-        added = _ADDED_BYTES + int(shares.keep_pages * _KEPT_SHARE * freed)
+        added = _ADDED_BYTES + int(_KEPT_SHARE * freed)
         if any(weight.is_sparse for weight in program.weights.values()):
             added += _SPARSE_KERNEL_BYTES
         elif self.config.precision == "bf16":
             added += _BFLOAT16_BYTES
-        return parts + added
+        if self.config.cluster.start != "none" or shares.engines == 0:
+            return parts + added
+        return max(parts, min(parts + added, shares.limit))  # free pages are returned before that
 
     def _unused_store_bytes(self) -> int:
         """Return what a store on flash leaves of `store.dram`, since all its state fits in less."""

@@ -29,7 +29,7 @@ from penstock.engine import (
 )
 from penstock.errors import ConfigError
 from penstock.kernels.memory import allocate, page_lock
-from penstock.planning import ExecutionPlan, builders
+from penstock.planning import ExecutionPlan, builders, settle_pages
 from penstock.program import Program
 
 
@@ -84,7 +84,8 @@ def make_local_engines(
     With `devices` they form a group; otherwise the configured number of engines take turns on
     `device`.
     """
-    builders.settle_pages(layout.shares, device)
+    if not target_of(device).has_own_memory:
+        settle_pages(layout.shares, are_at_once=bool(devices))
     if devices:
         return DeviceGroup(
             layout.program,

@@ -97,6 +97,20 @@ def test_free_memory_is_the_limit_by_default(tmp_path, machine):
     assert not (tmp_path / "f").exists()
 
 
+def test_engines_of_this_process_keep_pages_as_its_memory_allows(tmp_path, machine, monkeypatch):
+    settled = []
+    monkeypatch.setattr(
+        "penstock.step.local_engines.settle_pages",
+        lambda *given, **how: settled.append((given, how)),
+    )
+    store = {"flash": {"path": str(tmp_path / "flash")}}
+    trainer = Trainer(settings(tmp_path, memory="700MiB", store=store), source=tokens())
+    shares = trainer._layout.shares
+    trainer.close()
+    assert settled == [((shares,), {"are_at_once": False})]
+    assert 600 * MIB < shares.limit < 700 * MIB
+
+
 def test_run_reports_the_parts_of_its_time(tmp_path):
     told: list[RunMeasured] = []
     steps = []

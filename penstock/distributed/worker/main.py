@@ -46,6 +46,7 @@ from penstock.distributed.worker.roles import (
     build_relay,
     build_shard,
 )
+from penstock.engine import share_one_heap
 from penstock.errors import (
     ClusterError,
     ConfigError,
@@ -120,6 +121,7 @@ class Worker:
         """
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        share_one_heap()  # an engine computes in a thread of the endpoint
         self._endpoint.start()
         try:
             lost_since = None

@@ -29,6 +29,7 @@ from penstock.distributed.worker.shard_executor import LocalShardExecutor
 from penstock.errors import ClusterError, UnfitHostError
 from penstock.program import Program
 from penstock.step_schedule import ByStep, StepSchedule
+from penstock.telemetry import process_memory
 
 if TYPE_CHECKING:
     from penstock.compiler import Products
@@ -155,7 +156,14 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
         ClusterError: this process has read another model than the trainer.
         PenstockError: no host could run such an engine.
     """
-    from penstock.engine import EnginePlan, SparseProducts, SparseWeights, target_of
+    from penstock.engine import (
+        EnginePlan,
+        SparseProducts,
+        SparseWeights,
+        return_free_pages,
+        target_of,
+    )
+    from penstock.planning import keep_pages
 
     device = str(spec["device"])
     _require_device(device)
@@ -172,6 +180,9 @@ def build_engine(spec: Mapping[str, Any]) -> BuiltRole:
         budget_bytes=spec["engine_bytes"],
         sparse=sparse,
     )
+    if not target_of(device).has_own_memory:
+        return_free_pages()  # which would be counted as memory of libraries
+        keep_pages(process_memory.resident_bytes() + spec["engine_most"])
     work = LocalEngineExecutor(engine, compiled.program, compiled.schedules, device)
     digest = engine_digest(compiled.program, compiled.transfers, device, products, record, model)
     return BuiltRole(dict(spec), EngineRole(work, compiled.transfers), digest)

@@ -19,6 +19,7 @@ from penstock.engine import (
     TorchEngine,
     plan_engine,
     predict_bytes,
+    torch_engine,
 )
 from penstock.errors import BudgetError
 from penstock.planning import builders
@@ -177,3 +178,29 @@ def test_depth_adds_only_boundary_activations():
         found[layers] = engine.memory.peak_bytes
     assert found[6] - found[3] == 3 * boundary
     assert found[12] - found[6] == 6 * boundary
+
+
+def test_memory_is_prepared_for_whatever_a_step_allocates(monkeypatch):
+    """Each executable's allocations are announced, and wider sums of several micro-batches."""
+    program, weights, batches = setting("gpt2", "bf16", 2)
+    announced = []
+    monkeypatch.setattr(torch_engine, "begin_call", announced.append)
+    engine = TorchEngine(program, EnginePlan())
+    sweep(engine, EnginePlan(), weights, batches)
+    kinds = [stage.kind for stage in program.stages]
+    expected = [kind.forward_transient_bytes for kind in kinds[:-1]]
+    expected += [kinds[-1].turn_transient_bytes]
+    expected += [kind.backward_transient_bytes for kind in kinds[:-1] if any(kind.outputs_grad)]
+    for size in set(expected):
+        assert announced.count(size) >= 2 * expected.count(size)
+    names = itertools.chain.from_iterable(stage.weights for stage in program.stages)
+    elements = sum(program.weights[name].elements for name in names)
+    assert sum(announced) - 2 * sum(expected) == 4 * elements  # float32 sums of bfloat16
+
+
+def test_engine_on_another_device_does_not_prepare_the_memory_of_the_host(monkeypatch):
+    program, _, _ = setting("gpt2", "fp32", 1)
+    announced = []
+    monkeypatch.setattr(torch_engine, "begin_call", announced.append)
+    predict_bytes(program, 5, EnginePlan(frozenset({1})))  # a dry run on the meta device
+    assert not announced

@@ -231,3 +231,37 @@ def test_too_many_local_engines_are_refused_with_the_sum(program):
     ):
         found.require(most + 1)
     assert room("listen") is None
+
+
+def test_engines_may_keep_as_much_as_they_use_where_memory_suffices(program):
+    one, two = (shares(program, free=2000, engines=count) for count in (1, 2))
+    assert one.engine_most == 2 * one.engine_host
+    assert two.engine_most == 2 * two.engine_host
+    assert one.limit <= machine(2000).memory_bytes - 48 * MIB  # buffers of a checkpoint's writer
+
+
+def test_pages_that_engines_keep_fit_beside_all_other_parts(program, tmp_path):
+    flash = {"flash": {"path": str(tmp_path / "flash")}}
+    for count in (1, 2):
+        budget = {"engines": count, "memory": "700MiB", "store": flash}
+        made = shares(program, free=2000, **budget)
+        known = (400 + 16 + 48 + 128) * MIB  # libraries, batches, checkpoints, reserve
+        assert made.engine_host < made.engine_most < 2 * made.engine_host
+        assert known + made.store + count * made.engine_most <= 700 * MIB
+
+
+@pytest.mark.parametrize("cluster", OTHER_HOSTS)
+def test_engines_of_other_hosts_keep_at_most_as_much_as_they_use(program, cluster):
+    store = {"shards": 4}
+    roomy = shares(program, free=2000, cluster=cluster, store=store)
+    assert roomy.engine_most == 2 * roomy.engine_host
+    tight = shares(program, free=2000, cluster=cluster, store=store, memory="690MiB")
+    assert tight.engine_host <= tight.engine_most < 2 * tight.engine_host
+
+
+def test_store_on_flash_leaves_a_quarter_of_the_engines_memory_for_kept_pages(program, tmp_path):
+    flash = {"flash": {"path": str(tmp_path / "flash")}}
+    made = shares(program, free=2000, engines=1, memory="1GiB", store=flash)
+    assert made.engine_most == pytest.approx(1.25 * made.engine_host, rel=0.01)
+    tight = shares(program, free=2000, engines=1, memory="649MiB", store=flash)
+    assert tight.engine_host <= tight.engine_most < 1.2 * tight.engine_host

@@ -94,6 +94,15 @@ def test_host_without_memory_is_unfit_for_engine(told, monkeypatch):
         build_engine(terms)
 
 
+def test_engine_keeps_pages_beside_what_its_process_has(told, monkeypatch):
+    _, terms = told("cpu")
+    kept = []
+    monkeypatch.setattr("penstock.planning.keep_pages", lambda *given: kept.append(given))
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 300 << 20)
+    build_engine(terms)
+    assert kept == [((300 << 20) + terms["engine_most"],)]
+
+
 def test_engine_uses_matrix_library_of_run(told, monkeypatch):
     monkeypatch.setattr("penstock.engine.targets.has_onednn", lambda: True)
     plan, terms = told()

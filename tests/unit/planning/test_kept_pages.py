@@ -1,0 +1,42 @@
+"""How many pages engines may keep beside all other memory of their process."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.planning import keep_pages, kept_pages, settle_pages
+from penstock.planning.memory_shares import MemoryShares
+from penstock.telemetry import process_memory
+
+MIB = 1 << 20
+SHARES = MemoryShares(300, 100, 100, 200, 50, 175, 1000)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """What the C library is told."""
+    told = []
+    monkeypatch.setattr(kept_pages, "keep_freed_pages", lambda *given: told.append(given))
+    monkeypatch.setattr(kept_pages, "map_tensors", lambda: told.append("mapped"))
+    return told
+
+
+def test_room_follows_the_resident_memory_of_the_process(settings, monkeypatch):
+    keep_pages(1000 * MIB)
+    ((room,),) = settings
+    for resident in (700, 1100):
+        monkeypatch.setattr(process_memory, "resident_bytes", lambda now=resident: now * MIB)
+        assert room() == (1000 - resident) * MIB
+
+
+@pytest.mark.parametrize(("most", "expected"), [(175, ()), (174, "mapped")])
+def test_engines_that_compute_at_once_keep_pages_only_if_all_fit(settings, most, expected):
+    settle_pages(replace(SHARES, engine_most=most), are_at_once=True)
+    assert settings == [expected]
+
+
+def test_engines_that_take_turns_keep_pages_within_the_limit(settings, monkeypatch):
+    settle_pages(replace(SHARES, engine_most=100), are_at_once=False)
+    ((room,),) = settings
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 700)
+    assert room() == SHARES.limit - 700
