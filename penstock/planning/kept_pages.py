@@ -8,7 +8,7 @@ from penstock.engine import keep_freed_pages, map_tensors
 from penstock.planning.memory_shares import MemoryShares
 from penstock.telemetry import process_memory
 
-_KEPT_OVER_USED = 1.75
+_ALL_KEPT_OVER_USED = 1.75
 """Resident bytes of engines that keep all of their pages, relative to the bytes in use: measured
 1.5 to 1.7."""
 
@@ -26,7 +26,7 @@ def settle_pages(shares: MemoryShares, *, are_at_once: bool) -> None:
     """
     if not are_at_once:
         keep_pages(shares.limit)
-    elif shares.engine_most >= _KEPT_OVER_USED * shares.engine_host:
+    elif shares.engine_most >= _ALL_KEPT_OVER_USED * shares.engine_host:
         keep_freed_pages()
     else:
         map_tensors()

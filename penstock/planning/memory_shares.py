@@ -12,8 +12,8 @@ class MemoryShares:
 
     `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
     use of host memory. `engines` is the memory of this host that all its engines use together.
-    `engine_most` is the memory that an engine in a process of its own may take with the pages that
-    it keeps (`kept_pages.py`), at most twice its use. `limit` is the memory of all parts together
+    `engine_most` is the host memory that one engine may take with the free pages that it keeps
+    (`kept_pages.py`), at most twice its use. `limit` is the memory of all parts together
     while no checkpoint is written. `early` is the part of `store` for weights that are streamed
     before their update; 0 where none are, or where memory does not suffice.
     """

@@ -129,7 +129,7 @@ class Prediction:
             added += _SPARSE_KERNEL_BYTES
         elif self.config.precision == "bf16":
             added += _BFLOAT16_BYTES
-        if self.config.cluster.start != "none" or shares.engines == 0:
+        if self.config.cluster.start != "none":  # the limit of this process is not that of all
             return parts + added
         return max(parts, min(parts + added, shares.limit))  # free pages are returned before that
 
