@@ -29,8 +29,18 @@ _MAPPED_BYTES = 1 << 20  # size of a tensor that gets its own mapping, if pages 
 _MANY = 65536  # glibc's own limit of mappings
 _SMALL_BYTES = 1 << 20  # of a call for which the memory of the process is not read
 
+# What glibc's own thresholds grow to in a process that has freed a large mapping. They do not grow
+# once they have been set.
+_DEFAULT_OPTIONS = (
+    (_M_MMAP_MAX, _MANY),
+    (_M_MMAP_THRESHOLD, 32 << 20),
+    (_M_TRIM_THRESHOLD, 64 << 20),
+    (_M_TOP_PAD, 128 << 10),
+)
+
 _limit: "_Limit | None" = None  # of this process, if it keeps pages and has a limit
 _are_kept = False
+_setting = 0  # the number of the latest setting; 0 where there was none
 
 
 class _Call(NamedTuple):
@@ -105,7 +115,8 @@ def keep_freed_pages(room_bytes: Callable[[], int] | None = None) -> bool:
     number of bytes by which the resident memory of the process may grow; by default it has no
     limit.
     """
-    global _limit
+    global _limit, _setting
+    _setting += 1
     is_accepted = _keep()
     _limit = _Limit(room_bytes) if is_accepted and room_bytes is not None else None
     return is_accepted
@@ -116,26 +127,44 @@ def map_tensors() -> None:
 
     Memory is then what tensors need, but for those that fit into free places of the heap.
     """
-    global _limit
+    global _limit, _setting
+    _setting += 1
     _limit = None
     if _map_tensors():
+        return_free_pages()
+
+
+def current_setting() -> int:
+    """Return the number of the latest setting of this process, for `end_setting`."""
+    return _setting
+
+
+def end_setting(setting: int) -> None:
+    """Restore glibc's defaults and return free pages, unless there was a later setting, or none."""
+    global _are_kept, _limit
+    if setting == 0 or setting != _setting:
+        return
+    _are_kept, _limit = False, None
+    if _set(*_DEFAULT_OPTIONS):
         return_free_pages()
 
 
 @contextlib.contextmanager
 def freed_pages_kept() -> Iterator[None]:
     """Keep freed pages without a limit, and restore the setting at the end."""
-    global _limit
-    were_kept, limit = _are_kept, _limit
+    global _limit, _setting
+    before, were_kept, limit = _setting, _are_kept, _limit
     keep_freed_pages()
     try:
         yield
     finally:
-        if were_kept or limit is not None:
+        if before == 0:
+            end_setting(_setting)
+        elif were_kept or limit is not None:
             _keep()
-            _limit = limit
         else:
             map_tensors()
+        _setting, _limit = before, limit
 
 
 def begin_call(size_bytes: int) -> None:

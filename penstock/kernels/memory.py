@@ -6,7 +6,9 @@ pages: a slab never occupies more than its size rounded up to one small page.
 """
 
 import contextlib
+import ctypes
 import mmap
+import sys
 import weakref
 
 import numpy as np
@@ -14,6 +16,9 @@ import numpy as np
 from penstock.errors import BudgetError
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+# The owners of all slabs, by address and size.
+_slabs: weakref.WeakValueDictionary[tuple[int, int], np.ndarray] = weakref.WeakValueDictionary()
 
 
 def allocate(size_bytes: int) -> np.ndarray:
@@ -48,6 +53,7 @@ def allocate(size_bytes: int) -> np.ndarray:
         ) from error
     everything = np.frombuffer(region, np.uint8)
     start = -everything.ctypes.data % HUGE_PAGE_BYTES
+    _slabs[everything.ctypes.data + start, size_bytes] = everything
     whole = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -56,6 +62,22 @@ def allocate(size_bytes: int) -> np.ndarray:
             # A kernel without huge pages: the slab has the same content, and passes are slower.
             return everything[start : start + size_bytes]
     return everything[start : start + size_bytes]
+
+
+def untouched_bytes() -> int:
+    """Return the bytes of all slabs that are not in memory: not touched yet, or swapped out. 0 if
+    the system does not tell (it does on Linux, by mincore)."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    mincore, total = ctypes.CDLL(None).mincore, 0
+    for address, size in list(_slabs):
+        pages = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
+        found = mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        )
+        if found == 0:
+            total += (len(pages) - int(np.count_nonzero(pages & 1))) * mmap.PAGESIZE
+    return total
 
 
 def page_lock(memory: np.ndarray) -> bool:

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
         settle_pages as settle_pages,
     )
     from penstock.planning.machine_limits import DeviceMemory as DeviceMemory, Machine as Machine
-    from penstock.planning.memory_budget import (
-        RESERVE_BYTES as RESERVE_BYTES,
-        transfer_buffer_bytes as transfer_buffer_bytes,
-    )
+    from penstock.planning.memory_budget import RESERVE_BYTES as RESERVE_BYTES
     from penstock.planning.product_choices import (
         make_inference_engine as make_inference_engine,
         measure_current as measure_current,
@@ -43,6 +40,7 @@ if TYPE_CHECKING:
         sequence_length as sequence_length,
     )
     from penstock.planning.sparse_weights import mask_rule_of as mask_rule_of
+    from penstock.planning.transfer_memory import transfer_buffer_bytes as transfer_buffer_bytes
     from penstock.planning.wafer import wafer_options as wafer_options, with_wafer as with_wafer
 
 __getattr__ = lazily(__name__, __file__)

@@ -12,16 +12,13 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.models import ModelSource
 from penstock.planning import selected_weights, store_factory
 from penstock.planning.machine_limits import Machine, ReadMachine
-from penstock.planning.memory_budget import (
-    Budget,
-    HostCapacity,
-    MemoryShares,
-    computes_dense_gradients,
-)
+from penstock.planning.memory_budget import Budget
+from penstock.planning.memory_shares import HostCapacity, MemoryShares
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch, divided_as_recorded
 from penstock.planning.plausibility import refuse_implausible
 from penstock.planning.sparse_weights import SparsePlan
 from penstock.planning.step_flops import StepFlops
+from penstock.planning.transfer_memory import computes_dense_gradients
 from penstock.program import Program
 from penstock.step_schedule import ByStep, StepSchedule
 
@@ -69,6 +66,11 @@ class ExecutionPlan:
     def budget_bytes(self) -> int:
         """The memory of one engine for computation: its budget without its transfer buffers."""
         return self.shares.engine - self.plan.beside_bytes
+
+    @property
+    def inference_bytes(self) -> int:
+        """The memory of an engine for evaluation or generation while no other one computes."""
+        return self.shares.inference - self.plan.beside_bytes
 
 
 def plan_execution(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.engine import target_of, thread_count
+from penstock.engine import return_free_pages, target_of, thread_count
 from penstock.kernels.processor import Processor
 from penstock.telemetry import process_memory
 
@@ -67,7 +67,11 @@ class Machine:
 
     @classmethod
     def here(cls, devices: Sequence[str] = ()) -> Machine:
-        """Read this machine and the named devices; a query of a device starts its driver."""
+        """Read this machine and the named devices; a query of a device starts its driver.
+
+        Free pages, such as those of an earlier run in this process, are returned before.
+        """
+        return_free_pages()
         reported = {name: target_of(name).memory_bytes(name) for name in devices}
         return cls(
             processor=Processor.here(),

@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import NoReturn
 
 from penstock.config import Config, size_above, sizes_and_limit
-from penstock.distributed.protocol import GRADIENTS, WINDOW, connections
-from penstock.distributed.transport import LEAST_BYTES, SHM_BYTES
 from penstock.engine import (
     KEPT_OVER_USED,
     EnginePlan,
@@ -34,10 +32,16 @@ from penstock.planning.store_factory import (
     dram_store_bytes,
     early_bytes,
     least_flash_store_bytes,
+    mask_change_bytes,
+)
+from penstock.planning.transfer_memory import (
+    computes_dense_gradients,
+    largest_moved,
+    shared_memory_bytes,
+    transfer_buffer_bytes,
 )
 from penstock.program import Program, WeightSpec, largest_stage
-from penstock.step_schedule import StepSchedule
-from penstock.store import Role, index_memory
+from penstock.store import Role
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -96,7 +100,7 @@ class Budget:
         if self._on_flash:
             self._need = least_flash_store_bytes(config, program)
         else:
-            self._need = dram_store_bytes(config, program, roles)
+            self._need = dram_store_bytes(config, program)
         self._transfer_bytes = 0
         if config.cluster.start != "none":
             dense = computes_dense_gradients(config)
@@ -106,7 +110,7 @@ class Budget:
         self._saving = _SAVING_BYTES
         if not self._on_flash and config.cluster.shards == "here":
             self._saving += min(int(config.checkpoint.buffer), self._need)
-        self._connections = _shared_bytes(config, program)
+        self._connections = shared_memory_bytes(config, program)
         self._process = self._process_bytes()
         self._processes = self._processes_bytes()
         known = self._libraries + self._data + self._saving + self._connections + RESERVE_BYTES
@@ -157,7 +161,7 @@ class Budget:
         """
         if not self._is_elsewhere:
             return store
-        return 2 * _largest_moved(self._program) + assembly_of(self._config, self._program)
+        return 2 * largest_moved(self._program) + assembly_of(self._config, self._program)
 
     def engine_bytes(self) -> int:
         """Return the budget of one engine.
@@ -173,7 +177,7 @@ class Budget:
             return int(least * _AUTO_DEVICE) // on_one
         if not self._engines_here:  # as for one engine, with its connections only
             alone = config.model_copy(update={"engines": 1})
-            rest += self._connections - _shared_bytes(alone, self._program)
+            rest += self._connections - shared_memory_bytes(alone, self._program)
         store = self._need
         if self._on_flash:
             store = int(_AUTO_FLASH * rest)
@@ -252,7 +256,11 @@ class Budget:
         spare = self._rest - self._here(store) - max(one, engines)
         most = one + max(0, min(one, spare // count))
         limit = self._limit - self._saving
-        return MemoryShares(engine_bytes, peak, one, engines, store, most, limit, early)
+        if config.cluster.shards == "here":
+            limit -= mask_change_bytes(config, self._program)
+        alone = min(engine_bytes, self._rest - self._here(store))  # of an engine for evaluation
+        inference = engine_bytes if self._target.has_own_memory else max(one, alone)
+        return MemoryShares(engine_bytes, peak, one, engines, store, most, inference, limit, early)
 
     def _fits_early(self, store: int, engines: int) -> bool:
         """Return whether there is room for a store with memory for early weights."""
@@ -283,7 +291,7 @@ class Budget:
         masks = mask_staging_bytes(self._program)
         if self._sharing is not None:
             return masks
-        moved = _largest_moved(self._program, computes_dense_gradients(self._config))
+        moved = largest_moved(self._program, computes_dense_gradients(self._config))
         return 2 * moved + self._transfer_bytes + masks
 
     def _returns_bytes(self, plan: EnginePlan) -> int:
@@ -326,8 +334,8 @@ class Budget:
 
     def _loading_bytes(self, weight: WeightSpec) -> int:
         """Return the memory of a weight, in its source and its stored format, and of its state."""
-        state = 4 * len(self._roles) if weight.trainable else 0
-        return weight.entries * (weight.format.width + state) + 4 * weight.elements
+        state = sum(role.bytes(weight.entries) for role in self._roles) if weight.trainable else 0
+        return weight.entries * weight.format.width + state + 4 * weight.elements
 
     @property
     def _limit_name(self) -> str:
@@ -435,64 +443,5 @@ class Budget:
         return here * engine + self._data - _CHECKING_BYTES
 
 
-def transfer_buffer_bytes(
-    program: Program, device: str, dense_gradients: bool = False, adds: bool = True
-) -> int:
-    """Return the memory of the transfer buffers of an engine in a process of its own.
-
-    Weights arrive in `WINDOW` buffers, each as large as the largest stage. A CPU computes with the
-    buffers in place, so one buffer is the stage that waits while another computes. Gradients need
-    memory for as many operations as shards release at once: the engine's own gradients, and if it
-    `adds`, as without relays, their sum with those of others. Chunks of sparse weights and masks
-    are beside the buffers. With `dense_gradients` some steps compute those of every element.
-    """
-    _, largest = largest_stage(program, lambda weight: weight.stream_bytes)
-    buffers = (WINDOW if target_of(device).has_own_memory else WINDOW - 1) * largest
-    weights = program.weights
-    schedule = StepSchedule.of(program, dense_gradients=dense_gradients)
-    gradients = [operation.gradient_bytes for operation in schedule.operations]
-    most = max(sum(gradients[first : first + GRADIENTS]) for first in range(len(gradients)))
-    sparse = [weight for weight in weights.values() if weight.is_sparse]
-    if sparse:
-        _, chunks = largest_stage(program, lambda w: w.stream_bytes if w.is_sparse else 0)
-        masks = sum(index_memory(weight.capacity, weight.elements) for weight in sparse)
-        buffers += WINDOW * chunks + masks
-    return buffers + (2 if adds else 1) * most
-
-
-def computes_dense_gradients(config: Config) -> bool:
-    """Return whether some steps compute the gradient of every element of sparse weights."""
-    return config.sparsity.method == "rigl"
-
-
 def _floor(size: int) -> str:
     return f"{size >> 20}MiB"
-
-
-def _largest_moved(program: Program, dense_gradients: bool = False) -> int:
-    """Return the largest transfer of a stage one way: streamed weights, or gradients in float32;
-    those of every element of sparse weights, if some steps compute `dense_gradients`."""
-    _, streamed = largest_stage(program, lambda weight: weight.stream_bytes)
-    _, returned = largest_stage(program, lambda weight: _gradient_bytes(weight, dense_gradients))
-    return max(streamed, returned)
-
-
-def _gradient_bytes(weight: WeightSpec, dense_gradients: bool) -> int:
-    elements = weight.elements if dense_gradients else weight.entries
-    return 4 * elements if weight.trainable else 0
-
-
-def _shared_bytes(config: Config, program: Program) -> int:
-    """Return the largest shared memory of the connections within this host."""
-    cluster, shards = config.cluster, config.store.shards
-    largest = max(weight.stream_bytes for weight in program.weights.values())
-    if cluster.start == "none" or cluster.shared_memory == "off" or largest < LEAST_BYTES:
-        return 0
-    pairs = connections(config.engines, shards, relay_count(config))
-    if cluster.shards == "here":  # in one process
-        pairs = {(max(sender, -1), max(receiver, -1)) for sender, receiver in pairs}
-    calls = 2 * shards if cluster.shards == "apart" else 0
-    if cluster.has_other_hosts:  # only connections of this process are surely here
-        pairs = {pair for pair in pairs if -1 in pair and cluster.shards == "here"}
-        calls = 0
-    return (len(pairs) + calls) * SHM_BYTES

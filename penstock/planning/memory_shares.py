@@ -13,9 +13,10 @@ class MemoryShares:
     `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
     use of host memory. `engines` is the memory of this host that all its engines use together.
     `engine_most` is the host memory that one engine may take with the free pages that it keeps
-    (`kept_pages.py`), at most twice its use. `limit` is the memory of all parts together
-    while no checkpoint is written. `early` is the part of `store` for weights that are streamed
-    before their update; 0 where none are, or where memory does not suffice.
+    (`kept_pages.py`), at most twice its use. `inference` is the budget of an engine that evaluates
+    or generates while no other computes. `limit` is the memory of all parts together while no
+    checkpoint is written and no mask changes. `early` is the part of `store` for weights that are
+    streamed before their update; 0 where none are, or where memory does not suffice.
     """
 
     engine: int
@@ -24,6 +25,7 @@ class MemoryShares:
     engines: int
     store: int
     engine_most: int
+    inference: int
     limit: int
     early: int = 0
 

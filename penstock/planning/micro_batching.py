@@ -15,7 +15,8 @@ from penstock.engine import can_fit, least_kept_bytes, target_of
 from penstock.errors import BudgetError
 from penstock.planning import store_factory
 from penstock.planning.machine_limits import Machine, ReadMachine
-from penstock.planning.memory_budget import Budget, computes_dense_gradients
+from penstock.planning.memory_budget import Budget
+from penstock.planning.transfer_memory import computes_dense_gradients
 from penstock.program import Program, largest_stage
 
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products are dominated by their start-up time

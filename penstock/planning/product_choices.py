@@ -103,5 +103,5 @@ def measure_current(plan: ExecutionPlan, program: Program, store: Store) -> None
 def make_inference_engine(plan: ExecutionPlan, program: Program) -> Engine:
     """Return an engine for the forward sweep of another program of the model."""
     return target_of(plan.device).make_engine(
-        program, EnginePlan(), budget_bytes=plan.budget_bytes, sparse=plan.sparse_weights
+        program, EnginePlan(), budget_bytes=plan.inference_bytes, sparse=plan.sparse_weights
     )

@@ -23,7 +23,6 @@ from penstock.store import (
     Holding,
     MaskRule,
     Optimizer,
-    Role,
     Schedule,
     ShardedDramStore,
     ShardedStore,
@@ -33,6 +32,8 @@ from penstock.store import (
     dram_store_memory,
     early_weights_bytes,
     make_optimizer,
+    mask_memory,
+    passing_bytes,
     whole_masks_bytes,
 )
 from penstock.store.flash import (
@@ -41,6 +42,7 @@ from penstock.store.flash import (
     ShardedFlashStore,
     SingleFlashShard,
     least_dram_bytes,
+    mask_change_bytes as flash_mask_change_bytes,
     require_shards,
 )
 
@@ -246,21 +248,25 @@ def least_flash_store_bytes(config: Config, program: Program) -> int:
     return config.store.holders * largest + assembly_of(config, program)
 
 
-def dram_store_bytes(config: Config, program: Program, roles: Sequence[Role]) -> int:
+def dram_store_bytes(config: Config, program: Program) -> int:
     """Return the memory of a store in memory: masters, gradients, moments, masks."""
-    gradient = _FLOATS[config.gradient_precision].itemsize
-    rule = mask_rule_of(config, program)
-    if rule is not None:
-        shard_map, optimizer = ShardMap.of(program, config.store.shards), optimizer_of(config)
-        parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
-        each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)
-        once = sum(sum(memory.values()) for memory in each)
-        return config.store.replicas * once + assembly_of(config, program)
-    trained = [weight.elements for weight in program.weights.values() if weight.trainable]
-    state = sum(role.bytes(elements) for elements in trained for role in roles)
-    weights = sum(weight.stored_bytes for weight in program.weights.values())
-    once = weights + gradient * sum(trained) + state
+    gradient, optimizer = _FLOATS[config.gradient_precision].itemsize, optimizer_of(config)
+    rule, shard_map = mask_rule_of(config, program), ShardMap.of(program, config.store.shards)
+    parts = shard_map.parts(program) if is_in_parts(config, program) else [program]
+    each = (dram_store_memory(part, optimizer, gradient, rule) for part in parts)
+    once = sum(sum(memory.values()) for memory in each)
     return config.store.replicas * once + assembly_of(config, program)
+
+
+def mask_change_bytes(config: Config, program: Program) -> int:
+    """Return the part of the store's memory that only a step that changes masks takes."""
+    rule, optimizer = mask_rule_of(config, program), optimizer_of(config)
+    if rule is None:
+        return 0
+    parts = _parts_of(config, program)
+    if config.store.flash.path is not None:
+        return sum(flash_mask_change_bytes(part, optimizer, rule) for part in parts)
+    return sum(passing_bytes(mask_memory(part, rule)) for part in parts)
 
 
 def early_bytes(config: Config, program: Program, device: str) -> int:

@@ -107,8 +107,7 @@ class Planner:
             compile_source=self._outlined.program,
         )
         if config.store.flash.path is None:
-            roles = store_factory.optimizer_of(config).roles
-            needed = store_factory.dram_store_bytes(config, plan.program, roles)
+            needed = store_factory.dram_store_bytes(config, plan.program)
             store_factory.require_dram(config, plan.program, needed)
         prediction = replace(predict(config, plan, machine), length_note=length.note)
         if not is_here:

@@ -24,6 +24,7 @@ from penstock.engine import (
     Sharing,
     SparseWeights,
     accelerators,
+    end_setting,
     set_threads,
     target_of,
 )
@@ -84,8 +85,9 @@ def make_local_engines(
     With `devices` they form a group; otherwise the configured number of engines take turns on
     `device`.
     """
+    pages = 0
     if not target_of(device).has_own_memory:
-        settle_pages(layout.shares, are_at_once=bool(devices))
+        pages = settle_pages(layout.shares, are_at_once=bool(devices))
     if devices:
         return DeviceGroup(
             layout.program,
@@ -95,30 +97,32 @@ def make_local_engines(
             budget_bytes=layout.budget_bytes,
             threads=config.engine.threads,
             sparse=layout.sparse_weights,
+            pages=pages,
         )
-    return SingleDevice(
-        builders.make_engines(
-            layout.program,
-            layout.plan,
-            layout.shares,
-            config.engines,
-            device,
-            layout.sparse_weights,
-        )
+    engines = builders.make_engines(
+        layout.program,
+        layout.plan,
+        layout.shares,
+        config.engines,
+        device,
+        layout.sparse_weights,
     )
+    return SingleDevice(engines, pages)
 
 
 class SingleDevice:
-    """Engines that take turns on one device."""
+    """Engines that take turns on one device. `pages` is the number of their setting of pages."""
 
-    def __init__(self, engines: list[Engine]) -> None:
+    def __init__(self, engines: list[Engine], pages: int = 0) -> None:
         self.engines = engines
         self.fabric: Fabric = LocalFabric(len(engines))
+        self._pages = pages
 
     def close(self) -> None:
-        """Release the memory of recorded steps."""
+        """Release the memory of recorded steps, and end the setting of pages."""
         for engine in self.engines:
             engine.release()
+        end_setting(self._pages)
 
 
 class DeviceGroup:
@@ -130,6 +134,7 @@ class DeviceGroup:
         budget_bytes: of one device.
         threads: CPU threads of one engine (`engine.threads`).
         sparse: the layouts and choices of sparse weights, which the engines share.
+        pages: the number of their setting of pages.
 
     Raises:
         GroupError: the devices cannot connect to each other.
@@ -145,8 +150,9 @@ class DeviceGroup:
         budget_bytes: int | None,
         threads: int | None,
         sparse: SparseWeights | None = None,
+        pages: int = 0,
     ) -> None:
-        self._program, self._plan = program, plan
+        self._program, self._plan, self._pages = program, plan, pages
         self._budget_bytes, self._threads = budget_bytes, threads
         self._sparse = sparse
         self._sharing = Sharing(len(devices), micro_batches, plan.dense_gradients)
@@ -172,9 +178,10 @@ class DeviceGroup:
             raise
 
     def close(self) -> None:
-        """End the devices' threads."""
+        """End the devices' threads and the setting of pages."""
         self._rounds.close()
         self.fabric.close()
+        end_setting(self._pages)
 
     def _make_returns(self) -> list[torch.Tensor]:
         """Return the host buffers through which the sums of all devices go to the store."""

@@ -70,7 +70,12 @@ if TYPE_CHECKING:
         OpenSelection as OpenSelection,
         SelectionRounds as SelectionRounds,
     )
-    from penstock.store.mask_rule import InitialMask as InitialMask, MaskRule as MaskRule
+    from penstock.store.mask_rule import (
+        InitialMask as InitialMask,
+        MaskRule as MaskRule,
+        mask_memory as mask_memory,
+        passing_bytes as passing_bytes,
+    )
     from penstock.store.memory_account import dram_store_memory as dram_store_memory
     from penstock.store.norm import GradientReport as GradientReport, merged as merged
     from penstock.store.optimizers import (

@@ -100,24 +100,32 @@ class Gradients:
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> int:
         """Store the gradients of one stage, which `check` has accepted, and return their bytes."""
-        received_bytes = 0
-        for name, gradient in zip(self._trainable[stage], gradients, strict=True):
-            source = None
-            if gradient is not None:
-                received_bytes += gradient.nbytes
-                source = gradient.detach().contiguous().view(-1).numpy()
-            is_finite = True
-            if self._masks.needs_dense_gradient(name):
-                source, is_finite = self._reduce(name, source)
-            if source is not None:
-                before = sum(self._squares.get(name, ()))
-                squares = self._squares[name] = exact_sum(self._take(name, source))
-                self._squares_so_far += sum(squares) - before
-                is_finite = is_finite and all(map(math.isfinite, squares))
-            if not is_finite:
-                self._non_finite.setdefault(stage, []).append(name)
-        self._received.add(stage)
+        pairs = zip(self._trainable[stage], gradients, strict=True)
+        received_bytes = sum(self.receive_one(stage, name, gradient) for name, gradient in pairs)
+        self.finish(stage)
         return received_bytes
+
+    def receive_one(self, stage: int, name: str, gradient: torch.Tensor | None) -> int:
+        """Store the gradient of one weight, which `check` has accepted, and return its bytes; after
+        all those of the stage, call `finish`."""
+        source = None
+        if gradient is not None:
+            source = gradient.detach().contiguous().view(-1).numpy()
+        is_finite = True
+        if self._masks.needs_dense_gradient(name):
+            source, is_finite = self._reduce(name, source)
+        if source is not None:
+            before = sum(self._squares.get(name, ()))
+            squares = self._squares[name] = exact_sum(self._take(name, source))
+            self._squares_so_far += sum(squares) - before
+            is_finite = is_finite and all(map(math.isfinite, squares))
+        if not is_finite:
+            self._non_finite.setdefault(stage, []).append(name)
+        return 0 if gradient is None else gradient.nbytes
+
+    def finish(self, stage: int) -> None:
+        """Note that all gradients of a stage are stored."""
+        self._received.add(stage)
 
     def _take(self, name: str, source: np.ndarray) -> np.ndarray:
         """Store or add a gradient; return the sums of squares per granule of the weight."""
@@ -166,7 +174,10 @@ class Gradients:
             exact_sum(squares),
             tuple(s for s, names in self._trainable.items() if names and s not in self._received),
             tuple(name for name in self._order if name not in self._squares),
-            {stage: tuple(names) for stage, names in self._non_finite.items()},
+            {
+                stage: tuple(name for name in self._trainable[stage] if name in names)
+                for stage, names in self._non_finite.items()
+            },
             {
                 name: self._holding.weights[name].elements
                 for name, squares in self._squares.items()

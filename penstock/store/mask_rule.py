@@ -1,6 +1,7 @@
 """The rule of a run's masks: the first mask of every sparse weight, and the policy of changes."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.program import WeightSpec
 from penstock.sparsity import (
     PackedIndex,
     SparsityPolicy,
@@ -21,7 +21,11 @@ from penstock.sparsity import (
     random_index,
     require_not_empty,
 )
+from penstock.store.holding import Holding, whole_capacities
 from penstock.store.packed import index_memory
+
+DENSE, GROWN, CHANGE = "dense gradients", "grown entries", "mask change"
+"""The uses of memory of a step that changes masks, by which `mask_memory` names them."""
 
 _VALUE_BYTES = 4
 _CHANGE_BYTES = 24  # per entry of the largest weight: its numbers before and after, and its values
@@ -83,33 +87,39 @@ class MaskRule:
         return age_type(betas, between) if betas and between is not None else None
 
 
-def mask_memory(
-    weights: Mapping[str, WeightSpec],
-    rule: MaskRule | None,
-    capacities: Mapping[str, int] | None = None,
-) -> dict[str, int]:
-    """Return the most memory of masks, by use: the masks, the entries that dense gradients grow
-    until they are applied, and the change of one mask. Empty if no weight is sparse.
+def mask_memory(holding: Holding, rule: MaskRule | None) -> dict[str, int]:
+    """Return the most memory of the masks of a store, by use. Empty if no weight is sparse.
+
+    The uses are the masks, the dense gradients of weights that several stages use, until all parts
+    have arrived, the entries that dense gradients grow, until they are applied, and the change of
+    one mask. A shard keeps as many entries as the whole weight may grow, with their gradients.
 
     Args:
-        weights: of a store, by name.
+        holding: the content of the store.
         rule: says how masks change; None: not at all.
-        capacities: of the whole weights, if the store is a shard. It keeps as many entries as the
-            whole weight may grow, with their gradients.
     """
-    sparse = [spec for spec in weights.values() if spec.is_sparse]
+    sparse = [spec for spec in holding.weights.values() if spec.is_sparse]
     if not sparse:
         return {}
     policy = StaticMasks() if rule is None else rule.policy
     trained = [spec for spec in sparse if spec.trainable]
     masks = sum(index_memory(spec.capacity, spec.elements) for spec in sparse)
     masks += max(spec.index_bytes for spec in sparse)  # one in its compact form
-    share, grown = policy.grown_by_gradient, 0
+    share, grown, dense = policy.grown_by_gradient, 0, 0
+    capacities = whole_capacities(holding)
+    uses = Counter(name for stage in holding.stages for name in stage.weights)
     for spec in trained if share else ():
         capacity = spec.capacity if capacities is None else capacities[spec.name]
         count = min(int(share * capacity), spec.elements)
         grown += index_memory(count, spec.elements)
         grown += 0 if capacities is None else _VALUE_BYTES * count
+        dense += _VALUE_BYTES * spec.elements if uses[spec.name] > 1 else 0
     changing = () if isinstance(policy, StaticMasks) else trained
     largest = max((spec.capacity for spec in changing), default=0)
-    return {"index": masks, "grown entries": grown, "mask change": _CHANGE_BYTES * largest}
+    change = _CHANGE_BYTES * largest
+    return {"index": masks, DENSE: dense, GROWN: grown, CHANGE: change}
+
+
+def passing_bytes(memory: Mapping[str, int]) -> int:
+    """Return the bytes, of the uses of `mask_memory`, that only a step that changes masks takes."""
+    return sum(memory.get(use, 0) for use in (DENSE, GROWN, CHANGE))

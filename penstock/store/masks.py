@@ -62,11 +62,15 @@ class Masks:
     Args:
         holding: the weights.
         rule: decides the masks; None if the store neither loads dense weights nor trains.
+
+    Attributes:
+        memory_bytes: the most memory of masks and of their changes (`mask_memory`).
     """
 
     def __init__(self, holding: Holding, rule: MaskRule | None) -> None:
         self._specs = {name: spec for name, spec in holding.weights.items() if spec.is_sparse}
         self._rule = rule
+        self.memory_bytes = mask_memory(holding, rule)
         self._trained = tuple(
             name
             for name in home_stages(holding)
@@ -89,11 +93,6 @@ class Masks:
 
     def __contains__(self, name: str) -> bool:
         return name in self._specs
-
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """The most memory of masks and of their changes (`mask_memory`)."""
-        return mask_memory(self._specs, self._rule)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from penstock.sparsity import (
 from penstock.store.holding import HeldPart, Holding
 from penstock.store.interface import Decision
 from penstock.store.mask_plan import EMPTY_HISTOGRAM, OpenSelection
-from penstock.store.mask_rule import MaskRule, mask_memory
+from penstock.store.mask_rule import MaskRule
 from penstock.store.masks import Growth, Masks, Values
 
 
@@ -45,11 +45,6 @@ class PartMasks(Masks):
     def _forget_plans(self) -> None:
         super()._forget_plans()
         self._candidates: dict[str, tuple[PackedIndex, np.ndarray]] = {}
-
-    @property
-    def memory_bytes(self) -> dict[str, int]:
-        """The most memory of masks and of their changes (`mask_memory`)."""
-        return mask_memory(self._specs, self._rule, self._capacities)
 
     @property
     def sizes(self) -> dict[str, MaskSize]:

@@ -60,6 +60,7 @@ def make_token_generator(
             bfloat16=layout.program.bfloat16,
             sparse=layout.program.capacities,
             goal=goal if model.from_library else "whole_window",
+            slot_bytes=layout.slot_bytes,
         )
         if not model.from_library:
             reason = f"{model.name} is a module of your own, whose layers may read later positions"

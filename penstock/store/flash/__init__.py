@@ -2,7 +2,10 @@
 
 from penstock.store.flash import medium as medium
 from penstock.store.flash.description import OtherStoreError as OtherStoreError
-from penstock.store.flash.division import least_dram_bytes as least_dram_bytes
+from penstock.store.flash.division import (
+    least_dram_bytes as least_dram_bytes,
+    mask_change_bytes as mask_change_bytes,
+)
 from penstock.store.flash.folder import (
     Repaired as Repaired,
     discard_untrained as discard_untrained,

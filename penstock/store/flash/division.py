@@ -20,9 +20,9 @@ from penstock.errors import BudgetError
 from penstock.step_schedule import sweep_order
 from penstock.store.flash.frames import Visit, least_bytes
 from penstock.store.flash.layout import BLOCK_ELEMENTS, FlashLayout, Unit
-from penstock.store.holding import Holding, whole_capacities
+from penstock.store.holding import Holding
 from penstock.store.interface import FlashTraffic
-from penstock.store.mask_rule import MaskRule, mask_memory
+from penstock.store.mask_rule import CHANGE, MaskRule, mask_memory, passing_bytes
 from penstock.store.optimizers import Optimizer
 from penstock.store.roles import AGE, Role
 
@@ -180,6 +180,12 @@ def least_dram_bytes(
     return _Options(layout, half_gradients, least_weights).least.least_bytes + beside
 
 
+def mask_change_bytes(program: Holding, optimizer: Optimizer, masks: MaskRule | None) -> int:
+    """Return the memory of a store on flash that only a step that changes masks takes."""
+    layout = FlashLayout.of(program, optimizer.roles, 1, BLOCK_ELEMENTS, age_role(optimizer, masks))
+    return passing_bytes(memory_of_masks(layout, program, masks))
+
+
 def age_role(optimizer: Optimizer, masks: MaskRule | None) -> Role | None:
     """Return the role of the ages of sparse weights' entries; None if they are not needed."""
     age = None if masks is None else masks.age_type(optimizer.corrected_betas)
@@ -194,10 +200,10 @@ def memory_of_masks(
     A weight whose mask changes has all its state in memory, before and after the change; one weight
     at a time.
     """
-    memory = mask_memory(program.weights, masks, whole_capacities(program))
-    if memory.get("mask change"):
+    memory = mask_memory(program, masks)
+    if memory.get(CHANGE):
         state = max(unit.expected.state_room for unit in layout.sparse if unit.trainable)
-        memory["mask change"] += 2 * state
+        memory[CHANGE] += 2 * state
     return memory
 
 

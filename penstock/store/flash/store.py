@@ -285,25 +285,34 @@ class FlashStore:
 
     def receive(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Accept the gradients of one stage, summed over the whole batch (`DramStore.receive`)."""
-        trainable = self._layout.units_of(self._gradients.trainable(stage))
-        units = [self._layout.units[index] for index in trainable]
+        names = self._gradients.trainable(stage)
+        units = [self._layout.units[index] for index in self._layout.units_of(names)]
         # The old gradients must be used before the new ones, with the new masks, overwrite them.
-        self._pipeline.wait_for_updates(trainable)
+        self._pipeline.wait_for_updates([unit.index for unit in units])
         self._gradients.check(stage, gradients)
         self._seal_when_due()
-        slabs: dict[Unit, np.ndarray] = {}
-        try:  # the slab is returned even after an interrupt: later steps wait for it
-            for unit in units:
-                if unit in self._spill:
-                    slabs[unit] = self._pipeline.slab()
-                    self._gradients.place(self._spill.arrays(unit, slabs[unit]))
-            with self._pipeline.compute:
-                self._gradient_bytes += self._gradients.receive(stage, gradients)
-        finally:
-            for unit, slab in slabs.items():
-                self._pipeline.spill(unit, slab)
+        given = dict(zip(names, gradients, strict=True))
+        for unit in units:  # one at a time: a stage may have more of them than there are slabs
+            self._receive_unit(stage, unit, given)
+        self._gradients.finish(stage)
         if not self._unsealed:  # then a speculative update goes to a place of its own
             self._speculator.received(self.step + 1, stage, units)
+
+    def _receive_unit(
+        self, stage: int, unit: Unit, gradients: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Accept those gradients of a stage that are of one unit."""
+        slab = self._pipeline.slab() if unit in self._spill else None
+        try:  # the slab is returned even after an interrupt: later steps wait for it
+            if slab is not None:
+                self._gradients.place(self._spill.arrays(unit, slab))
+            with self._pipeline.compute:
+                for name in filter(gradients.__contains__, unit.names):
+                    taken = self._gradients.receive_one(stage, name, gradients[name])
+                    self._gradient_bytes += taken
+        finally:
+            if slab is not None:
+                self._pipeline.spill(unit, slab)
 
     def commit(self) -> Commit:
         """Decide the step; its updates begin at once in the background (`DramStore.commit`)."""

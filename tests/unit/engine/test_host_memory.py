@@ -99,6 +99,52 @@ def test_free_pages_are_returned_before_a_call_that_exceeds_the_limit():
     assert restored < -220
 
 
+def options_of(monkeypatch) -> list[dict[int, int]]:
+    """Return the list of what the C library is told, for a process without a setting."""
+    told: list[dict[int, int]] = []
+
+    def note(*options):
+        told.append(dict(options))
+        return True
+
+    monkeypatch.setattr(host_memory, "_set", note)
+    monkeypatch.setattr(host_memory, "_limit", None)
+    monkeypatch.setattr(host_memory, "_are_kept", False)
+    monkeypatch.setattr(host_memory, "_setting", 0)
+    return told
+
+
+DEFAULTS = dict(host_memory._DEFAULT_OPTIONS)
+
+
+def test_end_of_the_latest_setting_restores_the_defaults(monkeypatch):
+    told = options_of(monkeypatch)
+    host_memory.end_setting(host_memory.current_setting())
+    assert told == []  # there was none
+    host_memory.keep_freed_pages(lambda: 0)
+    first = host_memory.current_setting()
+    host_memory.keep_freed_pages(lambda: 1)
+    host_memory.end_setting(first)  # a later one counts
+    assert DEFAULTS not in told
+    assert host_memory._limit is not None
+    host_memory.end_setting(host_memory.current_setting())
+    assert told[-1] == DEFAULTS
+    assert host_memory._limit is None
+
+
+def test_pages_kept_for_a_while_restore_the_setting_before(monkeypatch):
+    told = options_of(monkeypatch)
+    with host_memory.freed_pages_kept():
+        assert told[-1][host_memory._M_MMAP_MAX] == 0
+    assert told[-1] == DEFAULTS
+    host_memory.map_tensors()
+    setting, mapped = host_memory.current_setting(), told[-1]
+    with host_memory.freed_pages_kept():
+        assert told[-1] != mapped
+    assert told[-1] == mapped
+    assert host_memory.current_setting() == setting
+
+
 class Heap:
     """A process with a limit, whose calls add what a test says to its resident memory."""
 

@@ -9,7 +9,7 @@ import pytest
 from own_process import in_a_process_of_its_own
 
 from penstock.errors import BudgetError
-from penstock.kernels.memory import allocate
+from penstock.kernels.memory import allocate, untouched_bytes
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 2**21 - 1, 2**21, 2**21 + 1, 10_000_001])
@@ -52,6 +52,27 @@ def touch_and_give_back() -> None:
     del view
     gc.collect()
     assert resident_bytes() - before < 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks mincore")
+def test_untouched_bytes_are_those_of_slabs_that_are_alive():
+    in_a_process_of_its_own(touch_in_parts)
+
+
+def touch_in_parts() -> None:
+    assert untouched_bytes() == 0
+    slab, small = allocate(64 << 20), allocate(5000)
+    assert untouched_bytes() == (64 << 20) + 8192
+    slab[: 32 << 20] = 1
+    small[:1] = 1
+    assert (31 << 20) < untouched_bytes() <= (32 << 20) + 4096
+    view = slab[-5:]
+    del slab
+    assert untouched_bytes() > 31 << 20
+    view[:] = 1
+    del view, small
+    gc.collect()
+    assert untouched_bytes() == 0
 
 
 def test_a_negative_size_is_refused():

@@ -9,7 +9,7 @@ from penstock.planning.memory_shares import MemoryShares
 from penstock.telemetry import process_memory
 
 MIB = 1 << 20
-SHARES = MemoryShares(300, 100, 100, 200, 50, 175, 1000)
+SHARES = MemoryShares(300, 100, 100, 200, 50, 175, 300, 1000)
 
 
 @pytest.fixture
@@ -18,10 +18,12 @@ def settings(monkeypatch):
     told = []
     monkeypatch.setattr(kept_pages, "keep_freed_pages", lambda *given: told.append(given))
     monkeypatch.setattr(kept_pages, "map_tensors", lambda: told.append("mapped"))
+    monkeypatch.setattr(kept_pages, "current_setting", lambda: len(told))
     return told
 
 
 def test_room_follows_the_resident_memory_of_the_process(settings, monkeypatch):
+    monkeypatch.setattr(kept_pages, "untouched_bytes", lambda: 0)
     keep_pages(1000 * MIB)
     ((room,),) = settings
     for resident in (700, 1100):
@@ -29,9 +31,29 @@ def test_room_follows_the_resident_memory_of_the_process(settings, monkeypatch):
         assert room() == (1000 - resident) * MIB
 
 
+def test_memory_that_the_store_has_not_touched_yet_is_no_room(settings, monkeypatch):
+    now, untouched = [10.0], [300 * MIB]
+
+    def read() -> int:
+        now[0] += 0.25  # takes so many seconds
+        return untouched[0]
+
+    monkeypatch.setattr(kept_pages, "untouched_bytes", read)
+    monkeypatch.setattr(kept_pages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 600 * MIB)
+    keep_pages(1000 * MIB)
+    ((room,),) = settings
+    assert room() == 100 * MIB
+    untouched[0] = 0
+    now[0] += 24.9
+    assert room() == 100 * MIB  # reading again would take more than a hundredth of the time
+    now[0] += 0.2
+    assert room() == 400 * MIB
+
+
 @pytest.mark.parametrize(("most", "expected"), [(175, ()), (174, "mapped")])
 def test_engines_that_compute_at_once_keep_pages_only_if_all_fit(settings, most, expected):
-    settle_pages(replace(SHARES, engine_most=most), are_at_once=True)
+    assert settle_pages(replace(SHARES, engine_most=most), are_at_once=True) == 1
     assert settings == [expected]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from penstock.config import Config
@@ -11,12 +13,9 @@ from penstock.errors import BudgetError
 from penstock.kernels.processor import Processor
 from penstock.planning import builders, model_sources, store_factory
 from penstock.planning.machine_limits import Machine
-from penstock.planning.memory_budget import (
-    Budget,
-    HostCapacity,
-    MemoryShares,
-    transfer_buffer_bytes,
-)
+from penstock.planning.memory_budget import Budget
+from penstock.planning.memory_shares import HostCapacity, MemoryShares
+from penstock.planning.transfer_memory import transfer_buffer_bytes
 from penstock.program import Program
 
 MIB = 1 << 20
@@ -265,3 +264,68 @@ def test_store_on_flash_leaves_a_quarter_of_the_engines_memory_for_kept_pages(pr
     assert made.engine_most == pytest.approx(1.25 * made.engine_host, rel=0.01)
     tight = shares(program, free=2000, engines=1, memory="649MiB", store=flash)
     assert tight.engine_host <= tight.engine_most < 1.2 * tight.engine_host
+
+
+def test_engine_for_evaluation_gets_what_the_store_leaves_where_engine_memory_is_larger(
+    program, tmp_path
+):
+    flash = {"flash": {"path": str(tmp_path / "flash")}}
+    large = {"device": "cpu", "memory": "256MiB"}
+    made = shares(program, free=2000, engines=1, engine=large, memory="800MiB", store=flash)
+    known = (400 + 16 + 48 + 128) * MIB  # libraries, batches, checkpoints, reserve
+    assert made.engine == 256 * MIB
+    assert made.engine_host <= made.inference < 100 * MIB
+    assert known + made.store + made.inference <= 800 * MIB
+    roomy = shares(
+        program, free=2000, engines=1, engine=large, memory="2GiB", store={"dram": "auto"}
+    )
+    assert roomy.inference == roomy.engine == 256 * MIB
+
+
+def loading_bytes(program: Program, folder: Path, moments: str) -> float:
+    """Return the memory per element for gathering a weight and its state."""
+    config = Config.from_mapping(
+        {
+            "model": MODEL,
+            "optimizer": {"moments": moments},
+            "store": {"flash": {"path": str(folder)}},
+            "engine": {"device": "cpu"},
+        }
+    )
+    weight = program.weights["transformer.h.0.mlp.c_fc.weight"]
+    return budget_of(config, program, 2000)._loading_bytes(weight) / weight.elements
+
+
+def test_loading_onto_flash_counts_moments_by_their_types(program, tmp_path):
+    assert loading_bytes(program, tmp_path, "fp32") == 4 + 4 + 8
+    assert loading_bytes(program, tmp_path, "8bit") == pytest.approx(4 + 4 + 2, rel=0.01)
+
+
+@pytest.mark.parametrize("where", ["memory", "flash"])
+def test_pages_are_not_kept_in_the_memory_of_a_mask_change(program, tmp_path, where):
+    names = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in range(8)]
+    half = {name: program.weights[name].elements // 2 for name in names}
+    store = {"flash": {"path": str(tmp_path / "flash")}} if where == "flash" else {}
+    passing, limits = {}, {}
+    for method in ("static", "rigl"):
+        config = Config.from_mapping(
+            {
+                "model": MODEL,
+                "sparsity": {"method": method, "sparsity": 0.5},
+                "engine": {"device": "cpu"},
+                "memory": "1GiB",
+                "checkpoint": {"buffer": "16MiB"},
+                "store": store,
+            }
+        )
+        source = model_sources.model_source(config.model)
+        made = builders.compile_source(
+            source, micro_batch=1, length=32, precision="fp32", device="cpu", sparse=half
+        )
+        budget = budget_of(config, made, 2000)
+        engine_bytes = budget.engine_bytes()
+        limits[method] = budget.divide(budget.plan(engine_bytes), engine_bytes).limit
+        passing[method] = store_factory.mask_change_bytes(config, made)
+    assert passing["static"] == 0
+    assert passing["rigl"] >= 24 * 256 * 1024 // 2  # of the largest weight
+    assert limits["static"] - limits["rigl"] == passing["rigl"]

@@ -92,6 +92,26 @@ def test_flash_store_equals_store_in_memory(sparse_flash, method, optimizer, pre
     assert ours.unchanged() == theirs.unchanged()
 
 
+@pytest.mark.parametrize("method", ["static", "rigl"])
+def test_stage_may_have_more_sparse_weights_than_gradients_have_slabs(flash, method):
+    """With the least memory, the gradient of every weight goes to flash through one of two
+    slabs."""
+    shapes = {"a": (130, 70), "b": (64, 40), "c": (50, 48), "d": (90, 30)}
+    kept = {name: rows * columns // 4 for name, (rows, columns) in shapes.items()}
+    fillers = [{f"filler {number}": (160, 128)} for number in range(8)]
+    program = make_program([*fillers, {**shapes, "bias": (16,)}], sparse=kept)
+    masks = MaskRule(policy_of(method), SEED, "random", dict.fromkeys(shapes, 0.25))
+    more = {"clip_norm": CLIP, "masks": masks}
+    ours = flash(program, dram=least_flash_bytes(program, **more), **more)
+    assert all(ours._layout.unit(name) in ours._spill for name in [*shapes, "bias"])
+    theirs = training_store(program, **more)
+    loaded(ours)
+    loaded(theirs)
+    for _ in range(2):
+        assert train_sparse(ours, 4) == train_sparse(theirs, 4)
+        assert_same_contents(contents(ours), contents(theirs))
+
+
 def reopened(make, store, *arguments, **settings):
     """Close a store on flash, and open it again in another object."""
     store.close()

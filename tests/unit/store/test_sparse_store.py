@@ -42,6 +42,7 @@ from penstock.store import (
     DramStore,
     MaskRule,
     dram_store_memory,
+    passing_bytes,
 )
 
 ALL_STEPS = 20
@@ -333,6 +334,12 @@ def test_memory_is_that_of_the_entries():
     assert 0 <= grows["age"] - entries < padding
     assert grows["grown entries"] > 0
     assert grows["mask change"] == 24 * 910
+    assert grows["dense gradients"] == 4 * 50 * 16  # of the weight that two stages use
+    set_up = empty_store(sparse_program("set"), "set").memory_bytes
+    assert set_up["dense gradients"] == 0
+    assert passing_bytes(grows) == sum(
+        grows[use] for use in ("dense gradients", "grown entries", "mask change")
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
