@@ -22,6 +22,7 @@ from penstock.program import Program, largest_stage
 _LEAST_TOKENS = 512  # of a micro-batch; smaller products are dominated by their start-up time
 _ENGINES = 8  # that get a micro-batch each; more engines need a larger batch, or `batch.micro`
 _BUDGET_SLOTS = 4  # a stage of 1/4 of the budget leaves memory for slots and activations
+_BESIDE_LARGEST = 16  # the smallest stages have room for this part of the largest weight beside it
 
 Compile = Callable[[int, int | None], Program]
 """Compiles for a micro-batch of so many sequences, with stages of at most so many bytes."""
@@ -128,46 +129,69 @@ class _Trials:
                 division = self._fitting(micro_batch)
                 if division is not None:
                     return division
-        return self._for_many(candidates[-1])
+        return self._finest(candidates[-1]) or self._for_many(candidates[-1])
 
     def _fitting(self, micro_batch: int) -> MicroBatchPlan | None:
         """Return the division with a micro-batch; None if it does not fit.
 
         Stages are first taken as they are, then cut to what an engine may use.
         """
-        config, device, devices = self._config, self._device, self._devices
-        micro_batches = config.batch.size // micro_batch
+        micro_batches = self._config.batch.size // micro_batch
         tried = self._tried[micro_batch] = []
         slot_bytes: int | None = None
         for _ in ("as they are", "cut"):
-            try:
-                program = self._compile_for(micro_batch, slot_bytes)
-                machine = self._read_machine(devices or (device,))  # includes the program
-                self._budget_bytes = _one_engine_bytes(
-                    config, program, micro_batches, device, machine, devices
-                )
-            except BudgetError as error:
-                self._problem = self._problem or error
-                return None
-            division = MicroBatchPlan(program, micro_batch, slot_bytes)
-            if self._can_fit(division, micro_batches):
+            division = self._divided(micro_batch, slot_bytes)
+            if division is None or self._can_fit(division, micro_batches):
                 return division
             tried.append(division)
-            kept = least_kept_bytes(program, micro_batches)
+            kept = least_kept_bytes(division.program, micro_batches)
             self._none_will_fit = kept > self._budget_bytes
             slot_bytes = self._budget_bytes // _BUDGET_SLOTS
-            if largest_stage(program, lambda weight: weight.stream_bytes)[1] <= slot_bytes:
+            if _largest_bytes(division) <= slot_bytes:
                 break  # nothing would be cut
         return None
 
+    def _finest(self, micro_batch: int) -> MicroBatchPlan | None:
+        """Return the division with the smallest stages; None if it does not fit.
+
+        The size of its stages depends on the model alone: the budget that a refusal names, with
+        this division, is enough.
+        """
+        tried = self._tried[micro_batch]
+        if not tried or self._none_will_fit:
+            return None
+        largest = max(weight.stream_bytes for weight in tried[-1].program.weights.values())
+        slot_bytes = largest + largest // _BESIDE_LARGEST
+        if _largest_bytes(tried[-1]) <= slot_bytes:
+            return None  # nothing would be cut
+        division = self._divided(micro_batch, slot_bytes)
+        if division is None or self._can_fit(division, self._config.batch.size // micro_batch):
+            return division
+        tried.append(division)
+        return None
+
+    def _divided(self, micro_batch: int, slot_bytes: int | None) -> MicroBatchPlan | None:
+        """Compile for a micro-batch, and read the budget of an engine beside the program; None if
+        that is impossible."""
+        config, device, devices = self._config, self._device, self._devices
+        try:
+            program = self._compile_for(micro_batch, slot_bytes)
+            machine = self._read_machine(devices or (device,))  # includes the program
+            self._budget_bytes = _one_engine_bytes(
+                config, program, config.batch.size // micro_batch, device, machine, devices
+            )
+        except BudgetError as error:
+            self._problem = self._problem or error
+            return None
+        return MicroBatchPlan(program, micro_batch, slot_bytes)
+
     def _for_many(self, micro_batch: int) -> MicroBatchPlan:
-        """Return a division that does not fit, for several engines."""
+        """Return the division with the smallest stages, which does not fit, for several engines."""
         tried = self._tried[micro_batch]
         if not tried:
             assert self._problem is not None
             raise self._problem
-        fits_any = (division for division in tried if self._can_fit(division, 1))
-        return replace(next(fits_any, tried[-1]), is_for_many=True)
+        return replace(tried[-1], is_for_many=True)
 
     def _can_fit(self, division: MicroBatchPlan, micro_batches: int) -> bool:
         config = self._config
@@ -179,6 +203,10 @@ class _Trials:
             self._device,
             computes_dense_gradients(config),
         )
+
+
+def _largest_bytes(division: MicroBatchPlan) -> int:
+    return largest_stage(division.program, lambda weight: weight.stream_bytes)[1]
 
 
 def _one_engine_bytes(

@@ -12,7 +12,7 @@ from penstock.engine import can_fit, least_kept_bytes, predict_bytes
 from penstock.engine.interface import EnginePlan
 from penstock.engine.recompute_planner import bytes_of_choice
 from penstock.errors import BudgetError
-from penstock.planning import builders
+from penstock.planning import builders, model_sources
 from penstock.planning.execution_plan import plan_execution
 from penstock.planning.micro_batching import MicroBatchPlan, divide_batch
 
@@ -55,8 +55,11 @@ def config(memory: int, engines: int = 1, **batch) -> Config:
 
 @pytest.fixture(scope="module")
 def too_little_for_one(single) -> int:
-    """What does for half the batch, and not for the whole of it."""
-    half, whole = (bytes_of_choice(single, count)[0] for count in (SIZE // 2, SIZE))
+    """What does for half the batch, and not for the whole of it, with the smallest stages."""
+    largest = max(weight.stream_bytes for weight in single.weights.values())
+    finest = compile_for(1, largest + largest // 16)
+    assert len(finest.stages) > len(single.stages)
+    half, whole = (bytes_of_choice(finest, count)[0] for count in (SIZE // 2, SIZE))
     assert half < whole
     return (half + whole) // 2
 
@@ -97,11 +100,12 @@ def test_one_engine_is_refused_two_are_accepted_and_remedy_is_named(
     ]
 
 
-def test_resumed_run_keeps_its_stage_cut(
-    too_little_for_one,
-):
-    made = plan_execution(config(too_little_for_one, 4), SOURCE, "cpu", LENGTH, 1, None)
+def test_resumed_run_keeps_its_stage_cut(single):
+    four = config(bytes_of_choice(single, 1)[0], 4)
+    made = plan_execution(four, SOURCE, "cpu", LENGTH, 1, None)
     assert (made.micro_batch, made.slot_bytes) == (1, None)
+    made = plan_execution(four, SOURCE, "cpu", LENGTH)
+    assert made.slot_bytes is not None
 
 
 def test_configured_micro_batch_is_used(too_little_for_one):
@@ -145,6 +149,34 @@ def test_largest_micro_batch_that_fits_is_chosen(least):
     assert len(set(compiler.micro_batches)) <= (
         4 if fitting > 2 else 6
     )  # beyond are those passed over
+
+
+def test_refused_budget_names_one_that_is_enough():
+    """Larger budgets have larger stages, which need more; but the smallest are tried as well."""
+    wide = {"preset": "gpt2", "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 64}
+    model = {**wide, "n_positions": LENGTH}
+    source = model_sources.model_source(Config.from_mapping({"model": model}).model)
+
+    def compile_wide(micro_batch: int, slot_bytes: int | None):
+        return compile_source(
+            source, micro_batch=micro_batch, length=LENGTH, precision="fp32", slot_bytes=slot_bytes
+        )
+
+    def needed(memory: int) -> int | None:
+        """Return what a refusal says is needed; None if the budget is enough."""
+        engine = {"device": "cpu", "memory": memory}
+        made = Config.from_mapping({"model": model, "batch": {"size": 2}, "engine": engine})
+        division = divide_batch(made, compile_wide, "cpu", LENGTH)
+        if not division.is_for_many:
+            return None
+        return bytes_of_choice(division.program, 2)[0]
+
+    whole = bytes_of_choice(compile_wide(1, None), 2)[0]
+    least = needed(whole // 4)
+    assert least is not None
+    assert least < whole // 2
+    for memory in range(least, whole, whole // 20):
+        assert needed(memory) is None, memory
 
 
 @pytest.mark.long

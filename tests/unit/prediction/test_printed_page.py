@@ -87,7 +87,9 @@ def test_page_says_what_happens_when_an_engine_is_lost():
     assert roomy.plan.least_engines == 1
     assert "If engines are lost, 1 or more of 2 go on." in shown(roomy)
     notices = []
-    tight = {**never, "memory": roomy.plan.shares.engine_peak - 1}  # of twice its share
+    cut = {**never, "memory": roomy.plan.shares.engine_peak - 1}  # of twice its share
+    alone = planned(RACK, engine=cut).plan.shares.engine_peak  # with the smallest stages
+    tight = {**never, "memory": alone - 1}
     least = planned(RACK, engines=2, engine=tight, notice=notices.append)
     assert least.plan.least_engines == 2
     assert "If an engine is lost, a step waits until it has been replaced." in shown(least)
