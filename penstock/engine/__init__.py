@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.engine.expanded_weights import mask_staging_bytes as mask_staging_bytes
     from penstock.engine.host_memory import (
         KEPT_OVER_USED as KEPT_OVER_USED,
-        current_setting as current_setting,
+        HostMemory as HostMemory,
         end_setting as end_setting,
         freed_pages_kept as freed_pages_kept,
         keep_freed_pages as keep_freed_pages,

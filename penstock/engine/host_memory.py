@@ -12,6 +12,7 @@ tensors that fit into no free place of the heap.
 
 import contextlib
 import ctypes
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -29,25 +30,41 @@ _MAPPED_BYTES = 1 << 20  # size of a tensor that gets its own mapping, if pages 
 _MANY = 65536  # glibc's own limit of mappings
 _SMALL_BYTES = 1 << 20  # of a call for which the memory of the process is not read
 
-# What glibc's own thresholds grow to in a process that has freed a large mapping. They do not grow
-# once they have been set.
-_DEFAULT_OPTIONS = (
+# Thresholds that glibc's own grow to in a process that has freed a large mapping. They do not grow
+# any more once they have been set.
+_UNSET_OPTIONS = (
     (_M_MMAP_MAX, _MANY),
     (_M_MMAP_THRESHOLD, 32 << 20),
     (_M_TRIM_THRESHOLD, 64 << 20),
     (_M_TOP_PAD, 128 << 10),
 )
 
-_limit: "_Limit | None" = None  # of this process, if it keeps pages and has a limit
+
+class HostMemory(NamedTuple):
+    """The resident memory of a process, and the bytes by which it may grow."""
+
+    resident: int
+    room: int
+
+
+class _Setting(NamedTuple):
+    """Whether pages are kept, and the limit of the process."""
+
+    keeps: bool
+    limit: "_Limit | None"
+
+
+_numbers = itertools.count(1)
+_settings: dict[int, _Setting] = {}  # those that have not ended; the last one counts
+_limit: "_Limit | None" = None  # of the setting that counts
 _are_kept = False
-_setting = 0  # the number of the latest setting; 0 where there was none
 
 
 class _Call(NamedTuple):
-    """A call that has begun: its bytes, and the room, returns and steps before it."""
+    """A call that has begun: its bytes, and the resident memory, returns and steps before it."""
 
     size: int
-    room: int
+    resident: int
     is_after_return: bool
     returns: int
     steps: int
@@ -62,28 +79,29 @@ class _Limit:
     its places, and is expected to add little. Calls of one size are taken for the same executable.
     """
 
-    def __init__(self, room_bytes: Callable[[], int]) -> None:
+    def __init__(self, read_memory: Callable[[], HostMemory]) -> None:
         self.returns = self.steps = 0
-        self._room_bytes = room_bytes
+        self._read_memory = read_memory
         self._added: dict[int, tuple[int, int, int]] = {}  # by size: bytes, returns, steps
         self._added_after_return: dict[int, int] = {}
         self._call: _Call | None = None
 
     def begin(self, size_bytes: int) -> None:
         """Prepare a call."""
-        room = self._room_bytes()
-        self._observe(room)
+        memory = self._read_memory()
+        self._observe(memory.resident)
         expected = self._expected(size_bytes)
-        is_after_return = expected > room
+        is_after_return = expected > memory.room
         if is_after_return:
             return_free_pages()
-            room, expected = self._room_bytes(), self._expected_after_return(size_bytes)
-        keeps = expected <= room
+            memory, expected = self._read_memory(), self._expected_after_return(size_bytes)
+        keeps = expected <= memory.room
         if keeps and not _are_kept:
             _keep()
         elif _are_kept and not keeps:
             _map_tensors()
-        self._call = _Call(size_bytes, room, is_after_return, self.returns, self.steps)
+        resident = memory.resident
+        self._call = _Call(size_bytes, resident, is_after_return, self.returns, self.steps)
 
     def _expected(self, size_bytes: int) -> int:
         added, returns, steps = self._added.get(size_bytes, (0, -1, 0))
@@ -94,12 +112,12 @@ class _Limit:
     def _expected_after_return(self, size_bytes: int) -> int:
         return self._added_after_return.get(size_bytes, 2 * size_bytes)
 
-    def _observe(self, room: int) -> None:
+    def _observe(self, resident: int) -> None:
         """Note what the call before has added, if it kept pages."""
         call = self._call
         if call is None or not _are_kept:
             return
-        added = max(0, call.room - room)
+        added = max(0, resident - call.resident)
         self._added[call.size] = added, call.returns, call.steps
         if call.is_after_return:
             known = self._added_after_return.get(call.size, 0)
@@ -108,63 +126,60 @@ class _Limit:
             )
 
 
-def keep_freed_pages(room_bytes: Callable[[], int] | None = None) -> bool:
-    """Let glibc reuse its pages for large tensors; return whether it accepted the setting.
+def keep_freed_pages(read_memory: Callable[[], HostMemory] | None = None) -> int:
+    """Let glibc reuse its pages for large tensors; return the number of the setting.
 
-    The setting, of which the latest counts, is that of the whole process. `room_bytes` returns the
-    number of bytes by which the resident memory of the process may grow; by default it has no
-    limit.
+    The setting is that of the whole process, until `end_setting`; of several the latest counts.
+    `read_memory` says how much the process may grow; by default it has no limit.
     """
-    global _limit, _setting
-    _setting += 1
-    is_accepted = _keep()
-    _limit = _Limit(room_bytes) if is_accepted and room_bytes is not None else None
-    return is_accepted
+    limit = None if read_memory is None else _Limit(read_memory)
+    return _begin_setting(_Setting(True, limit))
 
 
-def map_tensors() -> None:
-    """Let glibc return large tensors when they are freed, and return its free pages.
+def map_tensors() -> int:
+    """Let glibc return large tensors when they are freed, and return its free pages; return the
+    number of the setting.
 
     Memory is then what tensors need, but for those that fit into free places of the heap.
     """
-    global _limit, _setting
-    _setting += 1
-    _limit = None
-    if _map_tensors():
-        return_free_pages()
+    return _begin_setting(_Setting(False, None))
 
 
-def current_setting() -> int:
-    """Return the number of the latest setting of this process, for `end_setting`."""
-    return _setting
-
-
-def end_setting(setting: int) -> None:
-    """Restore glibc's defaults and return free pages, unless there was a later setting, or none."""
-    global _are_kept, _limit
-    if setting == 0 or setting != _setting:
-        return
-    _are_kept, _limit = False, None
-    if _set(*_DEFAULT_OPTIONS):
-        return_free_pages()
+def end_setting(number: int) -> None:
+    """End a setting: the latest of those that have not ended counts again."""
+    if _settings.pop(number, None) is not None:
+        _apply()
 
 
 @contextlib.contextmanager
 def freed_pages_kept() -> Iterator[None]:
-    """Keep freed pages without a limit, and restore the setting at the end."""
-    global _limit, _setting
-    before, were_kept, limit = _setting, _are_kept, _limit
-    keep_freed_pages()
+    """Keep freed pages without a limit for a while."""
+    number = keep_freed_pages()
     try:
         yield
     finally:
-        if before == 0:
-            end_setting(_setting)
-        elif were_kept or limit is not None:
-            _keep()
-        else:
-            map_tensors()
-        _setting, _limit = before, limit
+        end_setting(number)
+
+
+def _begin_setting(setting: _Setting) -> int:
+    number = next(_numbers)
+    _settings[number] = setting
+    _apply()
+    return number
+
+
+def _apply() -> None:
+    """Make the latest setting that of the process; without one, pages are returned as usual."""
+    global _are_kept, _limit
+    latest = next(reversed(_settings.values()), None)
+    _limit = None
+    if latest is not None and latest.keeps:
+        if _keep():
+            _limit = latest.limit
+        return
+    _are_kept = False
+    if _map_tensors() if latest is not None else _set(*_UNSET_OPTIONS):
+        return_free_pages()
 
 
 def begin_call(size_bytes: int) -> None:

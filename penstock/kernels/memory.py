@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -19,6 +20,7 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 # The owners of all slabs, by address and size.
 _slabs: weakref.WeakValueDictionary[tuple[int, int], np.ndarray] = weakref.WeakValueDictionary()
+_slabs_lock = threading.RLock()  # the garbage collector may run code that allocates
 
 
 def allocate(size_bytes: int) -> np.ndarray:
@@ -53,7 +55,8 @@ def allocate(size_bytes: int) -> np.ndarray:
         ) from error
     everything = np.frombuffer(region, np.uint8)
     start = -everything.ctypes.data % HUGE_PAGE_BYTES
-    _slabs[everything.ctypes.data + start, size_bytes] = everything
+    with _slabs_lock:
+        _slabs[everything.ctypes.data + start, size_bytes] = everything
     whole = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -65,12 +68,17 @@ def allocate(size_bytes: int) -> np.ndarray:
 
 
 def untouched_bytes() -> int:
-    """Return the bytes of all slabs that are not in memory: not touched yet, or swapped out. 0 if
-    the system does not tell (it does on Linux, by mincore)."""
+    """Return the bytes of all slabs that have no page in memory: not touched yet, or swapped out.
+
+    A page that was read and never written counts as touched. 0 if the system does not tell (Linux
+    does, by mincore).
+    """
     if not sys.platform.startswith("linux"):
         return 0
     mincore, total = ctypes.CDLL(None).mincore, 0
-    for address, size in list(_slabs):
+    with _slabs_lock:
+        slabs = list(_slabs.items())  # which keeps them until the end
+    for (address, size), _ in slabs:
         pages = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
         found = mincore(
             ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)

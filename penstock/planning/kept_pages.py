@@ -8,7 +8,7 @@ all moments.
 
 import time
 
-from penstock.engine import current_setting, keep_freed_pages, map_tensors
+from penstock.engine import HostMemory, keep_freed_pages, map_tensors
 from penstock.kernels.memory import untouched_bytes
 from penstock.planning.memory_shares import MemoryShares
 from penstock.telemetry import process_memory
@@ -19,26 +19,27 @@ _ALL_KEPT_OVER_USED = 1.75
 _READING_SHARE = 0.01  # of the time: how much of it may be spent reading which pages are touched
 
 
-class _Room:
-    """The bytes by which the resident memory of the process may grow, below a limit."""
+class _Reading:
+    """Reads the memory of the process, which has a limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._untouched, self._read_again_at = 0, float("-inf")
 
-    def __call__(self) -> int:
+    def __call__(self) -> HostMemory:
         begin = time.monotonic()
         if begin >= self._read_again_at:
             self._untouched = untouched_bytes()
             end = time.monotonic()
             self._read_again_at = end + (end - begin) / _READING_SHARE
-        return self._limit_bytes - process_memory.resident_bytes() - self._untouched
+        resident = process_memory.resident_bytes()
+        return HostMemory(resident, self._limit_bytes - resident - self._untouched)
 
 
-def keep_pages(limit_bytes: int) -> None:
+def keep_pages(limit_bytes: int) -> int:
     """Let the C library keep the pages of freed tensors while this process stays below a limit of
-    its resident memory. Its engines take turns."""
-    keep_freed_pages(_Room(limit_bytes))
+    its resident memory; return the number of the setting. Its engines take turns."""
+    return keep_freed_pages(_Reading(limit_bytes))
 
 
 def settle_pages(shares: MemoryShares, *, are_at_once: bool) -> int:
@@ -48,9 +49,7 @@ def settle_pages(shares: MemoryShares, *, are_at_once: bool) -> int:
     What one of several engines that compute at once adds cannot be told from what another does.
     """
     if not are_at_once:
-        keep_pages(shares.limit)
-    elif shares.engine_most >= _ALL_KEPT_OVER_USED * shares.engine_host:
-        keep_freed_pages()
-    else:
-        map_tensors()
-    return current_setting()
+        return keep_pages(shares.limit - shares.mask_change)
+    if shares.engine_most >= _ALL_KEPT_OVER_USED * shares.engine_host:
+        return keep_freed_pages()
+    return map_tensors()

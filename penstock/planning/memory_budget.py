@@ -41,7 +41,7 @@ from penstock.planning.transfer_memory import (
     transfer_buffer_bytes,
 )
 from penstock.program import Program, WeightSpec, largest_stage
-from penstock.store import Role
+from penstock.store import Role, room_of
 
 RESERVE_BYTES = 128 << 20
 """Memory outside all parts: machine code of kernels, scratch of products, Python itself."""
@@ -255,12 +255,22 @@ class Budget:
         count = max(1, self._engines_here)
         spare = self._rest - self._here(store) - max(one, engines)
         most = one + max(0, min(one, spare // count))
-        limit = self._limit - self._saving
-        if config.cluster.shards == "here":
-            limit -= mask_change_bytes(config, self._program)
-        alone = min(engine_bytes, self._rest - self._here(store))  # of an engine for evaluation
-        inference = engine_bytes if self._target.has_own_memory else max(one, alone)
-        return MemoryShares(engine_bytes, peak, one, engines, store, most, inference, limit, early)
+        inference = engine_bytes
+        if config.cluster.start == "none" and not self._target.has_own_memory:
+            inference = max(one, min(engine_bytes, self._rest - self._here(store)))
+        changes_here = config.cluster.shards == "here"
+        return MemoryShares(
+            engine=engine_bytes,
+            engine_peak=peak,
+            engine_host=one,
+            engines=engines,
+            store=store,
+            engine_most=most,
+            inference=inference,
+            limit=self._limit - self._saving,
+            mask_change=mask_change_bytes(config, self._program) if changes_here else 0,
+            early=early,
+        )
 
     def _fits_early(self, store: int, engines: int) -> bool:
         """Return whether there is room for a store with memory for early weights."""
@@ -334,7 +344,8 @@ class Budget:
 
     def _loading_bytes(self, weight: WeightSpec) -> int:
         """Return the memory of a weight, in its source and its stored format, and of its state."""
-        state = sum(role.bytes(weight.entries) for role in self._roles) if weight.trainable else 0
+        roles = self._roles if weight.trainable else ()
+        state = sum(room_of(weight, role.group) * role.numpy.itemsize for role in roles)
         return weight.entries * weight.format.width + state + 4 * weight.elements
 
     @property

@@ -10,13 +10,14 @@ from penstock.errors import BudgetError
 class MemoryShares:
     """The memory of the parts of the process, in bytes.
 
-    `engine` is the budget of one engine. `engine_peak` is its expected use, and `engine_host` its
-    use of host memory. `engines` is the memory of this host that all its engines use together.
-    `engine_most` is the host memory that one engine may take with the free pages that it keeps
-    (`kept_pages.py`), at most twice its use. `inference` is the budget of an engine that evaluates
-    or generates while no other computes. `limit` is the memory of all parts together while no
-    checkpoint is written and no mask changes. `early` is the part of `store` for weights that are
-    streamed before their update; 0 where none are, or where memory does not suffice.
+    `engine` is the budget of one engine that trains. `engine_peak` is its expected use, and
+    `engine_host` its use of host memory. `engines` is the memory of this host that all its engines
+    use together. `engine_most` is the host memory that one engine may take with the free pages that
+    it keeps (`kept_pages.py`), at most twice its use. `inference` is the budget of an engine that
+    evaluates or generates while no other computes in this process. `limit` is the memory of all
+    parts together while no checkpoint is written. `mask_change` is the part of `store` that only a
+    step that changes masks takes. `early` is the part of `store` for weights that are streamed
+    before their update; 0 where none are, or where memory does not suffice.
     """
 
     engine: int
@@ -27,6 +28,7 @@ class MemoryShares:
     engine_most: int
     inference: int
     limit: int
+    mask_change: int = 0
     early: int = 0
 
 

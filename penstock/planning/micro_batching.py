@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import ClusterConfig, Config
-from penstock.engine import can_fit, least_kept_bytes, target_of
+from penstock.engine import bytes_of_choice, can_fit, least_kept_bytes, target_of
 from penstock.errors import BudgetError
 from penstock.planning import store_factory
 from penstock.planning.machine_limits import Machine, ReadMachine
@@ -71,7 +71,8 @@ def divide_batch(
     With `batch.micro: auto` the micro-batch is the largest divisor of the batch that meets three
     conditions. It does not exceed the useful size; it leaves `_ENGINES` engines a micro-batch each
     (unless that makes it small); it fits one engine. If no divisor fits, the least is taken. Stages
-    are cut smaller before the micro-batch is. A resumed run keeps its micro-batch. `read_machine`
+    are cut smaller before the micro-batch is; those of the least one as small as its largest weight
+    allows. A resumed run keeps its micro-batch. `read_machine`
     reads the available memory. A micro-batch has at most `micro_batch_tokens` useful tokens; by
     default those of the device's target.
 
@@ -152,10 +153,9 @@ class _Trials:
         return None
 
     def _finest(self, micro_batch: int) -> MicroBatchPlan | None:
-        """Return the division with the smallest stages; None if it does not fit.
+        """Return the division with the smallest stages; None if it does not fit, or cannot be made.
 
-        The size of its stages depends on the model alone: the budget that a refusal names, with
-        this division, is enough.
+        The size of its stages depends on the model alone, so a larger budget finds it too.
         """
         tried = self._tried[micro_batch]
         if not tried or self._none_will_fit:
@@ -186,12 +186,24 @@ class _Trials:
         return MicroBatchPlan(program, micro_batch, slot_bytes)
 
     def _for_many(self, micro_batch: int) -> MicroBatchPlan:
-        """Return the division with the smallest stages, which does not fit, for several engines."""
+        """Return the division that needs the least, of those that do not fit, for several
+        engines."""
         tried = self._tried[micro_batch]
         if not tried:
             assert self._problem is not None
             raise self._problem
-        return replace(tried[-1], is_for_many=True)
+        return replace(min(tried, key=self._needed_bytes), is_for_many=True)
+
+    def _needed_bytes(self, division: MicroBatchPlan) -> int:
+        """Return the least memory of one engine for a step."""
+        config = self._config
+        return bytes_of_choice(
+            division.program,
+            config.batch.size // division.micro_batch,
+            config.engine.recompute,
+            self._device,
+            dense_gradients=computes_dense_gradients(config),
+        )[0]
 
     def _can_fit(self, division: MicroBatchPlan, micro_batches: int) -> bool:
         config = self._config

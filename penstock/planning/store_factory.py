@@ -281,7 +281,7 @@ def early_bytes(config: Config, program: Program, device: str) -> int:
 
 
 def _parts_of(config: Config, program: Program) -> Sequence[Holding]:
-    """Return what each store on flash holds, of a store in shards or in one part."""
+    """Return what each shard holds, of a store in shards or in one part."""
     shard_map = ShardMap.of(program, config.store.shards)
     if config.store.shards > 1:
         return list(shard_map.parts(program))

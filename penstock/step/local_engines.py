@@ -88,25 +88,29 @@ def make_local_engines(
     pages = 0
     if not target_of(device).has_own_memory:
         pages = settle_pages(layout.shares, are_at_once=bool(devices))
-    if devices:
-        return DeviceGroup(
+    try:
+        if devices:
+            return DeviceGroup(
+                layout.program,
+                layout.plan,
+                devices,
+                micro_batches=layout.micro_batches,
+                budget_bytes=layout.budget_bytes,
+                threads=config.engine.threads,
+                sparse=layout.sparse_weights,
+                pages=pages,
+            )
+        engines = builders.make_engines(
             layout.program,
             layout.plan,
-            devices,
-            micro_batches=layout.micro_batches,
-            budget_bytes=layout.budget_bytes,
-            threads=config.engine.threads,
-            sparse=layout.sparse_weights,
-            pages=pages,
+            layout.shares,
+            config.engines,
+            device,
+            layout.sparse_weights,
         )
-    engines = builders.make_engines(
-        layout.program,
-        layout.plan,
-        layout.shares,
-        config.engines,
-        device,
-        layout.sparse_weights,
-    )
+    except BaseException:
+        end_setting(pages)
+        raise
     return SingleDevice(engines, pages)
 
 
@@ -120,9 +124,9 @@ class SingleDevice:
 
     def close(self) -> None:
         """Release the memory of recorded steps, and end the setting of pages."""
+        end_setting(self._pages)
         for engine in self.engines:
             engine.release()
-        end_setting(self._pages)
 
 
 class DeviceGroup:
@@ -179,9 +183,9 @@ class DeviceGroup:
 
     def close(self) -> None:
         """End the devices' threads and the setting of pages."""
+        end_setting(self._pages)
         self._rounds.close()
         self.fabric.close()
-        end_setting(self._pages)
 
     def _make_returns(self) -> list[torch.Tensor]:
         """Return the host buffers through which the sums of all devices go to the store."""

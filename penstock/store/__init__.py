@@ -88,7 +88,7 @@ if TYPE_CHECKING:
         assign_groups as assign_groups,
         make_optimizer as make_optimizer,
     )
-    from penstock.store.packed import index_memory as index_memory
+    from penstock.store.packed import index_memory as index_memory, room_of as room_of
     from penstock.store.packed_export import export_packed as export_packed
     from penstock.store.portions import (
         Portions as Portions,

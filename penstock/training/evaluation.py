@@ -179,10 +179,16 @@ class Evaluator:
         whole = _filled_up(rows, self._layout.micro_batch) if self._predicts else rows
         engine = self._engine(_row_count(whole))
         engine.begin(Batch([whole], 0, 1, self._config.run.seed, 0))
-        for operation in StepSchedule.forward_only(engine.program).operations:
-            engine.load(operation.stage, self._store.stream(operation.weights))
-            compute(engine, operation)
-        (loss,) = engine.losses()
+        # A store on flash has memory for the pairs of stages that follow each other in training. So
+        # a sweep begins without pending updates, and leaves no weights in use.
+        self._store.flush()
+        try:
+            for operation in StepSchedule.forward_only(engine.program).operations:
+                engine.load(operation.stage, self._store.stream(operation.weights))
+                compute(engine, operation)
+            (loss,) = engine.losses()
+        finally:
+            self._store.flush()
         counts.weight += weight
         counts.loss += loss if self._predicts else loss * weight
         if self._predicts:

@@ -35,7 +35,8 @@ class NextToken:
     `input_ids` int64 [1, window] and those of `compiler.decoding`; `fetch` returns weights by name;
     `version` returns another number when they have changed. `prepare` is then called with the
     program of each engine. `notice` is told why all positions are computed for every token;
-    `limit` says what the longest window is.
+    `limit` says what the longest window is. `settle` is called before and after each sweep over
+    the weights.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class NextToken:
         prepare: Callable[[Program], None] = lambda program: None,
         notice: Callable[[str], None] = lambda text: None,
         limit: str = MODEL_LIMIT,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self._make_engine = make_engine
-        self._fetch = fetch
+        self._fetch, self._settle = fetch, settle
         self._window = window
         self._version = version
         self._prepare = prepare
@@ -134,7 +136,11 @@ class NextToken:
         inputs = {"input_ids": ids, POSITION: torch.tensor([len(visible) - 1])}
         kept = {CACHE.format(number): value for number, value in enumerate(self._kept)}
         engine.begin(Batch([inputs], 0, 1, 0, 0, kept=kept))
-        for operation in StepSchedule.forward_only(engine.program).operations:
-            engine.load(operation.stage, self._fetch(operation.weights))
-            compute(engine, operation)
-        return engine.results()[0]
+        self._settle()
+        try:
+            for operation in StepSchedule.forward_only(engine.program).operations:
+                engine.load(operation.stage, self._fetch(operation.weights))
+                compute(engine, operation)
+            return engine.results()[0]
+        finally:
+            self._settle()

@@ -82,6 +82,7 @@ def make_token_generator(
         finish=store.take_traffic,
         notice=notice,
         limit=limit,
+        settle=store.flush,
     )
 
 
@@ -105,7 +106,8 @@ class TokenGenerator:
     limit; `vocabulary` is the number of its tokens, None if unknown. `prepare` is called with each
     engine's program before each text, `finish` after it. `version` returns another number when the
     weights have changed. `notice` is told that the beginning of a prompt is not read, and why each
-    token costs the whole window, if it does, each once; `limit` says what `longest` is.
+    token costs the whole window, if it does, each once; `limit` says what `longest` is. `settle` is
+    called before and after each sweep over the weights.
     """
 
     def __init__(
@@ -120,7 +122,9 @@ class TokenGenerator:
         finish: Callable[[], object] = lambda: None,
         notice: Callable[[str], None] = lambda text: None,
         limit: str = MODEL_LIMIT,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
+        self._settle = settle
         self._make_engine = make_engine
         self._fetch = fetch
         self._longest = longest
@@ -265,6 +269,7 @@ class TokenGenerator:
                 self._prepare,
                 self._notice_once,
                 self._limit,
+                self._settle,
             )
             return self._windows[window]
         following = self._windows[window]

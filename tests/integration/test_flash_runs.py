@@ -1,5 +1,6 @@
 """Whole runs with a store on flash: the bits of a run in memory, resumed, inspected, repaired."""
 
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -163,6 +164,42 @@ def test_impossible_budgets_are_refused_with_the_sums(tmp_path):
         Trainer(config(tmp_path / "b", 7, on_flash=True, flash=flash))
     with pytest.raises(BudgetError, match=r"store\.dram: the store of tiny needs [\d,]+ bytes"):
         Trainer(config(tmp_path / "c", 7, on_flash=False, dram="1MiB"))
+
+
+@pytest.mark.long
+def test_run_with_the_least_store_memory_evaluates_and_generates_between_steps(tmp_path):
+    """The embedding and the head, which are not tied, are larger than the layers between."""
+    fields = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
+    fields |= {"num_hidden_layers": 8, "num_attention_heads": 4, "tie_word_embeddings": False}
+    fields |= {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 32}
+    rows = np.random.default_rng(0).integers(0, 4096, (24, 33))
+    arrays = {"input_ids": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
+    settings = {
+        "batch": {"size": 4, "micro": 2},
+        "data": {"sequence_length": 32},
+        "evaluation": {"every": 1, "batches": 2},
+        "store": {"dram": "1KiB", "flash": {"path": str(tmp_path / "flash")}},
+        "run": {"dir": str(tmp_path / "run"), "steps": 3},
+    }
+
+    def trainer() -> Trainer:
+        return Trainer(
+            settings,
+            model=ModelSource.from_hf_config({"model_type": "llama", **fields}),
+            source=ArraySource(arrays),
+            held_out=ArraySource({name: part[:8] for name, part in arrays.items()}),
+            quiet=True,
+        )
+
+    with pytest.raises(BudgetError, match=r"store\.dram") as caught:
+        trainer()
+    least = re.search(r"raise store\.dram to ([\d,]+)", str(caught.value))
+    settings["store"]["dram"] = int(least[1].replace(",", ""))
+    with closing(trainer()) as run:
+        run.train()
+        text = run.token_generator().generate([1, 2, 3], max_new_tokens=4, temperature=0)
+        assert len(list(text)) == 4
+        assert run.evaluate(batches=2)["loss"] > 0
 
 
 def begun(folder, seed=0, adapters=None, source=None):

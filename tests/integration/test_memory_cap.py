@@ -13,7 +13,10 @@ import pytest
 from penstock import Trainer
 from penstock.config import ByteSize
 from penstock.data import ArraySource
+from penstock.engine import host_memory
 from penstock.errors import BudgetError
+from penstock.planning import builders, machine_limits, store_factory
+from penstock.planning.machine_limits import Machine
 from penstock.telemetry import process_memory
 from penstock.telemetry.events import RunMeasured
 
@@ -109,6 +112,37 @@ def test_engines_of_this_process_keep_pages_as_its_memory_allows(tmp_path, machi
     trainer.close()
     assert settled == [((shares,), {"are_at_once": False})]
     assert 600 * MIB < shares.limit < 700 * MIB
+
+
+def test_setting_of_pages_ends_with_the_trainer(tmp_path, monkeypatch):
+    before = dict(host_memory._settings)
+    trainer = Trainer(settings(tmp_path / "run"), source=tokens())
+    assert len(host_memory._settings) == len(before) + 1
+    trainer.close()
+    assert host_memory._settings == before
+    monkeypatch.setattr(builders, "make_engines", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(settings(tmp_path / "other"), source=tokens())
+    assert host_memory._settings == before
+
+
+def test_free_pages_are_not_measured_as_memory_of_libraries(monkeypatch):
+    order = []
+    monkeypatch.setattr(machine_limits, "return_free_pages", lambda: order.append("returned"))
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: order.append("read") or MIB)
+    Machine.here()
+    assert order == ["returned", "read"]
+
+
+def test_planned_memory_of_a_store_counts_tied_gradients_in_float32(tmp_path):
+    trainer = Trainer(settings(tmp_path, precision="bf16"), source=tokens())
+    program, store = trainer.program, trainer.store
+    planned = store_factory.dram_store_bytes(trainer.config, program)
+    found = sum(store.memory_bytes.values())
+    trainer.close()
+    assert 0 <= found - planned < 64 * len(program.weights)
+    tied = program.weights["transformer.wte.weight"].elements
+    assert planned == sum(14 * weight.elements for weight in program.weights.values()) + 2 * tied
 
 
 def test_run_reports_the_parts_of_its_time(tmp_path):

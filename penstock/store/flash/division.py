@@ -28,7 +28,7 @@ from penstock.store.roles import AGE, Role
 
 _LEAST_BUFFERS, _MOST_BUFFERS = 4, 64
 SLABS = 2
-"""Stages whose gradients may be in transit to flash."""
+"""Units whose gradients may be on their way to flash."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.extent_writes import ExtentWrites
@@ -217,6 +216,11 @@ class Pipeline:
             self._in_use.extend([set(), set()])
             self._wait_for_all()
 
+    def release(self) -> None:
+        """Let the frames returned before be replaced: they are no longer in use."""
+        with self._changed:
+            self._in_use.extend([set(), set()])
+
     def write_out(self) -> None:
         """Let the writer write all units that are newer than on flash. Only after `finish_pass`."""
         with self._changed:
@@ -263,13 +267,7 @@ class Pipeline:
         """Return checksums of all units as of their last update, in memory or on flash."""
         with self._changed:
             self._wait_for_all()
-            found = []
-            for unit in self._layout.units:
-                made = self._updater.made.get(unit.index)
-                checks = b"".join(b"".join(half) for half in made) if made else None
-                whole = xxhash.xxh3_64_hexdigest(checks or self._version.checksums_of(unit))
-                found.append((f"the weights or the state of {', '.join(unit.names[:2])}", whole))
-            return found
+            return [self._updater.compared(unit) for unit in self._layout.units]
 
     def drain(self) -> None:
         """Wait until the writer has finished all its jobs."""

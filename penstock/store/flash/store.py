@@ -291,9 +291,8 @@ class FlashStore:
         self._pipeline.wait_for_updates([unit.index for unit in units])
         self._gradients.check(stage, gradients)
         self._seal_when_due()
-        given = dict(zip(names, gradients, strict=True))
         for unit in units:  # one at a time: a stage may have more of them than there are slabs
-            self._receive_unit(stage, unit, given)
+            self._receive_unit(stage, unit, dict(zip(names, gradients, strict=True)))
         self._gradients.finish(stage)
         if not self._unsealed:  # then a speculative update goes to a place of its own
             self._speculator.received(self.step + 1, stage, units)
@@ -359,6 +358,7 @@ class FlashStore:
 
     def discard(self) -> None:
         """Discard the gradients received since the last commit; the step may be replayed."""
+        self._pipeline.release()
         self._speculator.drop()
         self._gradients.clear()
         self._masks.discard()

@@ -7,6 +7,7 @@ from functools import partial
 
 import numba
 import numpy as np
+import xxhash
 
 from penstock.store.flash.blocks import StateBlocks
 from penstock.store.flash.changing_weight import ChangedWeight
@@ -63,7 +64,8 @@ class Updater:
         update: Update,
         masks: Masks,
     ) -> None:
-        self._monitor, self._frames, self._writer = monitor, frames, writer
+        self._monitor, self._version = monitor, version
+        self._frames, self._writer = frames, writer
         self._state, self._spill = state, spill
         self._updates = UnitUpdates(version, state, spill, update, masks, self._await_change)
         self.compute = self._updates.compute
@@ -79,6 +81,13 @@ class Updater:
     def is_kept(self, unit: Unit) -> bool:
         """Whether a unit stays completely in memory between steps."""
         return self._state.stay_whole(unit) and self._frames.holds_all
+
+    def compared(self, unit: Unit) -> tuple[str, str]:
+        """Return the name of a unit for people, and a checksum of it as of its last update."""
+        made = self.made.get(unit.index)
+        checks = b"".join(b"".join(half) for half in made) if made else None
+        whole = xxhash.xxh3_64_hexdigest(checks or self._version.checksums_of(unit))
+        return f"the weights or the state of {', '.join(unit.names[:2])}", whole
 
     def lacks_reads(self, units: Collection[int], head: int) -> bool:
         """Whether the update of any of these units still lacks blocks to be read: those of `head`,

@@ -47,7 +47,9 @@ LIMITED = """
 import resource
 
 import torch
-from penstock.engine.host_memory import begin_call, freed_pages_kept, keep_freed_pages
+from penstock.engine.host_memory import (
+    HostMemory, begin_call, freed_pages_kept, keep_freed_pages
+)
 
 def resident_mib():
     with open("/proc/self/statm") as file:
@@ -62,7 +64,7 @@ def note():
     found.append(resident_mib() - full)
 
 found, room = [], 64 << 20
-keep_freed_pages(lambda: room)
+keep_freed_pages(lambda: HostMemory(0, room))
 freed()
 for size in (32 << 20, (32 << 20) + 1):  # a call may add twice what it needs
     begin_call(size)
@@ -99,8 +101,9 @@ def test_free_pages_are_returned_before_a_call_that_exceeds_the_limit():
     assert restored < -220
 
 
-def options_of(monkeypatch) -> list[dict[int, int]]:
-    """Return the list of what the C library is told, for a process without a setting."""
+@pytest.fixture
+def told(monkeypatch):
+    """What the C library is told, in a process without a setting."""
     told: list[dict[int, int]] = []
 
     def note(*options):
@@ -108,54 +111,83 @@ def options_of(monkeypatch) -> list[dict[int, int]]:
         return True
 
     monkeypatch.setattr(host_memory, "_set", note)
+    monkeypatch.setattr(host_memory, "_settings", {})
     monkeypatch.setattr(host_memory, "_limit", None)
     monkeypatch.setattr(host_memory, "_are_kept", False)
-    monkeypatch.setattr(host_memory, "_setting", 0)
     return told
 
 
-DEFAULTS = dict(host_memory._DEFAULT_OPTIONS)
+UNSET = dict(host_memory._UNSET_OPTIONS)
 
 
-def test_end_of_the_latest_setting_restores_the_defaults(monkeypatch):
-    told = options_of(monkeypatch)
-    host_memory.end_setting(host_memory.current_setting())
-    assert told == []  # there was none
-    host_memory.keep_freed_pages(lambda: 0)
-    first = host_memory.current_setting()
-    host_memory.keep_freed_pages(lambda: 1)
-    host_memory.end_setting(first)  # a later one counts
-    assert DEFAULTS not in told
-    assert host_memory._limit is not None
-    host_memory.end_setting(host_memory.current_setting())
-    assert told[-1] == DEFAULTS
+def keeps(options: dict[int, int]) -> bool:
+    return options[host_memory._M_MMAP_MAX] == 0
+
+
+def test_setting_that_ends_gives_way_to_the_latest_that_has_not(told):
+    numbers = [
+        host_memory.keep_freed_pages(lambda room=room: host_memory.HostMemory(0, room))
+        for room in (1, 2)
+    ]
+    mapped = host_memory.map_tensors()
+    assert not keeps(told[-1])
+    host_memory.end_setting(numbers[0])  # which no longer counted
+    assert not keeps(told[-1])
     assert host_memory._limit is None
+    host_memory.end_setting(mapped)
+    assert keeps(told[-1])
+    assert host_memory._limit._read_memory().room == 2
+    host_memory.end_setting(numbers[1])
+    assert told[-1] == UNSET
+    assert host_memory._limit is None
+    before = len(told)
+    host_memory.end_setting(numbers[1])
+    assert len(told) == before
 
 
-def test_pages_kept_for_a_while_restore_the_setting_before(monkeypatch):
-    told = options_of(monkeypatch)
+def test_pages_kept_for_a_while_restore_the_setting_before(told):
     with host_memory.freed_pages_kept():
-        assert told[-1][host_memory._M_MMAP_MAX] == 0
-    assert told[-1] == DEFAULTS
+        assert keeps(told[-1])
+    assert told[-1] == UNSET
+    host_memory.keep_freed_pages(lambda: host_memory.HostMemory(0, 1))
+    limit = host_memory._limit
+    with host_memory.freed_pages_kept():
+        assert host_memory._limit is None
+    assert host_memory._limit is limit
     host_memory.map_tensors()
-    setting, mapped = host_memory.current_setting(), told[-1]
+    mapped = told[-1]
     with host_memory.freed_pages_kept():
-        assert told[-1] != mapped
+        assert keeps(told[-1])
     assert told[-1] == mapped
-    assert host_memory.current_setting() == setting
+
+
+def test_memory_that_other_parts_take_or_return_is_not_what_a_call_has_added(monkeypatch):
+    """The room may change by what is not resident: slabs that are touched, or made."""
+    heap = Heap(monkeypatch, 1000 << 20)
+    assert heap.call(100, 180) == "kept"
+    heap.promised = -500 << 20
+    host_memory.return_unused_pages(3)
+    assert heap.call(40, 70) == "kept"
+    added, *_ = host_memory._limit._added[100 << 20]
+    assert added == 180 << 20
 
 
 class Heap:
     """A process with a limit, whose calls add what a test says to its resident memory."""
 
     def __init__(self, monkeypatch, limit):
-        self.limit, self.used, self.free = limit, 0, 0
+        self.limit, self.used, self.free, self.promised = limit, 0, 0, 0
         self.returns, self.keeps = 0, True
         monkeypatch.setattr(host_memory, "_set", self._set)
+        monkeypatch.setattr(host_memory, "_settings", {})
         monkeypatch.setattr(host_memory, "_limit", None)
         monkeypatch.setattr(host_memory, "_are_kept", False)
         monkeypatch.setattr(host_memory, "return_free_pages", self._return)
-        host_memory.keep_freed_pages(lambda: self.limit - self.used - self.free)
+        host_memory.keep_freed_pages(self._read)
+
+    def _read(self):
+        resident = self.used + self.free
+        return host_memory.HostMemory(resident, self.limit - resident - self.promised)
 
     def _set(self, *options):
         self.keeps = (host_memory._M_MMAP_MAX, 0) in options
@@ -283,6 +315,7 @@ def test_setting_that_the_c_library_refuses_sets_no_limit(monkeypatch):
     monkeypatch.setattr(host_memory, "_set", lambda *options: False)
     returned = []
     monkeypatch.setattr(host_memory, "return_free_pages", lambda: returned.append(1))
-    assert not host_memory.keep_freed_pages(lambda: -1)
+    monkeypatch.setattr(host_memory, "_settings", {})
+    host_memory.keep_freed_pages(lambda: host_memory.HostMemory(0, -1))
     host_memory.begin_call(1 << 30)
     assert not returned

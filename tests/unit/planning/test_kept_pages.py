@@ -4,51 +4,66 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.engine import HostMemory
 from penstock.planning import keep_pages, kept_pages, settle_pages
 from penstock.planning.memory_shares import MemoryShares
 from penstock.telemetry import process_memory
 
 MIB = 1 << 20
-SHARES = MemoryShares(300, 100, 100, 200, 50, 175, 300, 1000)
+SHARES = MemoryShares(
+    engine=300,
+    engine_peak=100,
+    engine_host=100,
+    engines=200,
+    store=50,
+    engine_most=175,
+    inference=300,
+    limit=1010,
+    mask_change=10,
+)
 
 
 @pytest.fixture
 def settings(monkeypatch):
     """What the C library is told."""
     told = []
-    monkeypatch.setattr(kept_pages, "keep_freed_pages", lambda *given: told.append(given))
-    monkeypatch.setattr(kept_pages, "map_tensors", lambda: told.append("mapped"))
-    monkeypatch.setattr(kept_pages, "current_setting", lambda: len(told))
+    monkeypatch.setattr(kept_pages, "untouched_bytes", lambda: 0)
+    monkeypatch.setattr(kept_pages, "keep_freed_pages", lambda *given: note(given))
+    monkeypatch.setattr(kept_pages, "map_tensors", lambda: note("mapped"))
+
+    def note(what):
+        told.append(what)
+        return len(told)
+
     return told
 
 
 def test_room_follows_the_resident_memory_of_the_process(settings, monkeypatch):
-    monkeypatch.setattr(kept_pages, "untouched_bytes", lambda: 0)
     keep_pages(1000 * MIB)
-    ((room,),) = settings
+    ((read,),) = settings
     for resident in (700, 1100):
         monkeypatch.setattr(process_memory, "resident_bytes", lambda now=resident: now * MIB)
-        assert room() == (1000 - resident) * MIB
+        assert read() == HostMemory(resident * MIB, (1000 - resident) * MIB)
 
 
 def test_memory_that_the_store_has_not_touched_yet_is_no_room(settings, monkeypatch):
     now, untouched = [10.0], [300 * MIB]
 
-    def read() -> int:
+    def count() -> int:
         now[0] += 0.25  # takes so many seconds
         return untouched[0]
 
-    monkeypatch.setattr(kept_pages, "untouched_bytes", read)
+    monkeypatch.setattr(kept_pages, "untouched_bytes", count)
     monkeypatch.setattr(kept_pages.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(process_memory, "resident_bytes", lambda: 600 * MIB)
     keep_pages(1000 * MIB)
-    ((room,),) = settings
-    assert room() == 100 * MIB
+    ((read,),) = settings
+    assert read().room == 100 * MIB
     untouched[0] = 0
     now[0] += 24.9
-    assert room() == 100 * MIB  # reading again would take more than a hundredth of the time
+    assert read().room == 100 * MIB  # reading again would take more than a hundredth of the time
     now[0] += 0.2
-    assert room() == 400 * MIB
+    assert read().room == 400 * MIB
 
 
 @pytest.mark.parametrize(("most", "expected"), [(175, ()), (174, "mapped")])
@@ -59,6 +74,6 @@ def test_engines_that_compute_at_once_keep_pages_only_if_all_fit(settings, most,
 
 def test_engines_that_take_turns_keep_pages_within_the_limit(settings, monkeypatch):
     settle_pages(replace(SHARES, engine_most=100), are_at_once=False)
-    ((room,),) = settings
+    ((read,),) = settings
     monkeypatch.setattr(process_memory, "resident_bytes", lambda: 700)
-    assert room() == SHARES.limit - 700
+    assert read().room == 1010 - 10 - 700

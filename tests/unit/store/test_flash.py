@@ -15,6 +15,7 @@ from store_programs import (
     LAYERS,
     SMALL_BLOCK,
     forward_sweep,
+    least_flash_bytes,
     make_program,
     random_gradients,
     random_weights,
@@ -23,7 +24,7 @@ from store_programs import (
     training_store,
 )
 
-from penstock.errors import CorruptionError, StorageError
+from penstock.errors import BudgetError, CorruptionError, StorageError
 from penstock.io import durable
 from penstock.store import SGD, AdamW, DramStore, Lion
 from penstock.store.flash import least_dram_bytes, store as store_module
@@ -451,3 +452,25 @@ def read_all(store):
     for name in store.program.weights:
         for role, stored in store.roles(name).items():
             store.read(name, role, 0, math.prod(stored.shape))
+
+
+UNEQUAL = ({"embed": (64, 512)}, {"middle": (2048,)}, {"head": (64, 512)})
+"""The first and the last stage are much larger than the one between, which follows and precedes
+them: the least memory does not suffice for both."""
+
+
+@pytest.mark.parametrize("release", ["flush", "discard"])
+def test_sweep_may_begin_anew_after_the_last_stage_with_the_least_memory(flash, release):
+    """As of an evaluation, whose micro-batches go forward only, and of a step that is repeated."""
+    program = make_program(UNEQUAL)
+    store = flash(program, dram=least_flash_bytes(program))
+    store.load(random_weights(program, 1).items())
+    train(store, 1, seed=1)
+    first = forward_sweep(store)
+    with pytest.raises(
+        BudgetError, match="weights are needed at once"
+    ):  # the weights of the last stage are in use
+        store.fetch(0)
+    getattr(store, release)()
+    again = forward_sweep(store)
+    assert all(torch.equal(first[name], again[name]) for name in program.weights)
