@@ -72,9 +72,9 @@ def divide_batch(
     conditions. It does not exceed the useful size; it leaves `_ENGINES` engines a micro-batch each
     (unless that makes it small); it fits one engine. If no divisor fits, the least is taken. Stages
     are cut smaller before the micro-batch is; those of the least one as small as its largest weight
-    allows. A resumed run keeps its micro-batch. `read_machine`
-    reads the available memory. A micro-batch has at most `micro_batch_tokens` useful tokens; by
-    default those of the device's target.
+    allows. A resumed run keeps its micro-batch. `read_machine` reads the available memory. A
+    micro-batch has at most `micro_batch_tokens` useful tokens; by default those of the device's
+    target.
 
     **Raises:** `BudgetError` if a stage cannot be cut small enough, or no memory is left for
     engines.

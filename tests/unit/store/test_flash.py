@@ -467,9 +467,7 @@ def test_sweep_may_begin_anew_after_the_last_stage_with_the_least_memory(flash, 
     store.load(random_weights(program, 1).items())
     train(store, 1, seed=1)
     first = forward_sweep(store)
-    with pytest.raises(
-        BudgetError, match="weights are needed at once"
-    ):  # the weights of the last stage are in use
+    with pytest.raises(BudgetError, match="are needed at once"):  # the last stage's are in use
         store.fetch(0)
     getattr(store, release)()
     again = forward_sweep(store)

@@ -335,8 +335,8 @@ def test_memory_is_that_of_the_entries():
     assert grows["grown entries"] > 0
     assert grows["mask change"] == 24 * 910
     assert grows["dense gradients"] == 4 * 50 * 16  # of the weight that two stages use
-    set_up = empty_store(sparse_program("set"), "set").memory_bytes
-    assert set_up["dense gradients"] == 0
+    without = empty_store(sparse_program("set"), "set").memory_bytes
+    assert without["dense gradients"] == 0
     assert passing_bytes(grows) == sum(
         grows[use] for use in ("dense gradients", "grown entries", "mask change")
     )
