@@ -28,7 +28,7 @@ from penstock.data import (
     RecordSource,
     Source,
 )
-from penstock.engine import Batch, Engine, compute
+from penstock.engine import Batch, Engine
 from penstock.errors import CompileError, DataError
 from penstock.models import ModelSource
 from penstock.planning import (
@@ -39,8 +39,8 @@ from penstock.planning import (
 )
 from penstock.program import Program
 from penstock.step import failure_of_source, refuse_unknown_tokens, to_tensors
-from penstock.step_schedule import StepSchedule
 from penstock.store import Store
+from penstock.training.forward_sweep import sweep_forward
 
 Rows = dict[str, torch.Tensor]
 
@@ -179,16 +179,8 @@ class Evaluator:
         whole = _filled_up(rows, self._layout.micro_batch) if self._predicts else rows
         engine = self._engine(_row_count(whole))
         engine.begin(Batch([whole], 0, 1, self._config.run.seed, 0))
-        # A store on flash has memory for the pairs of stages that follow each other in training. So
-        # a sweep begins without pending updates, and leaves no weights in use.
-        self._store.flush()
-        try:
-            for operation in StepSchedule.forward_only(engine.program).operations:
-                engine.load(operation.stage, self._store.stream(operation.weights))
-                compute(engine, operation)
-            (loss,) = engine.losses()
-        finally:
-            self._store.flush()
+        store = self._store
+        (loss,) = sweep_forward(engine, store.stream, store.flush, engine.losses)
         counts.weight += weight
         counts.loss += loss if self._predicts else loss * weight
         if self._predicts:

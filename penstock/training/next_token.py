@@ -14,17 +14,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.compiler import CACHE, POSITION, Decoding
-from penstock.engine import Batch, Engine, compute
+from penstock.engine import Batch, Engine
 from penstock.errors import BudgetError
 from penstock.program import Program
-from penstock.sparsity import StreamedWeight
-from penstock.step_schedule import StepSchedule
+from penstock.training.forward_sweep import FetchWeights, sweep_forward
 
 _SLOW = "every token computes the whole window, which is slow, because"
 MODEL_LIMIT = "the most that the model reads"
 """What the longest window is, unless the run has shorter sequences."""
-
-FetchWeights = Callable[[Sequence[str]], Sequence[StreamedWeight]]
 
 
 class NextToken:
@@ -136,11 +133,4 @@ class NextToken:
         inputs = {"input_ids": ids, POSITION: torch.tensor([len(visible) - 1])}
         kept = {CACHE.format(number): value for number, value in enumerate(self._kept)}
         engine.begin(Batch([inputs], 0, 1, 0, 0, kept=kept))
-        self._settle()
-        try:
-            for operation in StepSchedule.forward_only(engine.program).operations:
-                engine.load(operation.stage, self._fetch(operation.weights))
-                compute(engine, operation)
-            return engine.results()[0]
-        finally:
-            self._settle()
+        return sweep_forward(engine, self._fetch, self._settle, engine.results)[0]

@@ -24,7 +24,8 @@ from penstock.planning import (
 )
 from penstock.program import Program
 from penstock.store import Store
-from penstock.training.next_token import MODEL_LIMIT, FetchWeights, NextToken
+from penstock.training.forward_sweep import FetchWeights
+from penstock.training.next_token import MODEL_LIMIT, NextToken
 from penstock.training.sampling import Sampling
 
 
